@@ -1,6 +1,6 @@
 """Replicas of one model behind Ray Serve, which spreads requests and replaces replicas whose engine has failed.
 
-python examples/ray_serve.py [MODEL [REPLICAS]]     needs `pip install 'minirt[serve]' 'ray[serve]'`, and a GPU for each replica
+python examples/ray_serve.py [MODEL [REPLICAS]]     needs `pip install '.[serve]' 'ray[serve]'`, and a GPU for each replica
 
 `minirt.server.asgi.Application` is all of `minirt serve` as one ASGI application. Any host that supports ASGI's lifespan events
 can run it: `uvicorn --factory`, hypercorn and others.

@@ -103,8 +103,9 @@ class Generator:
         )
         self._engine = EngineThread(engine)
         self._processor = Processor(
-            self._engine, name, tokenizer, generation_config, self.eos_token_ids, self._engine.peak_memory
-        )
+            self._engine, name, tokenizer, generation_config, self.eos_token_ids, model.config.vocab_size,
+            self._engine.peak_memory,
+        )  # fmt: skip
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None
 

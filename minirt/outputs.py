@@ -127,4 +127,6 @@ class CompletionStream:
         if finish_reason is not None and not stopped:
             tail, stopped = self.stops.push(decoder.flush(), check)
             text += tail if stopped else tail + self.stops.flush()
+            if left_out:
+                text += self.stops.end(token)
         return text, stopped

@@ -16,8 +16,8 @@ from minirt.errors import InputError, TokenizerError, inside, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
-from minirt.text.detokenizer import IncrementalDecoder
-from minirt.text.stop_strings import StopStrings
+from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
+from minirt.text.stop_strings import StopStrings, stop_tokens
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -59,6 +59,7 @@ class Processor:
     Args:
         backend: the engine's limits.
         name: the model's name, for messages.
+        vocab_size: of the model; a tokenizer may have more ids.
         peak_memory: for `Completion.peak_memory_bytes`.
     """
 
@@ -69,9 +70,11 @@ class Processor:
         tokenizer: Tokenizer | None,
         generation_config: dict | None,
         eos_token_ids: Sequence[int],
+        vocab_size: int,
         peak_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
+        self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
@@ -111,7 +114,19 @@ class Processor:
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        return resolve_sampling(_one(params), self._generation_config)
+        sampling = resolve_sampling(_one(params), self._generation_config)
+        if tokens := self._stop_tokens(sampling):
+            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
+        return sampling
+
+    def _stop_tokens(self, sampling: EffectiveSampling) -> dict[int, str]:
+        """The stop strings that are special tokens, by their ids."""
+        if not sampling.stop or self._tokenizer is None:
+            return {}
+        try:
+            return stop_tokens(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
+        except InputError as error:
+            raise error if sampling.sources["stop"] == "user" else error.at(f"stop, from {sampling.sources['stop']}") from None
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
@@ -151,11 +166,11 @@ class Processor:
 
     def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
         sampling, decoder = request.sampling, None
-        if self._tokenizer is not None and sampling.detokenize:
-            decoder = IncrementalDecoder(self._tokenizer, sampling.skip_special_tokens)
         tokens: Any = request.prompt_token_ids
+        if self._tokenizer is not None and sampling.detokenize:
+            decoder = decoder_after(self._tokenizer, sampling, tokens)
         completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
-        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output, self._stop_tokens(sampling))
         return CompletionStream(completion, decoder, stops, self._peak_memory, prompt, sample)
 
     def text(self) -> Tokenizer:
@@ -177,7 +192,19 @@ class Processor:
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
         tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
-        return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+        tokens = tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+        if self._tokenizer is not None and self._tokenizer.vocab_size > self._vocab_size:
+            self._check_known(tokens)
+        return tokens
+
+    def _check_known(self, tokens: list[int]) -> None:
+        """Refuse a token that the tokenizer has and the model has no embedding for. The engine refuses ids that neither has."""
+        for place, token in enumerate(tokens):
+            if type(token) is int and self._vocab_size <= token < self.text().vocab_size:
+                found = f'{token}, "{shortened(self.text().decode([token], skip_special_tokens=False))}"'
+                hint = "the tokenizer has more tokens than the model was trained with: leave this one out"
+                where, expected = f"prompt token {place}", f"ids from 0 to {self._vocab_size - 1}"
+                raise InputError("the model has no such token", where=where, expected=expected, found=found, hint=hint)
 
     def _after_reasoning(self, tokens: list[int], sampling: EffectiveSampling) -> EffectiveSampling:
         """`sampling`, without `reasoning_end` if the prompt ends with it and white space: its grammar begins at once."""
@@ -208,6 +235,13 @@ class Processor:
                 found = f'"{shortened(word)}"'
                 raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
         return tuple(ids for spellings in spelled for ids in spellings)
+
+
+def decoder_after(tokenizer: Tokenizer, sampling: EffectiveSampling, prompt: Sequence[int]) -> IncrementalDecoder:
+    """The decoder of the tokens that follow a prompt. A grammar's text has all that the grammar accepted."""
+    grammar = sampling.structured_outputs
+    keep_space = grammar is not None and grammar.reasoning_end is None
+    return incremental_decoder(tokenizer, sampling.skip_special_tokens, prompt, keep_space)
 
 
 @dataclass

@@ -81,7 +81,7 @@ _NOT_SUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "watermarking_config"), ()),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "suppress_tokens"), ()),
     **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty", "dola_layers", "top_h"), ()),
-    **dict.fromkeys(("max_length", "max_time"), ()),
+    **dict.fromkeys(("max_length", "max_time", "token_healing"), ()),
 }
 
 
@@ -135,7 +135,7 @@ class SamplingParams:
         max_tokens: maximum number of new tokens.
         min_tokens: before this number of new tokens, neither an end-of-sequence token nor one of `stop_token_ids` is drawn, and
             no stop string ends the text.
-        stop: a string or several strings; generation ends where one of them appears.
+        stop: a string or several strings; generation ends where one of them appears. A special token is a stop token.
         stop_token_ids: tokens that end the generation, in addition to the model's end-of-sequence tokens.
         include_stop_str_in_output: whether the text includes the stop string, or the text of the token that ended it.
         ignore_eos: continue past the model's end-of-sequence tokens.
@@ -146,7 +146,7 @@ class SamplingParams:
         logit_bias: token id → a number from -100 to 100 that is added to its logit.
         allowed_token_ids: the only tokens that may be drawn.
         bad_words: texts that are not generated: the token that would complete one is never drawn. They are forbidden as the
-            tokenizer splits them, at the beginning of a word and within; other tokens with the same text are not.
+            tokenizer splits them in a text, within a word and after a space; other tokens with the same text are not.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: make no text, only token ids.
         truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the model can take.

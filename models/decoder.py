@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minirt.errors import ConfigError, UnsupportedError
@@ -23,6 +24,7 @@ from minirt.modeling.config import (
     shown,
 )
 from minirt.modeling.quantization_config import read_quantization
+from minirt.models.foreign_fields import refuse_foreign_fields
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
@@ -43,13 +45,19 @@ def decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     moe: MoEConfig | None = None,
+    window: "Window | None" = None,
+    handled: Collection[str] = (),
 ) -> ModelConfig:
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
+
+    Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
 
     `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
     `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
     `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
-    hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused.
+    hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
+    absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
+    "sliding_window" stands for all fields of windows, with `layer_types`.
     """
     refuse_unserved(fields)
     if moe is None:
@@ -67,8 +75,7 @@ def decoder_config(
         )
     positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
     layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    check_layer_types(fields, layers)
-    return ModelConfig(
+    config = ModelConfig(
         model_type=model_type,
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
@@ -88,7 +95,13 @@ def decoder_config(
         dtype=_dtype(fields),
         rope=read_rope(fields, positions),
         moe=moe,
+        sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
     )
+    refuse_foreign_fields(fields, config, handled)
+    if config.sliding_window is not None and config.sliding_window < config.context_len:
+        what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
+        warnings.warn(f"{fields.place('sliding_window')}: {what}", stacklevel=3)
+    return config
 
 
 def moe_config(fields: Fields, *, shared_expert: bool = False) -> MoEConfig:
@@ -114,8 +127,12 @@ def moe_config(fields: Fields, *, shared_expert: bool = False) -> MoEConfig:
 
 
 def _dtype(fields: Fields) -> str:
-    """The dtype, under its old or its new name. As in transformers, null counts as absent."""
-    given = {n: fields.choice(n, DTYPES) for n in ("dtype", "torch_dtype") if fields.raw.get(n) is not None}
+    """The dtype, under its old or its new name: "bfloat16" or "torch.bfloat16". Null and "auto" count as absent."""
+    given = {}
+    for name in ("dtype", "torch_dtype"):
+        if (value := fields.raw.get(name)) not in (None, "auto"):
+            plain = value.removeprefix("torch.") if isinstance(value, str) else value
+            given[name] = Fields({name: plain}, fields.where, fields.prefix).choice(name, DTYPES)
     if len(set(given.values())) > 1:
         what = "dtype and torch_dtype contradict each other"
         raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
@@ -147,7 +164,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 def refuse_unserved(fields: Fields) -> None:
     """Raise UnsupportedError for unknown formats of quantized weights and bidirectional attention.
 
-    A setting that only matters beyond the trained context is warned about.
+    A setting that only matters beyond the trained context is warned about, and so is a model's own Python code, which is not run.
     """
     read_quantization(fields)  # refuses unknown formats
     if not fields.boolean("is_causal", default=True):
@@ -157,6 +174,9 @@ def refuse_unserved(fields: Fields) -> None:
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
         warnings.warn(f"{fields.place(name)}: {what}", stacklevel=2)
+    if "AutoModelForCausalLM" in fields.nested("auto_map").raw:
+        what = f"the model's own code is not run; it is computed as model_type {fields.string('model_type')!r}"
+        warnings.warn(f"{fields.place('auto_map')}: {what}", stacklevel=2)
 
 
 def refuse_experts(fields: Fields) -> None:
@@ -170,7 +190,10 @@ def refuse_experts(fields: Fields) -> None:
 def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
     """Raise UnsupportedError if `architectures` names another class: a classifier, a reward or an embedding model."""
     for name in fields.strings_or_none("architectures") or ():
-        if name not in classes:
+        if name.startswith("FSDP") and name.removeprefix("FSDP") in classes:  # PyTorch's FSDP2 renames the class that it shards
+            what = "the prefix FSDP is ignored: it tells how the model was trained"
+            warnings.warn(f"{fields.place('architectures')}: {name}: {what}", stacklevel=4)
+        elif name not in classes:
             raise UnsupportedError(
                 f"not a class of model_type {fields.string('model_type')!r} that minirt computes",
                 where=fields.place("architectures"),
@@ -180,11 +203,58 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
             )
 
 
-def check_layer_types(fields: Fields, num_layers: int) -> None:
-    """Check `layer_types`: absent, null, or full attention in every layer."""
+@dataclass(frozen=True)
+class Window:
+    """What absent fields of sliding windows mean in an architecture.
+
+    Attributes:
+        size: the default of `sliding_window`; None: no window.
+        used: the default of `use_sliding_window`; None: there is no such field, and a window is always used.
+        first: the default of `max_window_layers`, the first layer with a window; None: there is no such field, and all have one.
+        listed: whether `layer_types` decides which layers have a window.
+    """
+
+    size: int | None = None
+    used: bool | None = True
+    first: int | None = None
+    listed: bool = True
+
+
+QWEN_WINDOW = Window(4096, used=False, first=28)  # the last layers, if at all
+QWEN_MOE_WINDOW = Window(4096, used=False)
+
+
+def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
+    """The sliding window of the layers that have one; None: no layer has one.
+
+    No layer of `decoder_layers` has a window. It changes nothing for sequences that are not longer.
+    """
+    kinds = _layer_types(fields, num_layers)
+    used = absent.used is None or fields.boolean("use_sliding_window", default=absent.used)
+    # transformers saves a window that is not used as 0.
+    if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
+        where, expected = fields.place("sliding_window"), "a number of tokens, or null, if use_sliding_window is true"
+        raise ConfigError("the field is missing", where=where, expected=expected)
+    window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0, maximum=MAX_POSITIONS)
+    first = 0
+    if absent.first is not None:
+        first = fields.integer("max_window_layers", default=absent.first, minimum=0, maximum=MAX_LAYERS)
+    if kinds is not None and absent.listed:
+        if "sliding_attention" not in kinds:
+            return None
+        if not used or not window:
+            where, expected = fields.place("layer_types"), "full_attention, or a sliding_window that is used"
+            raise UnsupportedError("the layer type is not supported", where=where, expected=expected, found="sliding_attention")
+    elif not used or window is None or first >= num_layers:
+        return None
+    return window or fields.integer("sliding_window", maximum=MAX_POSITIONS)  # 0 is refused
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    """`layer_types`: absent, null, or full or sliding attention for each layer."""
     kinds = fields.strings_or_none("layer_types")
     for kind in kinds or ():
-        if kind != "full_attention":
+        if kind not in ("full_attention", "sliding_attention"):
             what, where = "the layer type is not supported", fields.place("layer_types")
             raise UnsupportedError(what, where=where, expected="full_attention", found=shown(kind))
     if kinds is not None and len(kinds) != num_layers:
@@ -194,35 +264,7 @@ def check_layer_types(fields: Fields, num_layers: int) -> None:
             expected=f"{num_layers} (num_hidden_layers)",
             found=len(kinds),
         )
-
-
-def refuse_used_window(fields: Fields, num_layers: int) -> None:
-    """Raise UnsupportedError if a layer would use sliding-window attention.
-
-    In Qwen models with `use_sliding_window`, these are the layers from `max_window_layers` on.
-    """
-    used = fields.boolean("use_sliding_window", default=False)
-    window = fields.integer_or_none("sliding_window", default=4096, maximum=MAX_POSITIONS)
-    first = fields.integer("max_window_layers", default=28, minimum=0, maximum=MAX_LAYERS)
-    listed = fields.raw.get("layer_types") is not None  # overrides max_window_layers; checked in check_layer_types
-    if used and window is not None and first < num_layers and not listed:
-        raise UnsupportedError(
-            "sliding-window attention is not supported",
-            where=fields.place("use_sliding_window"),
-            expected=f"false, or a max_window_layers of {num_layers} or more",
-            found=f"a window of {window} tokens from layer {first} on",
-        )
-
-
-def refuse_any_window(fields: Fields) -> None:
-    """Raise UnsupportedError if `use_sliding_window` gives the first layer a window, whatever `max_window_layers` says."""
-    used = fields.boolean("use_sliding_window", default=False)
-    # transformers saves a window that is not used as 0.
-    window = fields.integer_or_none("sliding_window", default=4096, minimum=0, maximum=MAX_POSITIONS)
-    if used and window is not None and fields.raw.get("layer_types") is None:
-        place = fields.place("use_sliding_window")
-        found = f"true, with a window of {window} tokens"
-        raise UnsupportedError("sliding-window attention is not supported", where=place, expected="false", found=found)
+    return kinds
 
 
 def decoder_layers(config: ModelConfig) -> "list[Layer]":

@@ -1,15 +1,19 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers, refuse_used_window
+from minirt.models.decoder import QWEN_WINDOW, decoder_config, decoder_layers
 
 layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
-    parsed = decoder_config(
-        fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True
+    return decoder_config(
+        fields,
+        model_type="qwen2",
+        classes=("Qwen2ForCausalLM",),
+        max_positions=32768,
+        kv_heads=32,
+        qkv_bias=True,
+        window=QWEN_WINDOW,
     )
-    refuse_used_window(fields, parsed.num_layers)
-    return parsed

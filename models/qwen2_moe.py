@@ -1,7 +1,7 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with a mixture of experts, and an expert that every token uses, instead of the MLP."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers, moe_config, refuse_any_window
+from minirt.models.decoder import QWEN_MOE_WINDOW, decoder_config, decoder_layers, moe_config
 
 layers = decoder_layers
 
@@ -9,7 +9,7 @@ layers = decoder_layers
 def config(fields: Fields) -> ModelConfig:
     """`qkv_bias` is the bias of q, k and v, by default true; the output projection has none."""
     bias = fields.boolean("qkv_bias", default=True)
-    parsed = decoder_config(
+    return decoder_config(
         fields,
         model_type="qwen2_moe",
         classes=("Qwen2MoeForCausalLM",),
@@ -17,6 +17,5 @@ def config(fields: Fields) -> ModelConfig:
         kv_heads=16,
         qkv_bias=bias,
         moe=moe_config(fields, shared_expert=True),
+        window=QWEN_MOE_WINDOW,
     )
-    refuse_any_window(fields)
-    return parsed

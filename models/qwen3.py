@@ -1,7 +1,7 @@
 """Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim independent of the hidden size."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers, refuse_used_window
+from minirt.models.decoder import QWEN_WINDOW, decoder_config, decoder_layers
 
 layers = decoder_layers
 
@@ -9,7 +9,7 @@ layers = decoder_layers
 def config(fields: Fields) -> ModelConfig:
     """`attention_bias` adds a bias to all four attention projections. An absent head_dim means 128."""
     bias = fields.boolean("attention_bias", default=False)
-    parsed = decoder_config(
+    return decoder_config(
         fields,
         model_type="qwen3",
         classes=("Qwen3ForCausalLM",),
@@ -19,6 +19,5 @@ def config(fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
+        window=QWEN_WINDOW,
     )
-    refuse_used_window(fields, parsed.num_layers)
-    return parsed

@@ -1,7 +1,7 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): Qwen3 with a mixture of experts instead of the MLP in all or some layers."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_config, decoder_layers, moe_config, refuse_any_window
+from minirt.models.decoder import QWEN_MOE_WINDOW, decoder_config, decoder_layers, moe_config
 
 layers = decoder_layers
 
@@ -9,7 +9,7 @@ layers = decoder_layers
 def config(fields: Fields) -> ModelConfig:
     """`attention_bias` adds a bias to all four attention projections. An absent head_dim follows from the hidden size."""
     bias = fields.boolean("attention_bias", default=False)
-    parsed = decoder_config(
+    return decoder_config(
         fields,
         model_type="qwen3_moe",
         classes=("Qwen3MoeForCausalLM",),
@@ -19,6 +19,5 @@ def config(fields: Fields) -> ModelConfig:
         o_bias=bias,
         qk_norm=True,
         moe=moe_config(fields),
+        window=QWEN_MOE_WINDOW,
     )
-    refuse_any_window(fields)
-    return parsed

@@ -194,6 +194,17 @@ def test_examples_of_a_page():
             pages.examples(f"```{wrong}\n```\n")
 
 
+def test_commands_to_paste():
+    """Catches a block to paste that is not checked, or that says not why it is not run."""
+    found = pages.examples("```sh install\npip install .\n\nminirt generate --chatt hi\n```\n")
+    assert [(e.line, e.source, e.expected, e.why) for e in found] == [
+        (2, "pip install .", None, "install"), (4, "minirt generate --chatt hi", None, "install")
+    ]  # fmt: skip
+    assert [pages.skipped_fault(e) is None for e in found] == [True, False]
+    with pytest.raises(ValueError, match="unknown info string 'sh'"):
+        pages.examples("```sh\nminirt\n```\n")
+
+
 def test_expected_output():
     assert pages.matches("a … d\ne\n", "a b\nc d  \ne\n")
     assert pages.matches("", "")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
+from support.vocabularies import llama_like, save
 
 from minirt import AsyncGenerator, Generator, LoadOptions, Samples, SamplingParams
 from minirt.engine.request import TokenOutput
@@ -463,6 +464,18 @@ def test_end_of_sequence_ids(copy):
         assert listed.generate("hello", params(30)).token_ids == tokens
 
 
+def test_a_turn_ends_with_the_tokenizers_end(copy):
+    """Catches an answer that runs on to max_tokens, because generation_config.json names another end than the tokenizer."""
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0}))
+    with pytest.warns(UserWarning, match=r"eos_token_id is \[0\]; 2 \('</s>'\), the tokenizer's eos_token, ends a text, too"):
+        loaded = load(copy)
+    with loaded as generator:
+        assert generator.eos_token_ids == (0, 2)
+        done = generator.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=6, logit_bias={2: 100}))
+        assert (done.finish_reason, len(done.token_ids)) == ("stop", 1)
+
+
 def test_chat_is_the_rendered_prompt(generator):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     text = "<s>[system]be brief\n[user]hello\n[assistant]"
@@ -660,9 +673,16 @@ def test_a_model_without_tokenizer_serves_token_ids(folder, generator, hf_folder
 
 
 def test_a_tokenizer_of_another_model(hf_folder):
+    """Catches ids beyond the embedding. Prompts without them work: tests/loading/test_load.py."""
     folder = add_tokenizer(hf_folder("Llama", vocab_size=101))
-    with pytest.raises(TokenizerError, match=r"at most 101.*211"):
-        load(folder)
+    with pytest.warns(UserWarning, match="the tokenizer has ids up to 210, but vocab_size of config.json is 101"):
+        generator = load(folder)
+    with generator:
+        for call in (generator.generate, lambda text: next(iter(generator.stream(text)))):
+            with pytest.raises(InputError, match=r"prompt token \d+: the model has no such token; expected ids from 0 to 100"):
+                call("the quick brown fox")
+        with pytest.raises(InputError, match="the model has no such token"):
+            generator.chat([{"role": "user", "content": "the fox"}])
 
 
 def test_text_that_gives_no_tokens(copy):
@@ -762,3 +782,59 @@ def test_close_frees_the_weights_and_the_cache(folder):
     for use in uses:
         with pytest.raises(MinirtError, match="closed"):
             use()
+
+
+# A tokenizer whose decoder drops the first space of a text
+
+
+@pytest.fixture(scope="module")
+def llama(hf_folder):
+    made = llama_like()
+    with load(save(made, hf_folder("Llama", vocab_size=made.get_vocab_size()))) as loaded:
+        yield loaded
+
+
+def forced(llama, *tokens, **options):
+    """Parameters with which only these tokens are drawn."""
+    return SamplingParams(temperature=0, allowed_token_ids=[llama.tokenizer.token_id(token) for token in tokens], **options)
+
+
+def test_all_calls_continue_the_prompt(llama):
+    """The first space of the text was lost, in each of them."""
+    prompt, options = "Once upon a time", forced(llama, "▁there", max_tokens=2)
+
+    async def run():
+        own = AsyncGenerator(llama)
+        return (await own.generate(prompt, options)).text, "".join([piece.text async for piece in own.stream(prompt, options)])
+
+    texts = [llama.generate(prompt, options).text, "".join(piece.text for piece in llama.stream(prompt, options))]
+    assert [*texts, *asyncio.run(run())] == [" there there"] * 4
+    many = dict(llama.completions([prompt, [1]], options))
+    assert [many[0].text, many[1].text] == [" there there", "there there"], "nothing stands before the second"
+
+
+def test_a_stop_string_of_byte_tokens_ends_a_request_at_once(llama):
+    """It went on to the end of the run of byte tokens, up to max_tokens."""
+    done = llama.generate("a", forced(llama, "<0x0A>", max_tokens=40, stop="\n"))
+    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
+    assert [p.text for p in llama.stream("a", forced(llama, "<0x0A>", max_tokens=6))] == ["\n"] * 6
+
+
+def test_a_special_token_as_stop_string_ends_a_request(llama):
+    """The engine ends it, and does not draw the token before min_tokens."""
+    done = llama.generate("a", forced(llama, "<unk>", max_tokens=40, stop="<unk>"))
+    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
+    late = forced(llama, "<unk>", "▁a", max_tokens=40, stop="<unk>", min_tokens=3, logit_bias={0: 100})
+    assert llama.generate("a", late).text == " a a a"
+
+
+def test_a_bad_word_is_forbidden_within_a_text(llama):
+    """Only its form at the beginning of a text was forbidden."""
+    done = llama.generate("was(", forced(llama, "there", "▁there", "▁a", max_tokens=3, bad_words="there"))
+    assert done.text == " a a a"
+
+
+def test_a_grammar_that_begins_with_a_space(llama):
+    """The text lost the space that the grammar had accepted, so that it did not match."""
+    options = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice": [" there"]})
+    assert [llama.generate(prompt, options).text for prompt in ("Once", [1])] == [" there"] * 2

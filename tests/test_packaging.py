@@ -5,6 +5,7 @@ work only inside or only outside the source tree, and an install without kernels
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -181,3 +182,17 @@ def test_the_console_script(tmp_path):
     assert "generate" in run(script, "--help", cwd=tmp_path).stdout
     where = run(sys.executable, "-P", "-c", "import minirt; print(minirt.__file__)", cwd=tmp_path).stdout.strip()
     assert Path(where) == ROOT / "minirt" / "__init__.py"
+
+
+def test_no_install_command_needs_an_index_that_has_minirt():
+    """Pages and messages say `pip install '.[serve]'`, a path, or the packages by name. Catches `pip install minirt`, which finds
+    nothing: minirt is on no package index."""
+    wrong = re.compile(r"pip install (?:[^`\n#,]*[ '\"])?minirt\b(?!\[[\w,]+\] @ file:)(?![./-])")
+    assert wrong.search("pip install -q 'minirt[serve]'")
+    assert wrong.search("pip install minirt\n")
+    assert not wrong.search("pip install 'minirt[serve] @ file:///a/minirt' '.[plots]'")
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*")]
+    for folder in PACKAGES:
+        files += [file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".html")]
+    found = [file for file in files if file.is_file() and wrong.search(file.read_text(encoding="utf-8"))]
+    assert found == []

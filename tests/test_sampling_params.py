@@ -228,6 +228,7 @@ def test_what_is_not_supported_is_reported() -> None:
     off |= {"suppress_tokens": [], "epsilon_cutoff": 0.0, "bad_words_ids": None, "min_length": 0, "eos_token_id": [1]}
     assert resolve(None, off).not_applied == ()
     on = {"encoder_repetition_penalty": 1.1, "num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 0.9, "penalty_alpha": 0.6}
+    on |= {"token_healing": True}
     on |= {"suppress_tokens": [5], "epsilon_cutoff": 3e-4, "bad_words_ids": [[7]], "min_length": 2, "eos_token_id": 2}
     expected = {f"{name}={value}" for name, value in on.items() if name != "eos_token_id"}
     assert set(resolve(SamplingParams(temperature=0.2), on).not_applied) == expected

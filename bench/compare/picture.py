@@ -17,7 +17,7 @@ SUFFIXES = (".png", ".svg")
 def require_matplotlib() -> None:
     """Raise MinirtError with the install command if matplotlib is missing. Called before any work for a picture."""
     if find_spec("matplotlib") is None:
-        raise MinirtError("a picture needs matplotlib, which is not installed", hint="pip install 'minirt[plots]'")
+        raise MinirtError("a picture needs matplotlib, which is not installed", hint="pip install matplotlib")
 
 
 def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:

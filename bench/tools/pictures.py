@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minirt.bench.compare.picture import draw, save
-from minirt.bench.tools.results import VLLM_PROMPTS, VLLM_STEPS, Records, format_of
+from minirt.bench.tools.results import VLLM_PROMPTS, VLLM_STEPS, Records, format_of, mark, run_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,39 +13,83 @@ _MOST_KERNELS = 9  # of a picture; others are summed
 
 
 def speed(records: Records, target: Path, note: str) -> None:
-    """Draw decode steps and times to the first token of Qwen2.5-7B, with those of vLLM and the limits."""
+    """Draw decode steps and times to the first token of Qwen2.5-7B on an H200, with those of vLLM 0.24 and the limits."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.0), layout="constrained")
     axes = figure.subplots(2, 2)
+    names = ("minirt", "vLLM 0.24.0, measured separately")
     for column, kind in enumerate(("bf16", "fp8")):
-        found = [row for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000") for row in records[name]["results"]]
-        steps = {(row["batch_size"], row["context_len"]): row for row in found}
-        labels = [f"batch {batch}" + (f"\ncontext {context}" if context != 128 else "") for batch, context in VLLM_STEPS]
+        decoded = [records[name] for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000")]
+        steps = {(row["batch_size"], row["context_len"]): row for own in decoded for row in own["results"]}
+        marks = {(row["batch_size"], row["context_len"]): mark(own) for own in decoded for row in own["results"]}
         own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
         least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
-        _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
-        axes[0][column].set_title(f"{kind}: decode step, ms (lower is better)", fontsize=9)
+        peers = [peers[column] for peers in VLLM_STEPS.values()]
+        _bars(axes[0][column], [_step(*key) + marks[key] for key in VLLM_STEPS], own, peers, names, least)
+        axes[0][column].set_title(_STEP_TITLE.format(kind), fontsize=9)
         prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}
         each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
         own = [prompts[n]["time_to_first_token_s"]["median"] * 1e3 for n in VLLM_PROMPTS]
         reading = steps[1, 128]["weight_bytes_read"] / records[f"h200-decode-{kind}"]["read_ceiling"]["bytes_per_s"] * 1e3
         least = [max(reading, t * prompts[n]["share_of_matmul_ceiling"]) for t, n in zip(own, VLLM_PROMPTS, strict=True)]
-        labels = [f"{n} tokens" for n in VLLM_PROMPTS]
         peers = [peers[column] for peers in VLLM_PROMPTS.values()]
-        _bars(axes[1][column], labels, *([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least)))
-        axes[1][column].set_title(f"{kind}: time to the first token, µs per prompt token (lower is better)", fontsize=9)
+        own, peers, least = ([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least))
+        unchecked = mark(records[f"h200-prefill-{kind}"])
+        _bars(axes[1][column], [f"{n:,} tokens{unchecked}" for n in VLLM_PROMPTS], own, peers, names, least)
+        axes[1][column].set_title(_PROMPT_TITLE.format(kind), fontsize=9)
     first = next(iter(records.values()))
-    commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
-    figure.suptitle(f"{first['model']} shapes, random weights · {first['device']} · minirt {commits}", fontsize=9)
+    days = " to ".join(sorted({record["date"].partition(" ")[0] for record in records.values()}))
+    title = f"{first['model']} shapes, random weights · {first['device']} · {days} · {_RATIO_TITLE}"
+    title += "\n†: not checked in the run that timed it" * any(map(mark, records.values()))
+    figure.suptitle(title, fontsize=9)
     save(figure, target, note)
 
 
-def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float], least: list[float]) -> None:
+_RATIO_TITLE = "×: how many times as fast minirt is"
+_STEP_TITLE = "{}: decode step at a context of 128 tokens, ms (lower is better)"
+_PROMPT_TITLE = "{}: time to the first token, µs per prompt token (lower is better)"
+
+
+def engines(records: Records, target: Path, note: str) -> None:
+    """Draw decode steps and times to the first token of minirt and vLLM on one card."""
+    from matplotlib.figure import Figure
+
+    (record,) = records.values()
+    figure = Figure(figsize=(10.0, 5.0), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for column, form in enumerate(("bf16", "fp8")):
+        own, theirs = (run_of(record, engine, form) for engine in ("minirt", "vLLM"))
+        names = ("minirt", f"vLLM {theirs.build}")
+        for row, kind in enumerate(("step", "prompt")):
+            points = [point for point in own.values if point[0] == kind]
+            labels = [_step(*point[1:]) if kind == "step" else f"{point[1]:,} tokens" for point in points]
+            scale = [1e3 if kind == "step" else 1e6 / point[1] for point in points]
+            mine, peers = ([run.values[p] * s for p, s in zip(points, scale, strict=True)] for run in (own, theirs))
+            _bars(axes[row][column], labels, mine, peers, names)
+            axes[row][column].set_title((_STEP_TITLE, _PROMPT_TITLE)[row].format(form), fontsize=9)
+    title = f"{record['model']} shapes, random weights · one {record['device']} for both · {record['date']} · {_RATIO_TITLE}"
+    title += f"\n{record['correctness']['why']}" * bool(mark(record))
+    figure.suptitle(title, fontsize=9)
+    save(figure, target, note)
+
+
+def _step(batch: int, context: int) -> str:
+    return f"batch {batch}" + (f"\ncontext {context:,}" if context != 128 else "")
+
+
+def _bars(
+    axes: "Axes", labels: list[str], own: list[float], peers: list[float], names: tuple[str, str],
+    least: list[float] | None = None,
+) -> None:  # fmt: skip
+    """Draw two bars for each label, and above them how many times as fast the first one is."""
     where = range(len(labels))
-    axes.bar([i - 0.2 for i in where], own, 0.4, label="minirt", color="C1")
-    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24.0, measured separately", color="C7")
-    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="limit of the hardware, measured")
+    axes.bar([i - 0.2 for i in where], own, 0.4, label=names[0], color="C1")
+    axes.bar([i + 0.2 for i in where], peers, 0.4, label=names[1], color="C7")
+    for i, a, b in zip(where, own, peers, strict=True):
+        axes.annotate(f"{b / a:.2f} ×", (i, max(a, b)), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+    if least is not None:
+        axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="limit of the hardware, measured")
     axes.set_xticks(where, labels, fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
     axes.set_ylim(0, 1.3 * max(*own, *peers))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
 Records = Mapping[str, Result]
@@ -23,6 +23,60 @@ VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (
 VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
+
+
+def mark(record: Result) -> str:
+    """What marks a figure whose result was not checked in the run that timed it."""
+    return "" if record.get("correctness", {"checked": True})["checked"] else "†"
+
+
+BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm"  # minirt and vLLM on one card, one after the other
+
+
+class Run(NamedTuple):
+    """One run of an engine in `BESIDE_VLLM`.
+
+    Attributes:
+        engine: "minirt" or "vLLM".
+        build: its commit or its version.
+        versions: of torch and Triton.
+        note: what the engine lacked, or an empty text.
+        values: seconds by ("step", batch, context) and ("prompt", tokens), output tokens per second by ("offline",).
+    """
+
+    engine: str
+    build: str
+    versions: dict[str, str]
+    note: str
+    values: dict[tuple[Any, ...], float]
+
+
+def _run(own: Result) -> Run:
+    values: dict[tuple[Any, ...], float] = {}
+    for row in own["results"]:
+        if "input_len" in row:
+            values["prompt", row["input_len"]] = row["time_to_first_token_s"]
+        else:
+            values["step", row["batch_size"], row["context_len"]] = row["step_s"]
+    if own["output_tokens_per_s"] is not None:
+        values["offline",] = own["output_tokens_per_s"]
+    return Run(own["engine"], own.get("commit") or own["version"], own["versions"], own.get("note", ""), values)
+
+
+def run_of(record: Result, engine: str, form: str) -> Run:
+    """The first run of an engine in a format."""
+    return _run(next(own for own in record["runs"] if (own["engine"], format_of(own)) == (engine, form)))
+
+
+def latest(record: Result) -> Run:
+    """The last run of minirt."""
+    return _run([own for own in record["runs"] if own["engine"] == "minirt"][-1])
+
+
+def stack_of(run: Run) -> str:
+    """An engine with the versions below it."""
+    build = f"`{run.build}`" if run.engine == "minirt" else run.build  # a commit, or a version
+    return f"{run.engine} {build} with torch {run.versions['torch']} and Triton {run.versions['triton']}"
 
 
 def format_of(record: Result) -> str:

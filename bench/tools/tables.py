@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from minirt.bench.tools import pictures
 from minirt.bench.tools.results import (
+    BESIDE_VLLM,
     FORMATS,
     RESULTS,
     ROOT,
@@ -28,6 +29,10 @@ from minirt.bench.tools.results import (
     Records,
     Result,
     format_of,
+    latest,
+    mark,
+    run_of,
+    stack_of,
     stored,
     title_of,
 )
@@ -60,12 +65,24 @@ def signed(value: float, digits: int) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
 
 
+def unchecked(records: Iterable[Result]) -> str:
+    """The note for `mark`, or an empty text."""
+    reasons = dict.fromkeys(record["correctness"]["why"] for record in records if mark(record))
+    texts = (why.removeprefix("not checked here: ").replace("not checked (--skip-check)", "`--skip-check`") for why in reasons)
+    return f"† Not checked in the run that timed it: {'; '.join(texts)}." if reasons else ""
+
+
 def _by_format(records: Records, key: Callable[[Result, Result], Any]) -> dict[str, dict[Any, Result]]:
-    """Rows by format, then by `key(record, row)`."""
+    """Rows by format, then by `key(record, row)`, each with the mark of its record."""
     found: dict[str, dict[Any, Result]] = {form: {} for form in FORMATS}
     for record in records.values():
-        found[format_of(record)] |= {key(record, row): row for row in record["results"]}
+        found[format_of(record)] |= {key(record, row): row | {"mark": mark(record)} for row in record["results"]}
     return found
+
+
+def _marked(name: str, key: Any, found: dict[str, dict[Any, Result]]) -> str:
+    """The name of a row, with the mark of its results if one has a mark."""
+    return name + next((row["mark"] for rows in found.values() if (row := rows.get(key)) and row["mark"]), "")
 
 
 def _steps(records: Records) -> dict[str, dict[Any, Result]]:
@@ -126,7 +143,7 @@ def _beside_vllm(
 ) -> str:  # fmt: skip
     rows = []
     for key, theirs in peers.items():
-        own = [name(key)]
+        own = [_marked(name(key), key, found)]
         for form, peer in zip(FORMATS, theirs, strict=True):
             row = found[form].get(key)
             own += [milliseconds(row[time]["median"] * 1e3), f"{row[share]:.0%}"] if row else [NONE, NONE]
@@ -135,39 +152,115 @@ def _beside_vllm(
     return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM 0.24, {form}"))], rows)
 
 
+# --- both engines on one card ---
+
 # The decode steps and prompts that README.md shows.
-_README_STEPS, _README_PROMPTS = ((1, 128), (64, 128), (256, 128)), (512, 8192)
+_README_POINTS = (("step", 1, 128), ("step", 64, 128), ("step", 256, 128), ("prompt", 512), ("prompt", 8192), ("offline",))
+_TIE = 0.02  # times that differ by less are a tie
 
 
-def vllm_table(records: Records) -> str:
-    """README.md's table of decode steps and prompts beside vLLM, and the origin of the figures."""
-    steps = _steps({name: r for name, r in records.items() if r["benchmark"] == "decode"})
-    prompts = _prompts({name: r for name, r in records.items() if r["benchmark"] == "prefill"})
-    rows = [
-        _row_beside_vllm(f"decode step, batch {key[0]}", [steps[form].get(key) for form in FORMATS], "step_s", VLLM_STEPS[key])
-        for key in _README_STEPS
-    ]
-    rows += [
-        _row_beside_vllm(
-            f"first token, prompt of {key:,} tokens", [prompts[form].get(key) for form in FORMATS], "time_to_first_token_s",
-            VLLM_PROMPTS[key],
-        )
-        for key in _README_PROMPTS
-    ]  # fmt: skip
-    first = next(iter(records.values()))
-    commits = " and ".join(dict.fromkeys(f"`{record['commit']}`" for record in records.values()))
-    days = " to ".join(sorted({record["date"].partition(" ")[0] for record in records.values()}))
-    shown = table([f"{first['model']}, ms", "minirt bf16", "vLLM bf16", "minirt `--fp8`", "vLLM fp8"], rows)
+def _name_of(point: tuple[Any, ...]) -> str:
+    kind, *rest = point
+    if kind == "step":
+        return f"decode step, batch {rest[0]}" + (f", context {rest[1]:,}" if rest[1] != 128 else "")
+    return f"first token, prompt of {rest[0]:,} tokens" if kind == "prompt" else "offline, output tokens/s"
+
+
+def _cell_of(point: tuple[Any, ...], value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if point == ("offline",) else milliseconds(value * 1e3)
+
+
+def speedup(point: tuple[Any, ...], own: float, theirs: float) -> float:
+    """How many times as fast as vLLM minirt is, by times or, offline, by rates."""
+    return own / theirs if point == ("offline",) else theirs / own
+
+
+def headline(records: Records) -> str:
+    """README.md's first sentence about speed."""
+    (record,) = records.values()
+    ranges = []
+    for form in FORMATS:
+        own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
+        ratios = [speedup(point, own[point], theirs[point]) for point in own if point[0] == "step"]
+        ranges.append(f"{min(ratios):.2f} to {max(ratios):.2f} times")
+    peer, card = stack_of(run_of(record, "vLLM", "bf16")), record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
-        f"{shown}\n\nminirt at commit {commits}, {days}; vLLM 0.24.0. One {first['device']}, torch {first['versions']['torch']}, "
-        f"random weights, greedy decoding; decode steps at a context of 128 tokens. Caveat: vLLM was measured separately, on the "
-        f"same GPU model and torch version. Its date and raw output are not stored. Newer vLLM releases exist."
+        f"On one {card}, decode steps of {record['model']} are {ranges[0]} as fast as those of {peer.partition(' with')[0]} in "
+        f"bf16, and {ranges[1]} in FP8 ([details](#speed))."
     )
 
 
-def _row_beside_vllm(name: str, found: Sequence[Result | None], time: str, theirs: tuple[float, float]) -> list[str]:
-    own = [NONE if row is None else milliseconds(row[time]["median"] * 1e3) for row in found]
-    return [name, *(cell for pair in zip(own, map(milliseconds, theirs), strict=True) for cell in pair)]
+def readme_table(records: Records) -> str:
+    """README.md's table beside vLLM, the ties, the origin of the figures, and what is not stored with them."""
+    (record,) = records.values()
+    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record)}\n\n{_origin_of(record)}"
+
+
+def engines_table(records: Records) -> str:
+    """All points of both engines, and those of minirt on a later PyTorch."""
+    (record,) = records.values()
+    other = latest(record)
+    points = run_of(record, "minirt", "bf16").values
+    first = run_of(record, "minirt", "bf16")
+    rows = [
+        [_name_of(point), _cell_of(point, first.values[point]), _cell_of(point, other.values.get(point))] for point in points
+    ]
+    shown = table(["ms, bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
+    versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
+    return (
+        f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record)}\n\n{_protocol_of(record)}\n\n"
+        f"minirt with two versions of PyTorch on the same card ({versions}):\n\n{shown}"
+    )
+
+
+def _engines_table(record: Result, points: Sequence[tuple[Any, ...]]) -> str:
+    runs = {form: [run_of(record, engine, form).values for engine in ("minirt", "vLLM")] for form in FORMATS}
+    rows = []
+    for point in points:
+        cells = [_name_of(point)]
+        for own, theirs in runs.values():
+            cells += [_cell_of(point, own[point]), _cell_of(point, theirs[point])]
+            cells.append(f"{speedup(point, own[point], theirs[point]):.2f} ×")
+        rows.append(cells)
+    heads = ["minirt bf16", "vLLM bf16", "faster", "minirt `--fp8`", "vLLM fp8", "faster"]
+    return table([f"{record['model']}, ms", *heads], rows)
+
+
+def ties(record: Result) -> str:
+    """A sentence with the points at which both engines are equally fast, and those at which vLLM is faster."""
+    faster, tied, slower = 0, [], []
+    for form in FORMATS:
+        own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
+        for point in own:
+            ratio = speedup(point, own[point], theirs[point])
+            values = f"minirt {_cell_of(point, own[point])}, vLLM {_cell_of(point, theirs[point])}"
+            text = f"{form}, {_name_of(point)} ({values})"
+            if abs(ratio - 1) < _TIE:
+                tied.append(text)
+            elif ratio < 1:
+                slower.append(text)
+            else:
+                faster += 1
+    parts = [f"minirt is faster at {faster} of {faster + len(tied) + len(slower)} measured points."]
+    parts += [f"Ties (within {_TIE:.0%}): {'; '.join(tied)}."] if tied else []
+    parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
+    return " ".join(parts)
+
+
+def _origin_of(record: Result) -> str:
+    """Card, date, both stacks, and what is missing."""
+    own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
+    return (
+        f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. Both ran on the same {record['device']}, one after the other, on "
+        f"{record['date']}. Random weights, greedy decoding, a context of 128 tokens unless the row says another. Caveat: no "
+        f"correctness check, no measured limit of the card and no single repeats are stored with these figures."
+    )
+
+
+def _protocol_of(record: Result) -> str:
+    return "\n".join(f"- {what[0].upper()}{what[1:]}: {how}." for what, how in record["protocol"].items())
 
 
 def losses_table(records: Records) -> str:
@@ -208,7 +301,7 @@ def others_table(records: Records) -> str:
     found = _by_format(records, lambda record, row: (record["model"], row["batch_size"], row["context_len"]))
     rows = []
     for key in dict.fromkeys([key for form in FORMATS for key in found[form]]):
-        own = [f"{key[0]}, batch {key[1]}, context {key[2]}"]
+        own = [_marked(f"{key[0]}, batch {key[1]}, context {key[2]}", key, found)]
         for form in FORMATS:
             row = found[form].get(key)
             own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_read_ceiling']:.0%}"] if row else [NONE, NONE]
@@ -228,7 +321,7 @@ def int4_table(records: Records) -> str:
                 cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
             found.setdefault(name, []).append(cell)
     rows = [[name, *cells] for name, cells in found.items()]
-    return table(["ms (% of memory bandwidth)", *(record["model"] for record in records.values())], rows)
+    return table(["ms (% of memory bandwidth)", *(record["model"] + mark(record) for record in records.values())], rows)
 
 
 def formats_table(records: Records) -> str:
@@ -243,7 +336,8 @@ def formats_table(records: Records) -> str:
                 line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], NONE
             cells = found.setdefault(line, [[NONE, NONE] for _ in columns])
             cells[column] = [milliseconds(time["median"] * 1e3), share]
-    heads = [head for column in columns for head in (column, "% of limit")]
+    marks = [mark(record) for record in records.values()]
+    heads = [head for column, own in zip(columns, marks, strict=True) for head in (column + own, "% of limit")]
     return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
 
 
@@ -266,7 +360,10 @@ def mixture_table(records: Records) -> str:
             own = _mixture_cells(row, row["time_to_first_token_s"], VLLM_MIXTURE_PROMPTS.get(row["input_len"]), record)
             rows.setdefault(f"prompt of {row['input_len']:,} tokens", {})[form] = own
     width = max(len(cells) for own in rows.values() for cells in own.values())
-    heads = [head for form in forms for head in (title_of(form), "% of limit", "experts", f"vLLM 0.24, {form}")[:width]]
+    marks = {format_of(record): mark(record) for record in records.values()}
+    heads = [
+        head for form in forms for head in (title_of(form) + marks[form], "% of limit", "experts", f"vLLM 0.24, {form}")[:width]
+    ]
     shown = [[name, *(cell for form in forms for cell in own.get(form, [NONE] * width))] for name, own in rows.items()]
     return table(["ms", *heads], shown)
 
@@ -471,10 +568,10 @@ def memory_table(records: Records) -> str:
 
 def chunking_table(records: Records) -> str:
     """The time between tokens of decoding requests beside long prompts, by the maximum number of tokens in a step."""
-    found = [row for record in records.values() for row in record["results"] if row["inter_token_s"]]
+    found = [row | {"mark": mark(own)} for own in records.values() for row in own["results"] if row["inter_token_s"]]
     rows = [
         [
-            f"{row['max_num_batched_tokens']:,}",
+            f"{row['max_num_batched_tokens']:,}{row['mark']}",
             *(milliseconds(row["inter_token_s"][name] * 1e3) for name in ("p50", "p99", "max")),
             f"{row['tokens_per_s']:,.0f}",
         ]
@@ -783,6 +880,23 @@ def format_quality_table(records: Records) -> str:
     return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
+_SIZES = {"fp32": "float32", "--quantize fp8": "`--fp8`", "--quantize int4": "`--quantize int4`"}  # lines of `sizes_table`
+
+
+def sizes_table(records: Records) -> str:
+    """README.md's table of what quantization saves and costs."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    found = {line["name"]: line for line in lines if line["kind"] == "format"}
+    base = found["fp32"]["perplexity"]
+    rows = []
+    for name, title in _SIZES.items():
+        own = found[name]
+        more = NONE if name == "fp32" else f"{signed((own['perplexity'] / base - 1) * 100, 1)}%"
+        rows.append([title, f"{own['weight_bytes'] / 1e6:.0f}", f"{own['perplexity']:.2f}", more])
+    return table([f"{about['model']}, on a CPU", "weights, MB", "perplexity", "above float32"], rows)
+
+
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.
 _QUALITY: dict[str, tuple[str | None, ...]] = {
     "embedded model": ("embedded fp8", "embedded fp8 + kv", None),
@@ -825,7 +939,10 @@ _LOADED = ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8", "mixture-fused
 _STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
-    "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
+    "headline": Block((BESIDE_VLLM,), headline, README, names=False),
+    "vllm": Block((BESIDE_VLLM,), readme_table, README, names=False),
+    "sizes": Block(("cpu-format-quality",), sizes_table, README, names=False),
+    "engines": Block((BESIDE_VLLM,), engines_table, _MODELS, names=False),
     "about": Block(_STEPS + _PROMPTS, about_table, _MODELS, names=False),
     "decode": Block(_STEPS, decode_table, _MODELS),
     "prefill": Block(_PROMPTS, prefill_table, _MODELS),
@@ -984,7 +1101,8 @@ def block(name: str) -> str:
         runs = " ".join(source.removeprefix("h200-") for source in own.sources)
         return f"{own.says}\n\nNo results are stored yet. `python bench/tools/collect.py FOLDER {runs}` makes them.".strip()
     made = own.make(records)
-    parts = (own.says, made, origin(records) if own.names else "") if made else ()
+    marked = unchecked(records.values()) if "†" in made else ""
+    parts = (own.says, made, marked, origin(records) if own.names else "") if made else ()
     return "\n\n".join(filter(None, parts))
 
 
@@ -1018,7 +1136,8 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "speed": Picture(_STEPS + _PROMPTS, pictures.speed, README),
+    "speed": Picture((BESIDE_VLLM,), pictures.engines, README),
+    "speed-h200": Picture(_STEPS + _PROMPTS, pictures.speed, _MODELS),
     "layers": Picture(("h200-compare-embedded",), pictures.layers, _LAYERS),
     "mixture": Picture(_MIXTURE, pictures.mixture, _MODELS),
 }

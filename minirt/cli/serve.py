@@ -115,7 +115,7 @@ def serve(quiet: bool, **options: Any) -> None:
     missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         what = f"minirt serve needs packages that are not installed: {', '.join(missing)}"
-        raise MinirtError(what, hint="pip install 'minirt[serve]'")
+        raise MinirtError(what, hint=f"pip install {' '.join(missing)}")
     from minirt.server.front import ServerOptions
     from minirt.server.run import serve as run
 

@@ -214,14 +214,8 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        seqs, static = self._buckets.max_num_seqs, self._static
+        static = self._static
         buckets = [] if static is None else self._buckets.all()
-        steps = warm_up_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, seqs)
-        if static is None:
-            # Decode steps with a short and with the longest context: only the second combines KV splits.
-            last = self._max_seq_len - 1
-            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
-            steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
         kernels = 0
 
         def compiled(done: int, total: int) -> None:
@@ -232,14 +226,7 @@ class Runner:
 
         with on_device(self._device):
             with compile_ahead(self._device, compiled):
-                for chunks in steps:
-                    self._run_dry(self._model, chunks)
-                if static is not None:
-                    for bucket in buckets:
-                        self._dry_run(static, static.buffers.batch(bucket))
-                for params in sampling_kinds():
-                    self._sample(params)
-                self._stages.compile()
+                self.launch_all(self._model)
             if static is not None:
                 for done, bucket in enumerate(buckets, kernels + 1):
                     self._capture(static, bucket, compiled=True)
@@ -250,6 +237,24 @@ class Runner:
                     self._sample(SamplingParams(temperature=0.0), row_maxima)
             torch.cuda.synchronize(self._device)
             self._reserve(self._model)
+
+    def launch_all(self, model: Model) -> None:
+        """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
+        seqs, static = self._buckets.max_num_seqs, self._static
+        steps = warm_up_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, seqs)
+        if static is None:
+            # Decode steps with a short and with the longest context: only the second combines KV splits.
+            last = self._max_seq_len - 1
+            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
+            steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
+        for chunks in steps:
+            self._run_dry(model, chunks)
+        if static is not None:
+            for bucket in self._buckets.all():
+                self._dry_run(static, static.buffers.batch(bucket))
+        for params in sampling_kinds():
+            self._sample(params)
+        self._stages.compile()
 
     def _reserve(self, model: Model) -> None:
         """Have PyTorch's allocator keep the memory of the largest step.

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,12 @@ _DTYPES = {
 }  # fmt: skip
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Scales of FP8 attention; minirt computes one for each token and head of an FP8 KV cache. "output_scale" of k_proj and v_proj is
+# an older name of theirs.
+ATTENTION_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
+# Beginnings that wrappers of PyTorch add to the name of every tensor: torch.compile, DistributedDataParallel, FSDP.
+_WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 # Bytes of a file that a thread reads or maps at a time, unless one tensor is larger. So the whole file never counts as the
 # process's memory.
 PART_BYTES = 16 << 20
@@ -136,12 +142,15 @@ def check_total_size(files: Sequence[Path], stated: float | None) -> None:
         warnings.warn(f"{files[0].parent}: {what}", stacklevel=2)
 
 
-def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> dict[str, Entry]:
+def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, tied: bool = False) -> dict[str, Entry]:
     """Read the headers of safetensors files: name → `Entry` of every tensor. Reads no tensor data.
+
+    Names that differ in a known way from those of transformers are changed, with a warning: see `_usual_names`.
 
     Args:
         files: safetensors files.
         index: tensor name → file name, from model.safetensors.index.json; it must agree with the files.
+        tied: whether the model's head is the embedding, so that it does not matter whether the files or the index have a head.
     Raises:
         CheckpointError: a file is unreadable, a tensor is in two files, or the index disagrees with the files.
     """
@@ -153,29 +162,66 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
                 raise CheckpointError("the tensor is in two files", where=entry.name[:MAX_SHOWN], found=found)
             entries[entry.name] = entry
     if index is not None:
+        not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
+        if not_needed:
+            what = f"the index and the files disagree about tensors that are not needed: {_some(sorted(not_needed))}"
+            warnings.warn(f"{files[0].parent}: {what}", stacklevel=3)
         for name, file_name in index.items():
+            if name in not_needed:
+                continue
             if name not in entries or entries[name].file.name != file_name:
                 found = entries[name].file.name if name in entries else "in no file"
                 where = f"{files[0].parent}: {name[:MAX_SHOWN]}"
                 raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
-        extra = sorted(entries.keys() - index.keys())
+        extra = sorted(entries.keys() - index.keys() - not_needed)
         if extra:
             raise CheckpointError(
                 f"{len(extra)} tensors are missing from the index", where=entries[extra[0]].file, found=_some(extra)
             )
-    return entries
+    return _usual_names(entries, tied)
 
 
-def match(
-    model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
-) -> tuple[dict[str, list[Parameter]], tuple[str, ...]]:
+def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
+    """The tensors under the names of transformers' class with a head.
+
+    All names may begin with the prefix of a wrapper; "model." may be missing, in a file of the class without a head; and a tied
+    embedding may be stored as the head.
+    """
+    changed, notes = entries, []
+    while prefix := next((p for p in _WRAPPERS if changed and all(name.startswith(p) for name in changed)), None):
+        changed = {name.removeprefix(prefix): entry for name, entry in changed.items()}
+        notes.append(f"all names of tensors begin with {prefix}, which is left out")
+    if EMBEDDING.removeprefix("model.") in changed and not any(name.startswith("model.") for name in changed):
+        changed = {name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in changed.items()}
+        notes.append('the names of tensors do not begin with "model.", as in files of a model without a head')
+    if tied and HEAD in changed and EMBEDDING not in changed:
+        changed = {EMBEDDING if name == HEAD else name: entry for name, entry in changed.items()}
+        notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
+    for note in notes:
+        warnings.warn(f"{_folder(entries)}: {note}", stacklevel=4)
+    return {name: replace(entry, name=name) for name, entry in changed.items()} if notes else entries
+
+
+class Matched(NamedTuple):
+    """The tensors of a checkpoint, by what loading does with them.
+
+    Attributes:
+        targets: tensor name → its holders (two for a tied head that is quantized).
+        unused: names of the tensors that the model does not use; see `warn_of_extras`.
+        zero_biases: names of biases of linears that have none. They are not used, and must be zero.
+    """
+
+    targets: dict[str, list[Parameter]]
+    unused: tuple[str, ...]
+    zero_biases: tuple[str, ...]
+
+
+def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False) -> Matched:
     """Match the checkpoint's tensors with the weight holders of the model.
 
     Args:
-        allow_unused: accept tensors that the model does not use, for a model composed of part of a checkpoint.
-    Returns:
-        Tensor name → its holders (two for a tied head that is quantized), and the names of the unused tensors. Those that belong
-        to no decoder layer, such as those for multi-token prediction, are accepted; see `warn_of_extras`.
+        allow_unused: accept tensors that the model does not use, for a model composed of part of a checkpoint. Those that belong
+            to no decoder layer, such as those for multi-token prediction, are always accepted.
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or is not a float tensor, or is unexpected.
     """
@@ -194,7 +240,6 @@ def match(
             expected=_some(missing),
             hint="the checkpoint is incomplete, or config.json describes another model",
         )
-    checked = (*model.formats.unused_scales, *model.formats.zero_biases) if model.formats else ()
     specs = {name: spec for name, (_, spec) in wanted.items()}
     for name, spec in specs.items():
         entry = entries[name]
@@ -204,11 +249,12 @@ def match(
                 "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape),
                 hint=_TRANSPOSED if transposed else _OTHER,
             )  # fmt: skip
-    heads = model.config.num_kv_heads
-    for entry in (entries[name] for name in (model.formats.unused_scales if model.formats else ())):
-        if math.prod(entry.shape) not in (1, heads):
-            where, expected = f"{entry.file}: {entry.name}", f"one value, or one for each of {heads} KV heads"
-            raise CheckpointError("wrong shape of a scale", where=where, expected=expected, found=list(entry.shape), hint=_OTHER)
+    modules = {module for parameter in model.parameters() for module in parameter.modules}
+    biases = tuple(n for n in entries if n not in specs and n.endswith(".bias") and n.removesuffix(".bias") in modules)
+    scales = model.formats.unused_scales if model.formats else ()
+    for name in scales:
+        _check_scale_shape(model, entries[name])
+    checked = {*scales, *biases}
     for entry in (entries[n] for n in entries if n in specs or n in checked or _tied_copy(model, n)):
         dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
         if entry.dtype not in dtypes:
@@ -216,11 +262,12 @@ def match(
             raise CheckpointError(
                 "wrong dtype", where=f"{entry.file}: {entry.name}", expected=expected, found=entry.dtype, hint=_OTHER
             )
-    known = {*specs, *checked}
+    known = specs.keys() | checked
     unused = tuple(
         sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
     )
-    unexpected = [name for name in unused if not name.startswith(tuple(_EXTRAS))]
+    extras = set(attention_scales(unused, modules))
+    unexpected = [name for name in unused if name not in extras and not name.startswith(tuple(_EXTRAS))]
     if unexpected and not allow_unused:
         raise CheckpointError(
             f"{len(unexpected)} unexpected tensors",
@@ -228,7 +275,23 @@ def match(
             found=_some(unexpected),
             hint="config.json describes another model",
         )
-    return {name: holders for name, (holders, _) in wanted.items()}, unused
+    return Matched({name: holders for name, (holders, _) in wanted.items()}, unused, biases)
+
+
+def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The names of ATTENTION_SCALES in attention layers: of the layer, of one of its `modules`, or of its part "attn"."""
+    layers = {layer for module in modules if "." in (layer := module.rpartition(".")[0])}
+    found = [(name, *name.rpartition(".")[::2]) for name in names]
+    return [n for n, prefix, last in found if last in ATTENTION_SCALES and layers & {prefix, prefix.rpartition(".")[0]}]
+
+
+def _check_scale_shape(model: Model, entry: Entry) -> None:
+    config = model.config
+    of_queries = entry.name.endswith((".q_scale", ".prob_scale"))
+    heads, kind = (config.num_heads, "query") if of_queries else (config.num_kv_heads, "KV")
+    if math.prod(entry.shape) not in (1, heads):
+        where, expected = f"{entry.file}: {entry.name}", f"one value, or one for each of {heads} {kind} heads"
+        raise CheckpointError("wrong shape of a scale", where=where, expected=expected, found=list(entry.shape), hint=_OTHER)
 
 
 def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
@@ -236,16 +299,18 @@ def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
             warnings.warn(f"{where}: {count} tensors {start}* are not used: {what} is not supported", stacklevel=3)
+    if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
+        what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
+        warnings.warn(f"{where}: {what}", stacklevel=3)
 
 
 def _tied_copy(model: Model, name: str) -> bool:
-    return name == "lm_head.weight" and model.config.tie_word_embeddings
+    return name == HEAD and model.config.tie_word_embeddings
 
 
 def load(
     model: Model,
-    files: Sequence[Path],
-    index: dict[str, str] | None = None,
+    entries: Mapping[str, Entry],
     *,
     allow_unused: bool = False,
     check_weights: bool = False,
@@ -254,13 +319,13 @@ def load(
     """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
     Args:
-        index, allow_unused: see `read_headers` and `match`.
+        entries: see `read_headers`.
+        allow_unused: see `match`.
         check_weights: refuse NaN and Inf; the error names the tensor.
     Raises:
-        CheckpointError: see `read_headers` and `match`; or a tied head differs from the embedding; or a NaN or Inf.
+        CheckpointError: see `match`; or a tied head differs from the embedding; or a NaN or Inf.
     """
-    entries = read_headers(files, index)
-    targets, unused = match(model, entries, allow_unused)
+    targets, unused, biases = match(model, entries, allow_unused)
     specs = {spec[0]: TensorSpec(*spec) for parameter in model.parameters() for spec in parameter.expected()}
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
     work = [piece for name in targets for piece in _pieces(entries[name], specs[name].pieces)]
@@ -299,7 +364,7 @@ def load(
             buffers.close()
     if model.formats:
         _read_all([entries[name] for name in model.formats.unused_scales], _check_scale)
-        _read_all([entries[name] for name in model.formats.zero_biases], _check_zero)
+    _read_all([entries[name] for name in biases], _check_zero)
     _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

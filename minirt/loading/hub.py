@@ -23,7 +23,7 @@ _MAX_NAME = 255  # bytes of a file's name, the limit of common file systems
 # The files to download besides weights: no .bin, no .pth, no original/ folder.
 _SMALL = (
     "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
-    "chat_template.jinja",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "chat_template.json",
 )  # fmt: skip
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 

@@ -13,7 +13,7 @@ import torch
 
 from minirt import models
 from minirt.device import compute_capability, pick_device, triton_installed
-from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, TokenizerError
+from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
 from minirt.loading import checkpoint
@@ -145,9 +145,13 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> None:
     """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them."""
-    _, unused = checkpoint.match(model, entries, options.layers is not None)
+    matched = checkpoint.match(model, entries, options.layers is not None)
     if options.layers is None:
-        checkpoint.warn_of_extras(unused, options.model)
+        checkpoint.warn_of_extras(matched.unused, options.model)
+    quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
+    if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
+        what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
+        warnings.warn(f"{options.model}: {what}", stacklevel=3)
 
 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
@@ -192,7 +196,7 @@ def _headers(found: Found, options: LoadOptions) -> Mapping[str, Entry] | None:
         return None
     files = with_present_weights(found.files)
     if files.weight_files:
-        return checkpoint.read_headers(files.weight_files, files.weight_index)
+        return checkpoint.read_headers(files.weight_files, files.weight_index, tied=found.config.tie_word_embeddings)
     if files.revision is None:
         if not options.random_weights:
             warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
@@ -238,7 +242,9 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     files, config = found.files, found.config
     length = pick_length(config, options.max_model_len)
     weights = None if options.random_weights else files
-    entries = checkpoint.read_headers(weights.weight_files, weights.weight_index) if weights else None
+    entries = None
+    if weights is not None:
+        entries = checkpoint.read_headers(weights.weight_files, weights.weight_index, tied=config.tie_word_embeddings)
     model = build(options, found, entries, device)
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
@@ -256,24 +262,31 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())
     with out_of_memory_while("loading the weights", device):
-        if weights is None:
+        if entries is None:
             checkpoint.randomize(model, options.seed)
         else:
             report = checkpoint.load(
-                model, weights.weight_files, weights.weight_index, allow_unused=options.layers is not None,
-                check_weights=options.check_weights, progress=progress and partial(progress, "weights"),
+                model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
+                progress=progress and partial(progress, "weights"),
             )
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
-    return LoadedModel(model, tokenizer, generation_config, tuple(eos), report.bytes_read, report.unused)
+    return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), report.bytes_read, report.unused)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
-    """Refuse a tokenizer with ids that this model has no embedding for: it belongs to another model."""
+    """Warn of a tokenizer with ids that this model has no embedding for. Prompts that have such tokens are refused."""
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(
-            "the tokenizer has ids that the model does not", where="tokenizer.json",
-            expected=f"at most {config.vocab_size} (vocab_size of config.json)", found=tokenizer.vocab_size,
-        )
+        more = tokenizer.vocab_size - config.vocab_size
+        what = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but vocab_size of config.json is {config.vocab_size}"
+        more_than = f"prompts with one of these {more} ids, and grammars, are refused"
+        warnings.warn(f"tokenizer.json: {what}: {more_than}", stacklevel=3)
 
 
+def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
+    """The ids that end a sequence, without those that this model has no logits for, which it never generates."""
+    unknown = [token for token in tokens if token >= config.vocab_size]
+    if unknown:
+        what = f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}"
+        warnings.warn(f"{what}: {unknown}", stacklevel=3)
+    return tuple(token for token in tokens if token < config.vocab_size)

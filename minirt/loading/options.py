@@ -1,5 +1,6 @@
 """`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 
 from minirt import models
 from minirt.engine.scheduler import check_limits
-from minirt.errors import ConfigError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
@@ -36,6 +37,8 @@ class LoadOptions:
         gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
             together. None: 0.9.
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
+            With linear rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs
+            if this is at most the window.
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
             requests. None: on a GPU the largest of 8,192, 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full
@@ -125,11 +128,24 @@ def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
 
 
 def pick_length(config: ModelConfig, asked: int | None) -> int:
-    """Number of positions to serve: `asked`, else all positions of the model."""
-    if asked is None:
-        return config.context_len
-    if type(asked) is not int or not 1 <= asked <= config.context_len:
-        what = "outside the model's context" if type(asked) is int else "not a number of tokens"
-        expected = f"an integer from 1 to {config.context_len}"
-        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(asked)[:80])
-    return asked
+    """Number of positions to serve: `asked`, else all positions of the model.
+
+    Raises:
+        ConfigError: `asked` is no length that the model supports.
+        UnsupportedError: a sliding window would change sequences of this length.
+    """
+    length = config.context_len if asked is None else asked
+    if type(length) is not int or not 1 <= length <= config.max_context_len:
+        what = "outside the model's context" if type(length) is int else "not a number of tokens"
+        expected = f"an integer from 1 to {config.max_context_len}"
+        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
+    window = config.sliding_window
+    if window is not None and length > window:
+        expected, found = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
+        hint = f"use --max-model-len {window}: up to there, the window changes nothing"
+        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
+    if length > config.context_len:
+        what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
+        why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
+        warnings.warn(f"{what}; {why}", stacklevel=2)
+    return length

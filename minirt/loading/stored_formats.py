@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
-from minirt.loading.checkpoint import MAX_SHOWN, Entry
+from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales
 from minirt.modeling.formats import (
     E4M3,
     FLOATS,
@@ -28,8 +28,6 @@ from minirt.modeling.quantization_config import Int4Scheme, QuantizationConfig, 
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PACKED = ("weight_packed", "qweight")  # the last components of the names of 4-bit weights
-# Scales of FP8 pages; "output_scale" of k_proj and v_proj is an older name of them. minirt computes one for each token and head.
-_KV_SCALES = ("k_scale", "v_scale", "output_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
 _HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
 # Ends of tensor names that only these formats have.
@@ -57,7 +55,6 @@ class StoredFormats(FormatChoice):
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
     unused_scales: tuple[str, ...] = ()
-    zero_biases: tuple[str, ...] = ()
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         return self.formats.get(modules[0]) if modules else None
@@ -112,7 +109,7 @@ def stored_formats(
     kinds = sorted(set(map(str, schemes.values())))
     return StoredFormats(
         {module: search.format(module, scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
-        tuple(_notes(schemes.values(), inputs, kv, biases, entries is None)), (*inputs, *kv), tuple(biases),
+        tuple(_notes(schemes.values(), inputs, kv, biases, entries is None)), (*inputs, *kv),
     )  # fmt: skip
 
 
@@ -128,7 +125,10 @@ def _notes(
     if "16-bit" in kinds:
         yield "config.json states 16-bit activations; steps of several tokens round them to FP8"
     if kv:
-        yield f"{len(kv)} scales of the KV cache are not used: FP8 pages have a scale for each token and head"
+        what = "attention" if any(name.endswith((".q_scale", ".prob_scale")) for name in kv) else "the KV cache"
+        yield f"{len(kv)} scales of {what} are not used: FP8 pages have a scale for each token and head"
+    if any(isinstance(scheme, Int4Scheme) and scheme.ordered for scheme in schemes):
+        yield "config.json states desc_act; loading checks that each g_idx has the columns in their own order"
     if biases:
         yield f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
 
@@ -146,7 +146,7 @@ class _Search:
             name = scheme.scale_name
             return StoredFp8Blocks(name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor", name)
         if scheme.layout == "gptq":
-            indices = self.entries is not None and f"{module}.g_idx" in self.entries
+            indices = scheme.ordered or (self.entries is not None and f"{module}.g_idx" in self.entries)
             return StoredInt4Gptq(scheme.group, scheme.symmetric, scheme.zero_offset, indices)
         return (StoredInt4Packed if scheme.layout == "packed" else StoredInt4Awq)(scheme.group, scheme.symmetric)
 
@@ -247,12 +247,10 @@ class _Search:
             warnings.warn(f"{self.stated.where}: {what}", stacklevel=4)
 
     def unused_scales(self, modules: Sequence[str], quantized: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Names of tensors that are accepted and not used: scales of activations, and of the KV cache."""
-        inputs, kv, places = set(quantized), [], set(modules)
-        places |= {module.rpartition(".")[0] for module in modules}
-        found = [(name, *name.rpartition(".")[::2]) for name in self.entries or ()]
-        kv = [name for name, prefix, last in found if last in _KV_SCALES and prefix in places]
-        return [name for name, prefix, last in found if last in _INPUT_SCALES and prefix in inputs], kv
+        """Names of tensors that are accepted and not used: scales of activations, and of FP8 attention."""
+        inputs, found = set(quantized), [(name, *name.rpartition(".")[::2]) for name in self.entries or ()]
+        of_inputs = [name for name, prefix, last in found if last in _INPUT_SCALES and prefix in inputs]
+        return of_inputs, attention_scales(self.entries or (), modules)
 
 
 def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:

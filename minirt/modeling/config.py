@@ -22,9 +22,11 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# The keys that each rope type accepts, besides its name, rope_theta and a partial_rotary_factor of 1.
+# The keys that each rope type accepts, besides its name, rope_theta and a partial_rotary_factor of 1. "dynamic" equals "default"
+# up to max_position_embeddings tokens; its factor only stretches longer sequences, which are refused.
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
+    "dynamic": frozenset({"factor"}),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
@@ -32,6 +34,10 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
 }
+# Keys that enter no formula of any rope type: they record how a model was trained.
+_ROPE_RECORDS = frozenset({"finetuned", "original_max_position_embeddings"})
+# Keys of other runtimes' formulas, with the value that changes nothing.
+_ROPE_NEUTRAL = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "llama_4_scaling_beta": 0}
 # Bounds far above any existing model. They turn a damaged file into an error instead of a huge allocation.
 MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 65536, 1024, 1024, 1024
 MAX_INTERMEDIATE, MAX_VOCAB, MAX_POSITIONS = 1 << 20, 4 << 20, 16 << 20
@@ -46,7 +52,7 @@ class RopeConfig:
     kind: str = "default"  # a key of ROPE_KEYS
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position: int = 0  # llama3 and yarn
+    original_max_position: int = 0  # llama3 and yarn; linear, which has no use for it: 0 if it is not stated
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -102,12 +108,26 @@ class ModelConfig:
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
     moe: MoEConfig | None = None  # None: every MLP is dense
+    # The model attends to no more than so many tokens in some layers; None: to all. No layer of `decoder_layers` has a window, so
+    # longer sequences are refused.
+    sliding_window: int | None = None
 
     @property
     def context_len(self) -> int:
         """Number of positions that the model supports. With yarn, at least the original positions times `factor`."""
         stretched = int(self.rope.factor * self.rope.original_max_position) if self.rope.kind == "yarn" else 0
         return max(self.max_position_embeddings, min(stretched, MAX_POSITIONS))
+
+    @property
+    def max_context_len(self) -> int:
+        """Number of positions that may be asked for. With linear rope, the original positions times `factor`.
+
+        Files differ in whether `max_position_embeddings` includes the factor: lmsys/vicuna-7b-v1.5-16k has 4,096 and 4,
+        deepseek-ai/deepseek-coder-6.7b-instruct 16,384 and 4; both have 16,384 positions. So `context_len` does not grow.
+        """
+        original = self.rope.original_max_position or self.max_position_embeddings
+        stretched = int(self.rope.factor * original) if self.rope.kind == "linear" else 0
+        return max(self.context_len, min(stretched, MAX_POSITIONS))
 
     @property
     def num_parameters(self) -> int:
@@ -284,17 +304,23 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
         if partial not in (None, 1.0):
             place = level.place("partial_rotary_factor")
             raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=partial)
-    known = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known = ROPE_KEYS[kind] | _ROPE_RECORDS | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for name, value in rope.raw.items():
-        if name not in known and value is not None:
+        neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
+        if name not in known and value is not None and not neutral:
             raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
     level = _stated_once("rope_theta", rope, fields)
     theta = level.number("rope_theta", default=10000.0, minimum=1.001, maximum=MAX_THETA)
+    original = rope.integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS) or 0
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = rope.number("factor", minimum=1, maximum=MAX_FACTOR)
+    if kind == "dynamic":
+        what = f"dynamic NTK scaling is not supported; it only changes sequences of more than {max_positions} tokens"
+        warnings.warn(f"{rope.place('rope_type')}: {what}, which are refused", stacklevel=2)
+        return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, factor)
+        return RopeConfig(kind, theta, factor, original)
     # As in transformers, max_position_embeddings is the default.
     name = "original_max_position_embeddings"
     level = _stated_once(name, fields, rope)

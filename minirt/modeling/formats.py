@@ -472,14 +472,12 @@ class FormatChoice(ABC):
     Attributes:
         checkpoint: the format of the checkpoint, for people; None: its weights are not quantized.
         notes: what a user should know of it.
-        unused_scales: checkpoint tensors that are checked, and not used: scales of activations and of the KV cache.
-        zero_biases: checkpoint tensors that must be zero, and are not used: biases of quantized linears that have none.
+        unused_scales: checkpoint tensors that are checked, and not used: scales of activations and of FP8 attention.
     """
 
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
     unused_scales: tuple[str, ...] = ()
-    zero_biases: tuple[str, ...] = ()
 
     @abstractmethod
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:

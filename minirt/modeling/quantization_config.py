@@ -6,6 +6,7 @@ AutoRound ("auto-round"). What minirt cannot compute is refused here by name. Wh
 tensors, see `minirt.loading.stored_formats`.
 """
 
+import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -60,12 +61,14 @@ class Int4Scheme:
         group: columns of a group; None: one group is a whole row.
         symmetric: whether all zero points are 8.
         zero_offset: what is added to a stored zero point of GPTQ.
+        ordered: whether the columns may be in another order (`desc_act`). Then there must be a `g_idx`, and it decides.
     """
 
     layout: str
     group: int | None
     symmetric: bool
     zero_offset: int = 0
+    ordered: bool = False
     activations = "16-bit"
 
     @property
@@ -156,6 +159,7 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
                 "checkpoints quantized with this method are not supported", where=fields.place("quant_method"),
                 expected=" or ".join(METHODS), found=repr(method)[:60], hint=_REFUSED.get(method, _HINT),
             )  # fmt: skip
+        _refuse_changes(fields)
         readers = {
             "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt, "gptq": _read_gptq,
             "awq": _read_awq, "auto-round": _read_auto_round,
@@ -164,14 +168,35 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
     if hf_quant_config is None:
         return stated
     own = _read_modelopt(hf_quant_config)
-    if stated is None:
-        return own
+    if stated is None or own is None:
+        return stated or own
     if stated.method != "modelopt" or {scheme for _, scheme in stated.groups} != {scheme for _, scheme in own.groups}:
         raise ConfigError(
             "the quantization contradicts that of hf_quant_config.json", where=stated.where,
             expected=f"modelopt, {_listed(own)}", found=f"{stated.method}, {_listed(stated)}", hint="remove the wrong one",
         )  # fmt: skip
     return stated
+
+
+# What these settings of quantization would add to a model, in any method.
+_CHANGES = {
+    "adapter": "adapters (EoRA)",
+    "rotation": "rotations of weights",
+    "transform_config": "transforms of weights (Hadamard rotations)",
+    "rotation_config": "transforms of weights (Hadamard rotations)",
+}
+
+
+def _refuse_changes(fields: Fields) -> None:
+    for name, what in _CHANGES.items():
+        if value := fields.raw.get(name):
+            raise UnsupportedError(f"{what} are not supported", where=fields.place(name), found=shown(value), hint=_HINT)
+
+
+def _warn_of_the_cache(fields: Fields, name: str) -> None:
+    """Warn of a checkpoint whose KV cache alone is quantized: its weights are plain."""
+    what = "the FP8 scales of the KV cache are not used: --kv-cache-dtype fp8 has a scale for each token and head"
+    warnings.warn(f"{fields.place(name)}: {what}", stacklevel=1)  # one place for all callers: it is told once
 
 
 def _stated(fields: Fields, name: str) -> Fields:
@@ -219,8 +244,8 @@ def _check_block(fields: Fields, name: str, block: Any) -> None:
         raise UnsupportedError(what, where=fields.place(name), expected=[BLOCK, BLOCK], found=found, hint=_HINT)
 
 
-def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
-    """llm-compressor: groups of linears, each with its own scheme."""
+def _read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
+    """llm-compressor: groups of linears, each with its own scheme. None: only the KV cache is quantized."""
     known = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
     planned = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
     _check_format(fields, known, planned)
@@ -228,9 +253,6 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     if sparsity.raw and sparsity.string("format", default="dense") != "dense":
         where, found = sparsity.place("format"), shown(sparsity.raw["format"])
         raise UnsupportedError("sparse weights are not supported", where=where, found=found, hint=_HINT)
-    if fields.raw.get("transform_config"):
-        where = fields.place("transform_config")
-        raise UnsupportedError("transforms of weights (Hadamard rotations) are not supported", where=where, hint=_HINT)
     status = fields.string("quantization_status", default="compressed")
     if status not in ("compressed", "frozen"):
         where = fields.place("quantization_status")
@@ -243,6 +265,9 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
             _check_format(group, known, planned)
             packed = group.raw.get("format", fields.raw.get("format")) == "pack-quantized"
             groups.append((targets, _read_scheme(group, packed)))
+    if not groups and fields.nested("kv_cache_scheme").raw:
+        _warn_of_the_cache(fields, "kv_cache_scheme")
+        return None
     if not groups:
         what, hint = "no group has quantized weights", "remove quantization_config if no weight is quantized"
         raise UnsupportedError(what, where=fields.place("config_groups"), hint=hint)
@@ -342,10 +367,8 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
     """AutoGPTQ and GPTQModel."""
     _read_bits(fields, "bits")
     group = _read_group_size(fields, "group_size")
-    if fields.boolean("desc_act", default=False) and group is not None:
-        what = "groups of columns in the order of their activations are not supported"
-        hint = f"quantize with desc_act: false, or {_HINT}"
-        raise UnsupportedError(what, where=fields.place("desc_act"), expected="false", found="true", hint=hint)
+    # With static groups, the columns are in their own order in spite of desc_act: g_idx tells.
+    ordered = fields.boolean("desc_act", default=False) and group is not None
     if fields.boolean("is_marlin_format", default=False):  # AutoGPTQ's older way to state it
         where, expected = fields.place("is_marlin_format"), "false"
         raise UnsupportedError("this order of weights is not supported", where=where, expected=expected, found="true", hint=_HINT)
@@ -360,7 +383,7 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
             where, hint = fields.place("dynamic"), "only '-:' entries, which exclude modules, are supported"
             raise UnsupportedError("settings of single modules are not supported", where=where, found=shown(pattern), hint=hint)
         skipped.append(f"re:{pattern[2:]}")
-    scheme = Int4Scheme("gptq", group, fields.boolean("sym", default=True), versions[version])
+    scheme = Int4Scheme("gptq", group, fields.boolean("sym", default=True), versions[version], ordered)
     ignore = _modules(Fields({"dynamic": skipped}, fields.where, fields.prefix), "dynamic")
     return QuantizationConfig("gptq", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
 
@@ -400,9 +423,8 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
     fields.choice("data_type", ("int",), default="int")
     group = _read_group_size(fields, "group_size")
     layout, zero_offset = _AUTO_ROUND[fields.choice("packing_format", _AUTO_ROUND, default="auto_round:gptq")]
-    for name, what in (("act_bits", "quantized activations"), ("rotation_config", "transforms of weights (Hadamard rotations)")):
-        if fields.raw.get(name) not in (None, 16):
-            raise UnsupportedError(f"{what} are not supported", where=fields.place(name), hint=_HINT)
+    if fields.raw.get("act_bits") not in (None, 16):
+        raise UnsupportedError("quantized activations are not supported", where=fields.place("act_bits"), hint=_HINT)
     skipped = []
     for name in fields.nested("extra_config").raw:
         own = fields.nested("extra_config").nested(name)
@@ -415,12 +437,15 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
     return QuantizationConfig("auto-round", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
 
 
-def _read_modelopt(fields: Fields) -> QuantizationConfig:
-    """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json."""
+def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
+    """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json. None: only of the KV cache."""
     nested = fields.raw.get("quantization") is not None
     fields = fields.nested("quantization") if nested else fields
     place = fields.place("quant_algo")
     algorithm = fields.raw.get("quant_algo")
+    if algorithm is None and fields.raw.get("kv_cache_quant_algo") is not None:
+        _warn_of_the_cache(fields, "kv_cache_quant_algo")
+        return None
     name = "none" if algorithm is None else fields.string("quant_algo")
     if name.upper() not in _ALGORITHMS:
         hint = _PLANNED if "FP4" in name.upper() or name.upper() == "MIXED_PRECISION" else _HINT

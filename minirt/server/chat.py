@@ -36,6 +36,7 @@ class ChatRequest(Sampling, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     echo: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -89,7 +90,7 @@ def _check(request: ChatRequest) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         if (value := getattr(request, name)) is not None and value < 1:
             raise bad_field(name, "not an acceptable value", expected="an integer >= 1", found=value)
-    if request.top_logprobs is not None:
+    if request.top_logprobs:
         if not request.logprobs:
             raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
         if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
@@ -104,7 +105,8 @@ def _check(request: ChatRequest) -> None:
 def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
     """A request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     messages = known_messages(request.messages, front)
-    variables = template_variables(front, request.chat_template_kwargs, request.reasoning_effort)
+    hints = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    variables = template_variables(front, request.chat_template_kwargs, hints)
     continues = bool(request.continue_final_message)
     if continues and messages[-1]["role"] != "assistant":
         raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])

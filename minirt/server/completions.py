@@ -6,7 +6,7 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.processor import Call
+from minirt.processor import Call, decoder_after
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
 from minirt.server.chat import row_by_id
@@ -25,6 +25,7 @@ from minirt.server.protocol import (
     sampling_params,
     structured_outputs,
 )
+from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
 from minirt.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -32,15 +33,10 @@ _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one 
 _CHATS = "is for chats"
 _REFUSED: Refused = {
     **REFUSED,
-    "max_completion_tokens": ("is named max_tokens here", ()),
-    "top_logprobs": ("is named logprobs here", ()),
-    "tools": (_CHATS, ([],)),
-    "tool_choice": (_CHATS, ("none", "auto")),
-    "parallel_tool_calls": (_CHATS, (True, False)),
-    "reasoning_effort": (_CHATS, ()),
-    "chat_template_kwargs": (_CHATS, ({},)),
-    "continue_final_message": (_CHATS, (False,)),
-    "add_generation_prompt": (_CHATS, (True, False)),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
+    "top_logprobs": "is named logprobs here",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _CHATS),
 }
 
 
@@ -49,7 +45,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Int | None = None
+    logprobs: Int | bool | None = None  # `false` is null
     best_of: Int | None = None
     add_special_tokens: bool | None = None
 
@@ -132,7 +128,9 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+    if request.logprobs is False:
+        request.logprobs = None
+    if request.logprobs is True or (request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS):
         expected = f"an integer from 0 to {MAX_LOGPROBS}"
         raise bad_field("logprobs", "not an acceptable value", expected=expected, found=request.logprobs)
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
@@ -159,7 +157,8 @@ class _Answer:
         prompt = self._prompts[self._call.streams[index].prompt]
         if isinstance(prompt, str):
             return prompt
-        return "" if self.tokenizer is None else self.tokenizer.decode(prompt)
+        skips = self._call.streams[index].completion.sampling.skip_special_tokens
+        return "" if self.tokenizer is None else prompt_text(self.tokenizer, prompt, skips)
 
     def first_sample(self, index: int) -> Completion:
         """The first sample of a choice's prompt, which has the prompt's log-probabilities."""
@@ -175,7 +174,7 @@ class _Answer:
         if self.request.logprobs is not None:
             if self.request.echo and scores is not None:
                 rows, tokens = [*scores, *rows], [*first.prompt_token_ids, *tokens]
-            logprobs = self.logprobs(tokens, rows, 0 if self.request.echo else len(echoed))
+            logprobs = self.logprobs(tokens, rows, self.offsets(index))
         choice = {
             "index": index, "text": echoed + ("" if only_echo else done.text), "logprobs": logprobs,
             "finish_reason": "length" if only_echo else done.finish_reason,
@@ -184,15 +183,22 @@ class _Answer:
             choice["prompt_logprobs"] = [None if row is None else row_by_id(self.tokenizer, row) for row in scores]
         return choice
 
-    def logprobs(self, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
-        """OpenAI's form: parallel lists. `offset`: where the text of the first token begins."""
-        texts, offsets = [token_text(self.tokenizer, token) for token in tokens], []
-        for own in texts:
-            offsets.append(offset)
-            offset += len(own)
+    def offsets(self, index: int) -> "_Offsets":
+        """Where the tokens of a choice begin in its text: those of the prompt, too, if it is echoed with its scores."""
+        first = self.first_sample(index)
+        scored = self.request.echo and first.prompt_logprobs is not None
+        decoder = None
+        if self.tokenizer is not None and scored:
+            decoder = incremental_decoder(self.tokenizer, first.sampling.skip_special_tokens)
+        elif self.tokenizer is not None:
+            decoder = decoder_after(self.tokenizer, first.sampling, first.prompt_token_ids)
+        return _Offsets(decoder, 0 if scored else len(self.echoed(index)))
+
+    def logprobs(self, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None], offsets: "_Offsets") -> dict[str, Any]:
+        """OpenAI's form: parallel lists."""
         count = self.request.logprobs or 0
         return {
-            "tokens": texts, "text_offset": offsets,
+            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": offsets.of(tokens),
             "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
             "top_logprobs": [None if row is None else self._top(row, count) for row in rows],
         }  # fmt: skip
@@ -206,7 +212,7 @@ class _Answer:
 class _Events(Format):
     def __init__(self, fields: dict[str, Any], answer: _Answer) -> None:
         super().__init__(fields, answer.tokenizer, answer.request.logprobs is not None)
-        self._answer, self._offsets = answer, dict[int, int]()
+        self._answer, self._offsets = answer, dict[int, _Offsets]()
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":' % index, b""
@@ -217,16 +223,38 @@ class _Events(Format):
         echoed, logprobs = self._answer.echoed(choice.index), None
         scores = self._answer.first_sample(choice.index).prompt_logprobs
         if self.wants_logprobs and scores is not None:
-            logprobs = self._answer.logprobs(choice.stream.completion.prompt_token_ids, scores, 0)
-        self._offsets[choice.index] = len(echoed)
+            logprobs = self._answer.logprobs(choice.stream.completion.prompt_token_ids, scores, self._offsets_of(choice))
         fields = (choice.index, encode_json(echoed), encode_json(logprobs))
         return self.start + b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]}\n\n' % fields
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         done = choice.stream.completion
         tokens, rows = done.token_ids[start:stop], (done.logprobs or [])[start:stop]
-        found = self._answer.logprobs(tokens, rows, self._offsets.get(choice.index, 0))
-        self._offsets[choice.index] = self._offsets.get(choice.index, 0) + sum(map(len, found["tokens"]))
+        return self._answer.logprobs(tokens, rows, self._offsets_of(choice))
+
+    def _offsets_of(self, choice: Choice) -> "_Offsets":
+        if choice.index not in self._offsets:
+            self._offsets[choice.index] = self._answer.offsets(choice.index)
+        return self._offsets[choice.index]
+
+
+class _Offsets:
+    """Where tokens begin in the text of a choice. A token that completes no character begins where the character does.
+
+    Args:
+        decoder: of the tokens; None: there is no text.
+        start: where the text of the first token begins.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder | None, start: int) -> None:
+        self._decoder, self._end = decoder, start
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        found = []
+        for token in tokens:
+            found.append(self._end)
+            self._end += 0 if self._decoder is None else len(self._decoder.push(token))
         return found
 
 

@@ -70,21 +70,28 @@ class Prepared:
 
 
 def template_variables(
-    front: Front, given: Mapping[str, Any] | None, effort: str | None, effort_field: str = "reasoning_effort"
+    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, str | None], renamed: Mapping[str, str] = {}
 ) -> dict[str, Any]:
-    """The variables of the chat template that a request sets.
+    """The variables of the chat template that a request sets. Those that the template does not use are noted in the log.
 
     Args:
-        given: `chat_template_kwargs`. Those that the template does not use are noted in the log.
-        effort: `reasoning_effort`, which is refused if the template does not use it. `effort_field`: its name in the request.
+        given: `chat_template_kwargs`.
+        hints: variables that have fields of their own in requests: reasoning_effort and verbosity. Clients send them to any
+            model, so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
+        renamed: names of hints → the names of their fields, for the log.
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
     check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
     front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
-    if effort is not None:
-        if not tokenizer.template_uses("reasoning_effort"):
-            raise bad_field(effort_field, "the model's chat template does not use it")
-        variables["reasoning_effort"] = effort
+    for name, hint in hints.items():
+        if hint is None:
+            continue
+        if tokenizer.template_uses(name):
+            variables[name] = hint
+        elif (name, hint) == ("reasoning_effort", "none") and tokenizer.template_uses("enable_thinking"):
+            variables.setdefault("enable_thinking", False)
+        else:
+            front.note_unknown([renamed.get(name, name)], "fields that the chat template does not use")
     return variables
 
 

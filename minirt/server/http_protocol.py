@@ -2,27 +2,37 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minirt.server.errors import HTTPError, error_body
 
 HEAD_SECONDS = 60  # how long the head of a request may take, and the first one of a connection may stay away
 MAX_HEAD = 1 << 16  # bytes of a head that comes in several pieces; the first one may have as many as a socket's read
+REST_SECONDS = 30  # how long the rest of a request may take that has its answer already
+MAX_REST = 1 << 30  # bytes of such a rest
 
 
 class HTTPProtocol(HttpToolsProtocol):
     """A connection.
 
     What differs from uvicorn: an unfinished head may take neither any time nor any memory, a request to change to another
-    protocol is an ordinary request, and requests that are not HTTP get an error in JSON.
+    protocol is an ordinary request, requests that are not HTTP get an error in JSON, and streams in HTTP/1.0 are not chunked.
+
+    An answer such as 413 may come before the whole request has been read. The rest of the request is then read and dropped,
+    within bounds. A connection that is closed with unread bytes is reset, so its client would lose the answer.
     """
 
-    _deadline: asyncio.TimerHandle | None = None  # of the head that is being read
+    _deadline: asyncio.TimerHandle | None = None  # of the head, or of the rest of an answered request, that is being read
     _head_size = 0
-    _skips = False  # the parser reads the head of `_ignore_upgrade`
+    _skips = False  # the parser reads the head of `_ignore_upgrade`, or what follows the last request
+    _rest: int | None = None  # bytes that may still come of a request that has its answer
+    _closes = False  # this answer is the last one
+    _ended = False  # nothing more is parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,6 +48,13 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        if self._rest is not None:
+            self._rest -= len(data)
+            if self._rest < 0:
+                self.transport.close()
+                return
+        if self._ended:
+            return
         head, rest = self._deadline, memoryview(data)
         try:
             while rest:
@@ -45,12 +62,17 @@ class HTTPProtocol(HttpToolsProtocol):
                     self.parser.feed_data(rest)
                     break
                 except httptools.HttpParserUpgrade as upgrade:
+                    if self._ended:
+                        return
                     rest = rest[upgrade.args[0] :]
                     self._ignore_upgrade()
         except httptools.HttpParserError:
-            self._refuse(HTTPError(400, "the request is not HTTP"))
+            if self._closes:
+                self._ended = True
+            else:
+                self._refuse(HTTPError(400, "the request is not HTTP"))
             return
-        if head is not None and self._deadline is head:  # these bytes are all of one head, which goes on
+        if self._rest is None and head is not None and self._deadline is head:  # these bytes are all of one head, which goes on
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
                 self._refuse(HTTPError(431, "the head of the request is too long", expected=f"at most {MAX_HEAD:,} bytes"))
@@ -77,8 +99,55 @@ class HTTPProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():  # else its body has not been read yet
-            super().on_message_complete()
+        if self.parser.should_upgrade():  # its body has not been read yet
+            return
+        super().on_message_complete()
+        if self._rest is None:
+            return
+        self._rest = None
+        if self._closes:
+            self._ended = self._skips = True
+            self.transport.close()
+        else:
+            self._begin_head()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def own(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, self._sender(cycle))
+
+        super()._start_asgi_task(cycle, own)
+
+    def _sender(self, cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+        """What sends an answer's messages."""
+        unframed = cycle.scope["http_version"] == "1.0"  # and no length is stated: the end of the connection ends the answer
+
+        async def send(message: Any) -> None:
+            nonlocal unframed
+            if message["type"] == "http.response.start":
+                unframed = unframed and all(name != b"content-length" for name, _ in message["headers"])
+                if unframed:
+                    cycle.chunked_encoding = False
+            elif unframed:
+                cycle.expected_content_length = len(message["body"])
+            if not cycle.more_body or message.get("more_body", True):
+                await cycle.send(message)
+                return
+            closes, cycle.keep_alive = not cycle.keep_alive, True  # else uvicorn closes the connection now
+            await cycle.send(message)
+            if cycle.more_body:
+                self._drop_rest(closes)
+            elif closes:
+                self.transport.close()
+
+        return send
+
+    def _drop_rest(self, closes: bool) -> None:
+        """Read and drop the rest of a request that has its answer. `closes`: the connection ends then."""
+        self._end_head()
+        self._deadline = self.loop.call_later(REST_SECONDS, self.transport.close)
+        self._rest, self._closes = MAX_REST, closes
+        if closes and self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
 
     def _ignore_upgrade(self) -> None:
         """Go on after a head that asks for another protocol, which a server may ignore (RFC 9110, 7.8).
@@ -103,11 +172,17 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: HTTPError) -> None:
         """Answer what is no request, and close the connection. Within another answer, only close it."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        self._ended, within = True, self.cycle is not None and not self.cycle.response_complete
+        if not within or not self.cycle.response_started:
             body, phrase = error_body(error), HTTPStatus(error.status).phrase
             head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+            if within:  # its handler waits for the rest of the body
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._drop_rest(closes=True)
+        else:
+            self.transport.close()
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")

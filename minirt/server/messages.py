@@ -13,6 +13,7 @@ from minirt.server.errors import param_of, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.messages_request import (
+    UNSUPPORTED,
     CountTokensRequest,
     MessagesRequest,
     check_request,
@@ -95,7 +96,7 @@ def _render(front: Front, exchange: Exchange, body: bytes) -> Prompt:
 
 
 def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Own]) -> Own:
-    request = decode(front, body, kind)
+    request = decode(front, body, kind, UNSUPPORTED)
     front.check_model(request.model)
     exchange.prompt_field = "messages"
     check_request(request)

@@ -6,7 +6,7 @@ from typing import Any
 from minirt.server.conversation import Conversation, template_variables
 from minirt.server.errors import bad_field, shown
 from minirt.server.front import Front
-from minirt.server.protocol import MAX_STOPS, Common, Int, check_nesting, check_texts
+from minirt.server.protocol import MAX_STOPS, REFUSED, Common, Int, Refused, check_nesting, check_texts
 from minirt.text.tools import Tool, check_names, checked_list, checked_tool
 
 # Claude Code puts a block with this beginning in front of its system prompt. It says nothing to a model, and it differs in each
@@ -25,6 +25,18 @@ _BLOCK_FIELDS = {
 _TOOL_FIELDS = {"name", "description", "input_schema", "type", "cache_control"}
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NO_LOGPROBS = "log-probabilities are not in messages: use /v1/chat/completions"
+UNSUPPORTED: Refused = {
+    **REFUSED,
+    "container": "there are no containers and no skills",
+    "mcp_servers": "the server does not connect to others: run the tools in the client",
+    **dict.fromkeys(("n", "best_of"), "there is one answer"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
+    "response_format": "is named output_config.format here",
+    "reasoning_effort": "is named output_config.effort here",
+    "parallel_tool_calls": "is named tool_choice.disable_parallel_tool_use here",
+}
 
 
 class CountTokensRequest(Common, kw_only=True):
@@ -110,7 +122,7 @@ def _messages(request: CountTokensRequest, ignored: dict[str, None]) -> list[dic
     for i, message in enumerate(request.messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         _note(message, {"role", "content"}, "messages[]", ignored)
-        if content == []:
+        if content == [] and role != "assistant":  # an empty answer has no blocks
             raise bad_field(f"{where}.content", "is empty", expected="a text, or at least one block")
         if role == "assistant":
             own = [_assistant(_blocks(content, f"{where}.content"), f"{where}.content", ignored)]
@@ -174,9 +186,9 @@ def _assistant(blocks: list[dict[str, Any]], where: str, ignored: dict[str, None
             case "redacted_thinking":
                 ignored["messages[].content[redacted_thinking]"] = None
             case _:
-                if not isinstance(block.get("input"), dict):
-                    raise bad_field(f"{place}.input", "not an object", found=type(block.get("input")).__name__)
-                function = {"name": _text(block, "name", place), "arguments": block["input"]}
+                if not isinstance(arguments := block.get("input"), dict | None):
+                    raise bad_field(f"{place}.input", "not an object", found=type(arguments).__name__)
+                function = {"name": _text(block, "name", place), "arguments": arguments}
                 call = {"id": _text(block, "id", place), "type": "function", "function": function}
                 found.setdefault("tool_calls", []).append(call)
     return found
@@ -270,21 +282,16 @@ def _choice(choice: dict[str, Any]) -> tuple[Any, bool]:
 
 def _variables(front: Front, request: CountTokensRequest, ignored: dict[str, None]) -> dict[str, Any]:
     """The variables of the chat template. Clients send `thinking` and `effort` to any model, so those are ignored if unknown."""
-    tokenizer = front.check_ready()[0].text()
-    variables = template_variables(front, request.chat_template_kwargs, None)
+    tokenizer, config = front.check_ready()[0].text(), request.output_config or {}
+    _note(config, {"format", "effort"}, "output_config", ignored)
+    effort = None if config.get("effort") is None else _text(config, "effort", "output_config")
+    name, hints = {"reasoning_effort": "output_config.effort"}, {"reasoning_effort": effort}
+    variables = template_variables(front, request.chat_template_kwargs, hints, name)
     switch = _switch(request.thinking or {}, ignored)
     if switch is not None and tokenizer.template_uses("enable_thinking"):
         variables["enable_thinking"] = switch
     elif switch is not None:
         ignored["thinking, since the chat template has no enable_thinking"] = None
-    config = request.output_config or {}
-    _note(config, {"format", "effort"}, "output_config", ignored)
-    if config.get("effort") is not None:
-        effort = _text(config, "effort", "output_config")
-        if tokenizer.template_uses("reasoning_effort"):
-            variables["reasoning_effort"] = effort
-        else:
-            ignored["output_config.effort"] = None
     return variables
 
 

@@ -1,7 +1,8 @@
 """Requests: from the bytes of a body to checked fields, and from fields to `SamplingParams`.
 
-A field is one of three kinds: a field of the request's class, which works; a name in `REFUSED`, which is an error unless its
-value means "off"; or unknown, which is ignored and named once in the log, because routers add fields of their own.
+A field is one of three kinds: a field of the request's class, which works or has no effect here; a name in `REFUSED`, which is
+an error unless its value is neutral (`NEUTRAL`); or unknown, which is ignored and named once in the log, because routers add
+fields of their own.
 """
 
 import re
@@ -44,7 +45,7 @@ class Common(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
-    seed: int | None = None  # up to 2**64 - 1, which `SamplingParams` checks
+    seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -61,12 +62,15 @@ class Common(msgspec.Struct, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
-    # Without effect here.
+    # Without effect here: they are about the service of others.
     user: str | None = None
     metadata: Any = None
+    store: bool | None = None  # nothing is stored
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
 
 
 class Sampling(Common, kw_only=True):
@@ -90,32 +94,50 @@ class Sampling(Common, kw_only=True):
 
 _NO_TEMPLATE = "a request cannot bring its own chat template"
 _GUIDED = "is not supported under this name: use response_format or structured_outputs"
-Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
-# Known fields that are not supported: why, and which values mean "off" (null does, too).
+Refused = Mapping[str, str]
+# Known fields that are not supported → why.
 REFUSED: Refused = {
-    "chat_template": (_NO_TEMPLATE, ()),
-    "documents": ("documents are not supported", ([],)),
-    "suffix": ("text between two texts is not supported", ("",)),
-    "use_beam_search": ("beam search is not supported", (False,)),
-    "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "early_stopping": ("beam search is not supported", (False,)),
-    "logits_processors": ("code from requests is not run", ([],)),
-    "mm_processor_kwargs": ("the models read text only", ({},)),
-    "spaces_between_special_tokens": ("only true is supported", (True,)),
-    "audio": ("the models write text only", ()),
-    "modalities": ("the models write text only", (["text"], [])),
-    "prediction": ("predicted outputs are not supported", ()),
-    "store": ("answers are not stored", (False,)),
-    "functions": ("is replaced by tools", ([],)),
-    "function_call": ("is replaced by tool_choice", ("none",)),
-    "web_search_options": ("there is no web search", ()),
-    "verbosity": ("is not supported", ("medium",)),
-    "return_token_ids": ("token ids are not returned", (False,)),
-    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
-    "return_hidden_states": ("hidden states are not returned", (False,)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), (_GUIDED, ())),
-    "guided_whitespace_pattern": (_GUIDED, ()),
+    "chat_template": _NO_TEMPLATE,
+    "documents": "documents are not supported",
+    "suffix": "text between two texts is not supported",
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not supported"),
+    "logits_processors": "code from requests is not run",
+    "mm_processor_kwargs": "the models read text only",
+    "spaces_between_special_tokens": "only true is supported",
+    **dict.fromkeys(("audio", "modalities"), "the models write text only"),
+    "prediction": "predicted outputs are not supported",
+    "moderation": "there is no moderation",
+    "functions": "is replaced by tools",
+    "function_call": "is replaced by tool_choice",
+    "web_search_options": "there is no web search",
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "token ids are not returned"),
+    "return_hidden_states": "hidden states are not returned",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), _GUIDED),
+    "guided_whitespace_pattern": _GUIDED,
 }
+# Values with which a field that an API does not support asks for nothing, so that it is accepted. Null is one for every field.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("documents", "logits_processors", "functions", "tools", "context_management", "mcp_servers"), ([],)),
+    **dict.fromkeys(("mm_processor_kwargs", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("return_hidden_states", "background", "continue_final_message", "echo", "logprobs"), (False,)),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), (True, False)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "modalities": (["text"], []),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "reasoning_effort": ("none",),
+}
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a value of an unsupported field asks for nothing. `false` is not 0, although they are equal in Python."""
+    same = (own for own in NEUTRAL.get(name, ()) if isinstance(own, bool) == isinstance(value, bool))
+    return value is None or any(own == value for own in same)
 
 
 def _decode_json(body: bytes) -> dict[str, Any]:
@@ -143,10 +165,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
     for name in value.keys() - known.keys():
         if name not in refused:
             unknown.append(name)
-        elif (found := value[name]) is not None and found not in refused[name][1]:
-            raise bad_field(name, refused[name][0], found=shown(found))
+        elif not _is_neutral(name, found := value[name]):
+            raise bad_field(name, refused[name], found=shown(found))
     front.note_unknown(unknown)
     request = convert(value, kind)
+    for name in _LIMITS:
+        if getattr(request, name, None) == -1:  # no limit, as for other servers
+            setattr(request, name, front.check_ready()[1].max_len)
     if isinstance(request, Common):
         _check_limits(request)
     return request
@@ -238,8 +263,6 @@ def _check_choices(request: Sampling) -> None:
     if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
         expected = f"an integer from 0 to {MAX_LOGPROBS}"
         raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
-    if request.stream_options is not None and not request.stream:
-        raise bad_field("stream_options", "is for streams only", expected="stream: true")
     check_nesting("response_format", request.response_format)
     _check_grammar("response_format", request.response_format)
     check_copies(request, request.n or 1)
@@ -272,7 +295,7 @@ def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
 
 
 _SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
+    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
 )  # fmt: skip
 _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
@@ -285,13 +308,20 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         renamed: names of parameters → names of the fields that they come from, for messages.
         changes: more parameters, which replace those of the request.
     """
-    given = {name: getattr(request, name) for name in _SAME}
+    given = {name: getattr(request, name) for name in _SAME} | {"seed": _seed(request.seed)}
     given |= {name: own for name in _SWITCHES if (own := getattr(request, name)) is not None}
     try:
         return SamplingParams(**given | changes)
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
         raise error.at(renamed.get(name, name)) from error
+
+
+def _seed(seed: int | None) -> int | None:
+    """A seed of a request as one of `SamplingParams`. -1 means none, as for vLLM; OpenAI's are signed 64-bit integers."""
+    if seed is None or seed == -1:
+        return None
+    return seed % 2**64 if -(2**63) <= seed < 0 else seed
 
 
 def structured_outputs(request: Sampling) -> Any:

@@ -39,7 +39,7 @@ class ReplyPlan:
         prompt: the rendered conversation.
         continued: the final message, if the model continues it.
         parallel: whether an answer may have several calls. Further ones are left out.
-        forces: whether the answer must be calls.
+        forces: whether the answer must be calls. It has no content then.
         grammar: `structured_outputs` of the sampling parameters.
     """
 
@@ -82,7 +82,7 @@ class ReplyPlan:
 
     def reader(self) -> "ReplyReader":
         """A reader of one streamed answer."""
-        return ReplyReader(self.parser() or ReplyParser(), self.parallel)
+        return ReplyReader(self.parser() or ReplyParser(), self.parallel, self.forces)
 
     def sampling(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Parameters of `SamplingParams` that the plan needs."""
@@ -96,14 +96,15 @@ class ReplyPlan:
         if (parser := self.parser()) is None:
             return Reply(text, "", ())
         reply = parse(parser, text)
-        return reply if self.parallel else replace(reply, tool_calls=reply.tool_calls[:1])
+        calls = reply.tool_calls if self.parallel else reply.tool_calls[:1]
+        return replace(reply, content="" if self.forces else reply.content, tool_calls=calls)
 
 
 class ReplyReader:
-    """Reads one streamed answer."""
+    """Reads one streamed answer. For the arguments see `ReplyPlan`."""
 
-    def __init__(self, parser: Parser, parallel: bool) -> None:
-        self._parser, self._parallel = parser, parallel
+    def __init__(self, parser: Parser, parallel: bool, forces: bool) -> None:
+        self._parser, self._parallel, self._forces = parser, parallel, forces
         self.calls = False  # whether there was a tool call
 
     def read(self, text: str, ended: bool) -> list[Event]:
@@ -112,7 +113,9 @@ class ReplyReader:
         return [event for event in events if self._counts(event)]
 
     def _counts(self, event: Event) -> bool:
-        if isinstance(event, ContentDelta | ReasoningDelta):
+        if isinstance(event, ContentDelta):  # of forced calls: what stood before the first one when the answer was cut off
+            return not self._forces
+        if isinstance(event, ReasoningDelta):
             return True
         self.calls = True
         return event.index == 0 or self._parallel

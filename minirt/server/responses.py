@@ -36,29 +36,24 @@ class ResponsesRequest(Common, kw_only=True):
     include: list[str] | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Without effect here.
-    store: bool | None = None  # nothing is stored, and the answer says so
-    max_tool_calls: Int | None = None  # of tools that the server runs; there are none
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Any = None
+    max_tool_calls: Int | None = None  # without effect: of tools that the server runs; there are none
 
 
 _STATELESS = "answers are not stored: send the whole conversation in input"
+_NO_LOGPROBS = "log-probabilities are not in responses: use /v1/chat/completions"
 _REFUSED: Refused = {
     **REFUSED,
-    "previous_response_id": (_STATELESS, ()),
-    "conversation": (_STATELESS, ()),
-    "background": ("answers are not stored, so none can be asked for later", (False,)),
-    "prompt": ("stored prompts are not supported: use input", ()),
-    "truncation": ("a conversation is not shortened", ("disabled",)),
-    "context_management": ("a conversation is not shortened", ([],)),
-    "moderation": ("there is no moderation", ()),
-    "top_logprobs": ("log-probabilities are not in responses: use /v1/chat/completions", (0,)),
-    "messages": ("is named input here", ()),
-    "n": ("there is one answer", (1,)),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), ("is named max_output_tokens here", ())),
-    "response_format": ("is named text.format here", ()),
-    "reasoning_effort": ("is named reasoning.effort here", ()),
+    **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
+    "background": "answers are not stored, so none can be asked for later",
+    "prompt": "stored prompts are not supported: use input",
+    **dict.fromkeys(("truncation", "context_management"), "a conversation is not shortened"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
+    "messages": "is named input here",
+    **dict.fromkeys(("n", "best_of"), "there is one answer"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "is named max_output_tokens here"),
+    "response_format": "is named text.format here",
+    "reasoning_effort": "is named reasoning.effort here",
+    "verbosity": "is named text.verbosity here",
 }
 # Outputs that `include` asks for. They belong to tools that are not there, or are always part of an answer, or are missing.
 _INCLUDE = (
@@ -110,17 +105,13 @@ def _check(front: Front, request: ResponsesRequest) -> None:
         check_nesting(name, getattr(request, name))
     if (limit := request.max_output_tokens) is not None and limit < 1:
         raise bad_field("max_output_tokens", "not an acceptable value", expected="an integer >= 1", found=limit)
-    if request.stream_options is not None and not request.stream:
-        raise bad_field("stream_options", "is for streams only", expected="stream: true")
     if request.metadata is not None and not isinstance(request.metadata, dict):
         raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
     if "message.output_text.logprobs" in (include := request.include or ()):
-        raise bad_field("include", *_REFUSED["top_logprobs"][:1], found="message.output_text.logprobs")
+        raise bad_field("include", _NO_LOGPROBS, found="message.output_text.logprobs")
     front.note_unknown([f"include: {name}" for name in include if name not in _INCLUDE])
     for name, known in (("text", ("format", "verbosity")), ("reasoning", ("effort", "summary", "generate_summary"))):
         front.note_unknown([f"{name}.{own}" for own in getattr(request, name) or () if own not in known])
-    if (verbosity := (request.text or {}).get("verbosity")) not in (None, "medium"):
-        raise bad_field("text.verbosity", "is not supported", expected="medium", found=shortened(repr(verbosity), 80))
 
 
 def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
@@ -154,18 +145,13 @@ def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
 
 
 def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
-    """The variables of the chat template. `reasoning.effort` is one, if the template uses it; "none" has a switch as well."""
-    effort, given = (request.reasoning or {}).get("effort"), dict(request.chat_template_kwargs or {})
-    if not isinstance(effort, str | None):
-        raise bad_field("reasoning.effort", "not a text", found=type(effort).__name__)
-    tokenizer = front.check_ready()[0].text()
-    if effort == "none" and not tokenizer.template_uses("reasoning_effort"):
-        if tokenizer.template_uses("enable_thinking"):
-            given.setdefault("enable_thinking", False)
-            effort = None
-        elif not front.reply_format.reasoning:
-            effort = None
-    return template_variables(front, given, effort, "reasoning.effort")
+    """The variables of the chat template."""
+    hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
+    fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+    for name, hint in hints.items():
+        if not isinstance(hint, str | None):
+            raise bad_field(fields[name], "not a text", found=type(hint).__name__)
+    return template_variables(front, request.chat_template_kwargs, hints, fields)
 
 
 def _grammar(request: ResponsesRequest) -> Any:

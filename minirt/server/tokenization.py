@@ -1,5 +1,6 @@
-"""/tokenize and /detokenize: text to token ids and back, as the model's tokenizer does it."""
+"""/tokenize and /detokenize: text to token ids and back, as the model's tokenizer does it; /tokenizer_info: what it is."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     tools: list[Any] | None = None
     truncate_prompt_tokens: None = None
 
@@ -83,4 +85,10 @@ def _detokenize(front: Front, body: bytes) -> str:
     return processor.text().decode(request.tokens, bool(request.skip_special_tokens))
 
 
-ROUTES = {"POST /tokenize": tokenize, "POST /detokenize": detokenize}
+async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+    """The tokenizer's configuration, from which clients such as lm-eval take the chat template and the special tokens."""
+    processor, _ = front.check_ready()
+    await exchange.answer(json.dumps(processor.text().info).encode())  # it may have integers that are too large for msgspec
+
+
+ROUTES = {"POST /tokenize": tokenize, "POST /detokenize": detokenize, "GET /tokenizer_info": tokenizer_info}

@@ -111,7 +111,7 @@ class GrammarTokenizer:
         try:
             import llguidance
         except ImportError as error:
-            what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
+            what, hint = "structured output needs llguidance, which is not installed", "pip install llguidance"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
         self._library, self.vocab = llguidance, vocab
         self.known_ids = tokenizer.ids()
@@ -185,9 +185,10 @@ def without_special(serialized: str) -> str:
     """A tokenizer.json for llguidance, with which the text of a special token, such as "<|endoftext|>", is ordinary text.
 
     Where a grammar allows only one text, llguidance tokenizes that text, and allows only the first token. It must stand for the
-    text's bytes. So no special token may match in a text, and no normalizer may change the text. Lark grammars refer to special
-    tokens by their names, which therefore stay. With "normalized", texts are searched for the normalized name. The normalizer
-    puts a prefix in front of it, and llguidance removes this kind of normalizer once the tokenizer is loaded.
+    text's bytes. So no special token may match in a text, and neither a normalizer nor a space that is put in front of texts may
+    change it. Lark grammars refer to special tokens by their names, which therefore stay. With "normalized", texts are searched
+    for the normalized name. The normalizer puts a prefix in front of it, and llguidance removes this kind of normalizer once the
+    tokenizer is loaded.
     """
     content = json.loads(serialized)
     special = set()
@@ -197,16 +198,19 @@ def without_special(serialized: str) -> str:
         special |= {name} if token["normalized"] else set()
     if content["model"]["type"] == "Unigram":  # names may be pieces of text
         content["model"]["vocab"] = [(piece, _NEVER if piece in special else score) for piece, score in content["model"]["vocab"]]
-    kept = [step for step in _normalizers(content["normalizer"]) if _keeps_bytes(step)]
+    kept = [step for step in _steps(content["normalizer"], "normalizers") if _keeps_bytes(step)]
     prefix = {"type": "Prepend", "prepend": token_hex(16)}  # in no text
     content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, *kept]}
+    for step in _steps(content["pre_tokenizer"], "pretokenizers"):
+        step |= {name: value for name, value in (("add_prefix_space", False), ("prepend_scheme", "never")) if name in step}
     return json.dumps(content)
 
 
-def _normalizers(part: Any) -> list[dict[str, Any]]:
+def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer. A "Sequence" has them under the key `inner`."""
     if part is None:
         return []
-    return [step for inner in part["normalizers"] for step in _normalizers(inner)] if part["type"] == "Sequence" else [part]
+    return [step for own in part[inner] for step in _steps(own, inner)] if part["type"] == "Sequence" else [part]
 
 
 def _keeps_bytes(step: Mapping[str, Any]) -> bool:

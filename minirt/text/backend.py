@@ -79,6 +79,11 @@ class Backend:
         added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
         return frozenset(token.content for token in added.values() if token.special)
 
+    def added_tokens(self) -> frozenset[str]:
+        """The texts of the added tokens. In a text, each becomes that token."""
+        added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
+        return frozenset(token.content for token in added.values())
+
     def add_special_tokens(self, tokens: list[str]) -> None:
         self._call(lambda: self._library.add_special_tokens(tokens), "failed", _DAMAGED)
 

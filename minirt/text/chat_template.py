@@ -1,23 +1,28 @@
 """`ChatTemplate`: renders a conversation as prompt text, with the model's own Jinja chat template."""
 
-import functools
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minirt.errors import InputError, TokenizerError, shortened
-from minirt.files import present, read_text
-from minirt.text.messages import checked_messages
+from minirt.errors import InputError, TokenizerError, printable, shortened
+from minirt.files import present, read_json, read_text
+from minirt.text.messages import MessageForm, checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
+from minirt.text.template_probe import Probe, end_of_turn, message_form
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
+_NAMES = ("default", "tool_use")  # the templates that transformers chooses by itself; others are chosen by the caller
 
 
 class ChatTemplate:
-    """The chat template of a model folder.
+    """The chat templates of a model folder: one, or one named "default" and one named "tool_use", for conversations with tools.
+
+    As in transformers, chat_template.jinja (the default one) and additional_chat_templates/NAME.jinja take precedence over
+    tokenizer_config.json. The older chat_template.json, which transformers reads for processors, is the last one.
 
     Attributes:
         source: the template; None if the folder has none.
@@ -25,15 +30,20 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any]) -> None:
-        """`tokenizer_config`: the content of tokenizer_config.json. chat_template.jinja takes precedence over it."""
-        self._file = folder / "chat_template.jinja"
-        self.source: str | None
-        self.tool_source: str | None
-        if present(self._file):
-            self.source = self.tool_source = read_text(self._file, limit=MAX_TEMPLATE, error=TokenizerError)
-        else:
-            self._file = folder / "tokenizer_config.json"
-            self.source, self.tool_source = _templates(tokenizer_config.get("chat_template"), self._file)
+        """`tokenizer_config`: the content of tokenizer_config.json."""
+        stated = list(filter(None, _stated(folder, tokenizer_config)))
+        named = stated[0] if stated else {}
+        sources = [{name: own.source.strip() for name, own in templates.items()} for templates in stated]
+        for other, texts in zip(stated[1:], sources[1:], strict=True):
+            if texts != sources[0]:
+                path, used = (next(iter(templates.values())).path for templates in (other, named))
+                what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
+                warnings.warn(printable(what), stacklevel=2)
+        self._file = folder / "tokenizer_config.json"
+        self._plain = named.get("default")
+        self._tool = named.get("tool_use", self._plain)
+        self.source = None if self._plain is None else self._plain.source
+        self.tool_source = None if self._tool is None else self._tool.source
 
     def render(
         self,
@@ -60,15 +70,21 @@ class ChatTemplate:
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
                 time, memory or output than `minirt.text.rendering` allows.
         """
-        plain, mark = checked_messages(messages), ""
+        template, mark = self._tool if tools else self._plain, ""
+        if template is None:
+            checked_messages(messages)
+            raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
+        form = template.form(special_tokens)
+        plain = checked_messages(messages, form)
         if continue_final_message:
             if add_generation_prompt:
                 hint = "set add_generation_prompt to false"
                 raise InputError("excludes add_generation_prompt", where="continue_final_message", hint=hint)
             mark = f"END{secrets.token_hex(16)}OF_TEXT "  # the space shows whether the template trims
-            plain[-1]["content"] += mark
-        if self.source is None:
-            raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
+            if form.content_parts:
+                plain[-1]["content"][0]["text"] += mark
+            else:
+                plain[-1]["content"] = (plain[-1]["content"] or "") + mark
         names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
         names |= {"add_generation_prompt": add_generation_prompt} | dict(special_tokens)  # the variables that transformers passes
         _check_json("tools", names["tools"])
@@ -78,17 +94,23 @@ class ChatTemplate:
             raise InputError(what, where="chat_template_kwargs", found=min(taken))
         names |= variables
         try:
-            text = (self._tool_renderer if tools else self._renderer).render(names)
-        except RenderingError as error:
-            damaged = str(error).startswith("TemplateSyntaxError")
-            hint = "check the messages and the order of their roles; the template may be damaged"
-            hint = "correct the template, or get the file again" if damaged else hint
-            raise TokenizerError(f"the chat template failed: {error}", where=self._file, hint=hint) from error
+            text = template.render(names)
+        except TokenizerError:
+            objects = without_texts(plain)  # an answer that was cut off, for a template that takes no text as arguments
+            if form.text_arguments or objects == plain:
+                raise
+            text = template.render(names | {"messages": objects})
         if mark:
             text = self._up_to(mark, text)
         if not text:
-            raise TokenizerError("the chat template rendered nothing", where=self._file, hint="check the roles")
+            raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
+        if not form.shows_system:
+            _warn_of_lost_system(messages, text, template.path)
         return text
+
+    def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
+        """The one of `tokens` that the template writes at the end of each answer; None if there is no such token."""
+        return None if self._plain is None else self._plain.end_of_turn(special_tokens, tokens)
 
     @staticmethod
     def _up_to(mark: str, text: str) -> str:
@@ -100,13 +122,62 @@ class ChatTemplate:
         before = text[:place]
         return before if text.startswith(mark, place) else before.rstrip()
 
-    @functools.cached_property
-    def _renderer(self) -> Renderer:
-        return Renderer(self.source or "")
 
-    @functools.cached_property
-    def _tool_renderer(self) -> Renderer:
-        return self._renderer if self.tool_source == self.source else Renderer(self.tool_source or "")
+class _Template:
+    """One template, and the file that has it."""
+
+    def __init__(self, source: str, path: Path) -> None:
+        self.source, self.path, self._renderer = source, path, Renderer(source)
+        self._form: MessageForm | None = None
+        self._stopped = False  # whether it was stopped while its form was looked for
+
+    def form(self, special_tokens: Mapping[str, str]) -> MessageForm:
+        """The form of messages that it takes. The first call renders some conversations to find it."""
+        if self._form is None:  # threads that get here at once find the same form
+            try:
+                self._form = message_form(Probe(self._renderer, special_tokens), self.source)
+            except RenderingError as error:
+                self._warn("which form of messages it takes", error)
+                self._form, self._stopped = MessageForm(), True
+        return self._form
+
+    def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
+        """See `ChatTemplate.end_of_turn`."""
+        form = self.form(special_tokens)
+        if self._stopped:
+            return None
+        try:
+            return end_of_turn(Probe(self._renderer, special_tokens), form, tokens)
+        except RenderingError as error:
+            self._warn("how it ends an answer", error)
+            return None
+
+    def _warn(self, what: str, error: RenderingError) -> None:
+        text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
+        warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+
+    def render(self, names: Mapping[str, Any]) -> str:
+        """The text with these variables.
+
+        Raises:
+            TokenizerError: the template fails.
+        """
+        try:
+            return self._renderer.render(names)
+        except RenderingError as error:
+            damaged = str(error).startswith("TemplateSyntaxError")
+            hint = "check the messages and the order of their roles; the template may be damaged"
+            hint = "correct the template, or get the file again" if damaged else hint
+            raise TokenizerError(f"the chat template failed: {error}", where=self.path, hint=hint) from error
+
+
+def _warn_of_lost_system(messages: list[dict[str, Any]], text: str, path: Path) -> None:
+    """Warn of system messages that a template leaves out of `text`: the model does not get them."""
+    for message in checked_messages(messages):
+        if message["role"] == "system" and message["content"].strip() not in text:
+            what = f"{path}: the chat template leaves system messages out; put their text into the first user message"
+            warnings.warn(printable(what), stacklevel=2)
+            return
 
 
 def _check_json(where: str, value: Any) -> None:
@@ -116,32 +187,42 @@ def _check_json(where: str, value: Any) -> None:
         raise InputError("not a JSON value", where=where, found=shortened(error, 80)) from error
 
 
-def _templates(value: Any, path: Path) -> tuple[str | None, str | None]:
-    """The templates in `value`, the `chat_template` of tokenizer_config.json: without and with tools.
+def _stated(folder: Path, tokenizer_config: Mapping[str, Any]) -> list[dict[str, _Template]]:
+    """The templates, by name, of each place that may have some, in the order of precedence."""
+    paths = {name: folder / "additional_chat_templates" / f"{name}.jinja" for name in _NAMES}
+    if not present(paths["default"]):
+        paths["default"] = folder / "chat_template.jinja"
+    files = {
+        name: _Template(read_text(path, limit=MAX_TEMPLATE, error=TokenizerError), path)
+        for name, path in paths.items() if present(path)
+    }  # fmt: skip
+    config, older = folder / "tokenizer_config.json", folder / "chat_template.json"
+    stated = read_json(older, limit=8 * MAX_TEMPLATE, error=TokenizerError) if present(older) else {}
+    return [files, _named(tokenizer_config.get("chat_template"), config), _named(stated.get("chat_template"), older)]
 
-    It is a text, or a list with one template named "default" and perhaps one named "tool_use".
-    """
-    if isinstance(value, list):
-        tool_use = [entry.get("template") for entry in value if isinstance(entry, dict) and entry.get("name") == "tool_use"]
-        default = _template(value, path)
-        return default, _template(tool_use[0], path) if tool_use else default
-    template = _template(value, path)
-    return template, template
 
-
-def _template(value: Any, path: Path) -> str | None:
-    """A template that is a text, or the default one of a list."""
+def _named(value: Any, path: Path) -> dict[str, _Template]:
+    """The templates in `value`, a `chat_template`: a text, which is the default one, several with names, or null."""
     expected = 'a text, or a list of {"name", "template"} with one named default'
-    if isinstance(value, list):
-        if not all(isinstance(entry, dict) and entry.keys() >= {"name", "template"} for entry in value):
-            raise TokenizerError("bad chat_template", where=path, expected=expected, found="a list of something else")
-        texts = [entry["template"] for entry in value if entry["name"] == "default"]
-        if len(texts) != 1:
-            raise TokenizerError("bad chat_template", where=path, expected=expected, found=f"{len(texts)} named default")
-        value = texts[0]
-    if value is not None and not isinstance(value, str):
-        raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(value).__name__)
-    if value is not None and len(value) > MAX_TEMPLATE:
-        expected = f"at most {MAX_TEMPLATE:,} characters"
-        raise TokenizerError("the chat template is too large", where=path, expected=expected, found=f"{len(value):,}")
-    return value
+    if value is None:
+        return {}
+    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    if isinstance(value, dict):
+        entries = [{"name": name, "template": template} for name, template in value.items()]
+    if not isinstance(entries, list) or not all(isinstance(own, dict) and own.keys() >= {"name", "template"} for own in entries):
+        found = "a list of something else" if isinstance(value, list) else type(value).__name__
+        raise TokenizerError("bad chat_template", where=path, expected=expected, found=found)
+    names = [entry["name"] for entry in entries]
+    if names.count("default") != 1 or names.count("tool_use") > 1:
+        found = f"{names.count('default')} named default, {names.count('tool_use')} named tool_use"
+        raise TokenizerError("bad chat_template", where=path, expected=expected, found=found)
+    named = {}
+    for entry in entries:
+        if entry["name"] in _NAMES:
+            named[entry["name"]] = template = _Template(entry["template"], path)
+            if not isinstance(template.source, str):
+                raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(template.source).__name__)
+            if len(template.source) > MAX_TEMPLATE:
+                limit, found = f"at most {MAX_TEMPLATE:,} characters", f"{len(template.source):,}"
+                raise TokenizerError("the chat template is too large", where=path, expected=limit, found=found)
+    return named

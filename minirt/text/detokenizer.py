@@ -1,27 +1,33 @@
-"""`IncrementalDecoder`: converts token ids to text one token at a time, and never emits part of a character."""
+"""`IncrementalDecoder`: converts the token ids after a prompt to text one at a time, and never emits part of a character."""
 
 import codecs
+from collections.abc import Iterator, Sequence
 
 from minirt.text.tokenizer import Tokenizer
 
+_BROKEN = "\ufffd"  # stands for a byte that is part of no character
+
 
 class IncrementalDecoder:
-    """Decodes a growing token sequence piece by piece. The pieces join to exactly `tokenizer.decode(all ids)`.
+    """Decodes the tokens that follow a prompt: decode(prompt) + text = decode(prompt + tokens). `incremental_decoder` makes one.
 
-    Byte-level tokenizers: the bytes of each token go through an incremental UTF-8 decoder, so no piece ends inside a
-    character. Other tokenizers: each token is decoded together with the previous one, which determines leading spaces.
-    A run of byte tokens (<0xE4>…) is held back until it ends, because one bad byte turns the whole run into U+FFFD.
-    The work per token is amortized constant.
+    So a space at the beginning of the text, which many tokenizers drop at the beginning of what they decode, is dropped only if
+    nothing stands before it. If the prompt ends inside a character, the text begins with that character; the text of the prompt
+    is then what `prompt_text` returns, without it.
+
+    The text is that of `tokenizer.decode`, with one exception. If a run of byte tokens (<0xE4>…) is not valid UTF-8,
+    `tokenizer.decode` makes each byte of the run one U+FFFD. Here its characters stay, since they were emitted before the wrong
+    byte came, and only the other bytes become U+FFFD.
+
+    The work for each token is amortized constant. That for the prompt is constant, too, in all but made-up cases: only the tokens
+    before its first visible text and the bytes of its last character matter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._backend = tokenizer, tokenizer._backend
-        self._cache = tokenizer._decoded[bool(skip_special_tokens)]  # bytes by id, shared by all decoders of the tokenizer
+        # By id: the bytes of a token that is part of a character, the text of another. All decoders of the tokenizer share it.
+        self._cache = tokenizer._decoded[skip_special_tokens]
         self._skipped = tokenizer._special_texts if skip_special_tokens else frozenset[str]()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer._byte_level else None
-        self._byte_fallback = tokenizer._byte_fallback
-        self._window: list[int] = []  # the last token whose text was emitted, then the tokens held back
-        self._sent = 0  # number of characters of the window's text already emitted
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it completes, possibly "".
@@ -29,20 +35,147 @@ class IncrementalDecoder:
         Raises:
             InputError: `token_id` is not an integer from 0 to 2**32 - 1.
         """
-        if self._utf8 is not None and type(token_id) is int:
-            data = self._cache.get(token_id)
-            if data is None:
-                token = self._backend.id_to_token(token_id)
-                skipped = token is None or token in self._skipped
-                data = self._cache[token_id] = b"" if skipped else self._tokenizer.token_bytes(token_id)
-            return self._utf8.decode(data)
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """Return the text still held back. Call once, after the last token."""
+        raise NotImplementedError
+
+    def enter(self, prompt: Sequence[int]) -> None:
+        """Take the state after a prompt. Call it before the first token."""
+        raise NotImplementedError
+
+    def _piece(self, token_id: int) -> str | bytes:
+        """The entry of `_cache` for a token. A token that is left out, and one that does not exist, have no bytes."""
+        if type(token_id) is int and (piece := self._cache.get(token_id)) is not None:
+            return piece
         token = self._backend.id_to_token(token_id)
-        if token is None or token in self._skipped:
+        if token is None:
+            return b""  # not kept: there are 2**32 of them
+        found: str | bytes = b""
+        if token not in self._skipped:
+            is_part = self._tokenizer.is_part(token_id)
+            found = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
+        self._cache[int(token_id)] = found
+        return found
+
+    def _last(self, prompt: Sequence[int], first: int = 0) -> Iterator[tuple[int, str | bytes]]:
+        """The tokens of a prompt with text, and their pieces, from the last to the one at `first`."""
+        for i in range(len(prompt) - 1, first - 1, -1):
+            if _is_id(prompt[i]) and (piece := self._piece(prompt[i])) != b"":
+                yield prompt[i], piece
+
+
+class _ByteLevelDecoder(IncrementalDecoder):
+    """For byte-level tokenizers, whose tokens are bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__(tokenizer, skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        piece = self._cache.get(token_id) if type(token_id) is int else None
+        return self._utf8.decode(self._piece(token_id) if piece is None else piece)  # type: ignore[arg-type]
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def enter(self, prompt: Sequence[int]) -> None:
+        last = b""
+        for _, piece in self._last(prompt):
+            last = piece + last  # type: ignore[assignment, operator]
+            if len(last) >= 3:  # a character that is not complete has no more bytes
+                break
+        self._utf8.decode(last)
+
+
+class _PieceDecoder(IncrementalDecoder):
+    """For tokenizers whose tokens have one text each, except at the beginning, and whose byte tokens join to characters.
+
+    Args:
+        keep_space: the first token's text is that of a token inside a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, keep_space: bool) -> None:
+        super().__init__(tokenizer, skip_special_tokens)
+        self._start: list[int] | None = None if keep_space else []  # the tokens so far; None once they have text
+        self._held = b""  # the first bytes of a character
+        self._held_ids: list[int] = []  # their tokens
+
+    def push(self, token_id: int) -> str:
+        piece = self._cache.get(token_id) if type(token_id) is int else None
+        if piece is None:
+            piece = self._piece(token_id)
+        if isinstance(piece, bytes):
+            return self._push_byte(token_id, piece) if piece else ""
+        if self._held:
+            return self.flush() + piece
+        return piece if self._start is None else self._begin([token_id], piece)
+
+    def flush(self) -> str:
+        return self._broken(b"")
+
+    def enter(self, prompt: Sequence[int]) -> None:
+        first = 0
+        while self._start is not None and first < len(prompt):
+            if _is_id(prompt[first]):
+                self.push(prompt[first])
+            first += 1
+        last: list[int] = []
+        for token_id, piece in self._last(prompt, first):
+            if isinstance(piece, bytes):
+                last.append(token_id)
+            if len(last) == 3 or not isinstance(piece, bytes):
+                self._held, self._held_ids = b"", []
+                break
+        for token_id in reversed(last):
+            self.push(token_id)
+
+    def _push_byte(self, token_id: int, byte: bytes) -> str:
+        data = self._held + byte
+        try:
+            text, used = codecs.utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:
+            return self.flush() + self._push_byte(token_id, byte) if self._held else self._broken(byte)
+        self._held_ids.append(token_id)
+        if not used:
+            self._held = data
             return ""
-        if self._utf8 is not None:  # an id of another type
-            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        ids, self._held, self._held_ids = self._held_ids, b"", []
+        return text if self._start is None else self._begin(ids, text)
+
+    def _broken(self, data: bytes) -> str:
+        """The text of bytes that are no character: those that are held, and `data`."""
+        text, self._held, self._held_ids = _BROKEN * len(self._held + data), b"", []
+        if text:
+            self._start = None
+        return text
+
+    def _begin(self, ids: list[int], inner: str) -> str:
+        """Add tokens before which there is no text. `inner`: their text inside a text."""
+        start = self._start or []
+        text = self._backend.decode(start + ids, False)
+        if text:
+            self._start = None
+        elif inner or not start:  # other tokens do not matter to those that follow
+            self._start = start + ids
+        return text
+
+
+class _WindowDecoder(IncrementalDecoder):
+    """For tokenizers whose decoder looks at neighbouring tokens, or at whole runs of byte tokens, which are held back."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__(tokenizer, skip_special_tokens)
+        self._window: list[int] = []  # the last token whose text was emitted, then the tokens held back
+        self._sent = 0  # number of characters of the window's text already emitted
+
+    def push(self, token_id: int) -> str:
+        piece = self._piece(token_id)
+        if piece == b"":
+            return ""
         self._window.append(token_id)
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
+        if isinstance(piece, bytes):
             return ""
         text = self._unsent()
         if text:  # a token without text is no context for the next token
@@ -51,11 +184,46 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """Return the text still held back. Call once, after the last token."""
-        if self._utf8 is not None:
-            return self._utf8.decode(b"", final=True)
         text, self._window, self._sent = self._unsent(), [], 0
         return text
 
+    def enter(self, prompt: Sequence[int]) -> None:
+        last: list[int] = []
+        for token_id, piece in self._last(prompt):
+            last.append(token_id)
+            if piece and not isinstance(piece, bytes):
+                break
+        for token_id in reversed(last):
+            self.push(token_id)
+
     def _unsent(self) -> str:
         return self._backend.decode(self._window, False)[self._sent :]
+
+
+def incremental_decoder(
+    tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = (), keep_space: bool = False
+) -> IncrementalDecoder:
+    """A decoder of the tokens that follow a prompt.
+
+    Args:
+        prompt: token ids. What is no token id has no text.
+        keep_space: keep the space at the beginning of the text, also if the prompt has no text.
+    """
+    decoder: IncrementalDecoder
+    if tokenizer.is_byte_level:
+        decoder = _ByteLevelDecoder(tokenizer, skip_special_tokens)
+    elif tokenizer.has_neighbours:
+        decoder = _WindowDecoder(tokenizer, skip_special_tokens)
+    else:
+        decoder = _PieceDecoder(tokenizer, skip_special_tokens, keep_space)
+    decoder.enter(prompt)
+    return decoder
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The text of a prompt, up to where the text of a completion begins: without a character that is not complete."""
+    return "".join(map(incremental_decoder(tokenizer, skip_special_tokens).push, prompt))
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**32

@@ -1,7 +1,10 @@
 """The messages of a conversation: what is accepted, and the form in which chat templates get them."""
 
+import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import InputError, shortened
@@ -13,11 +16,39 @@ _SILENT = ("refusal", "audio", "annotations", "function_call")
 MESSAGE_FIELDS = ("role", "content", "tool_calls", *_TEXTS, *_SILENT)
 
 
-def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it, from messages in OpenAI's form.
+@dataclass(frozen=True)
+class MessageForm:
+    """The form of messages that one chat template takes. The default is the form that most templates take.
+
+    Attributes:
+        text_arguments: the arguments of tool calls are JSON texts; else they are objects.
+        null_content: the content of a message with tool calls and no text is null; else it is "".
+        content_parts: each content is a list of parts; else it is a text.
+        short_ids: the ids of tool calls have 9 letters and digits, as Mistral's templates demand.
+        named_results: each result of a tool has the tool's name.
+        reasoning: the field of a message that has its reasoning.
+        shows_system: system messages appear in the rendered text, or are an error.
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    content_parts: bool = False
+    short_ids: bool = False
+    named_results: bool = False
+    reasoning: str = "reasoning_content"
+    shows_system: bool = True
+
+
+_COMMON = MessageForm()
+
+
+def checked_messages(messages: object, form: MessageForm = _COMMON) -> list[dict[str, Any]]:
+    """A conversation as a chat template reads it, from messages in OpenAI's form.
 
     The content of a message is a text. A list of parts of type "text" is joined with newlines. The arguments of tool calls, which
-    are JSON texts, become objects. Reasoning is in `reasoning_content`, whatever its name was. Null values are left out.
+    are JSON texts, become objects. Those that are no JSON objects stay texts: an answer may have been cut off, or its call may be
+    wrong. Reasoning has one name, whatever its name was. Null values and empty lists of tool calls are left out. `form` says what
+    is different for one template.
 
     Raises:
         InputError: names the message and the field that is wrong.
@@ -26,10 +57,13 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         what = "the conversation is empty" if messages == [] else "not a conversation"
         found = None if messages == [] else shortened(repr(messages), 80)
         raise InputError(what, where="messages", expected="a list of one or more messages", found=found)
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    checked = [_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
+    if form.named_results:
+        _name_results(checked)
+    return checked
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=shortened(repr(message), 80))
     given = {key: value for key, value in message.items() if value is not None}
@@ -42,13 +76,35 @@ def _message(message: object, where: str) -> dict[str, Any]:
             _text(value, f"{where}.{key}")
     if "role" not in given:
         raise InputError("has no role", where=where, found=shortened(repr(message), 80))
-    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, "tool_calls" in given)}
+    may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
+    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
     own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
     if reasoning := [given[key] for key in _REASONING if key in given]:
-        own["reasoning_content"] = reasoning[0]
-    if "tool_calls" in given:
-        own["tool_calls"] = _each(given["tool_calls"], f"{where}.tool_calls", _tool_call)
+        own[form.reasoning] = reasoning[0]
+    calls = _each(given.get("tool_calls", []), f"{where}.tool_calls", lambda call, place: _tool_call(call, place, form))
+    if calls:
+        own["tool_calls"] = calls
+    if form.short_ids and "tool_call_id" in own:
+        own["tool_call_id"] = _short_id(own["tool_call_id"])
+    if form.null_content and calls and not own["content"]:
+        own["content"] = None
+    elif form.content_parts:
+        own["content"] = [{"type": "text", "text": own["content"]}]
     return own
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Give each result of a tool the name in the call that it belongs to, unless it has a name."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+
+
+def _short_id(text: str) -> str:
+    """An id of 9 letters and digits; the same one for the same text."""
+    return text if re.fullmatch("[a-zA-Z0-9]{9}", text) else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _content(content: object, where: str, may_be_missing: bool) -> str:
@@ -68,7 +124,7 @@ def _part(part: object, where: str) -> str:
     return _text(part.get("text"), f"{where}.text")
 
 
-def _tool_call(call: object, where: str) -> dict[str, Any]:
+def _tool_call(call: object, where: str, form: MessageForm) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         expected, found = '{"id", "type": "function", "function": {"name", "arguments"}}', shortened(repr(call), 80)
@@ -76,18 +132,47 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         found = shortened(call["type"], 40)
         raise InputError("a tool call of another type", where=f"{where}.type", expected="function", found=found)
-    name, arguments = _text(function.get("name"), f"{where}.function.name"), function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            found = shortened(repr(arguments), 80)
-            raise InputError("not JSON", where=f"{where}.function.arguments", found=found) from error
-    if not isinstance(arguments, dict):
-        found = shortened(repr(arguments), 80)
-        raise InputError("not a JSON object", where=f"{where}.function.arguments", found=found)
+    name = _text(function.get("name"), f"{where}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", form)
     own = {"id": _text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
+    if form.short_ids and own:
+        own["id"] = _short_id(own["id"])
     return own | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(given: object, where: str, form: MessageForm) -> dict[str, Any] | str:
+    """The arguments of a call: an object, or its JSON text. A text that is no JSON object stays as it is; null is {}."""
+    if isinstance(given, str) and given:
+        return given if form.text_arguments else _object(given)  # the client's text: with the spaces that the model wrote
+    value = given or {}
+    if not isinstance(value, dict):
+        raise InputError("not a JSON object", where=where, found=shortened(repr(value), 80))
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError("not JSON", where=where, found=shortened(repr(given), 80)) from error
+    return text if form.text_arguments else value
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """The JSON object that a text is; the text if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def without_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of `checked_messages` for a template that needs objects as arguments: a text becomes {"arguments": text}."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            return call
+        return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}}
+
+    return [own | {"tool_calls": list(map(changed, own["tool_calls"]))} if "tool_calls" in own else own for own in messages]
 
 
 def _each(values: object, where: str, read: Callable[[object, str], Any]) -> list[Any]:

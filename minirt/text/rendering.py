@@ -2,7 +2,7 @@
 
 A template is a program that comes with the model. Jinja's sandbox protects Python's internals, but does not prevent endless
 loops, exponential texts or `'a' * 10**9`, and a thread that runs such an operation cannot be stopped. The process is reused, so
-only the first conversation waits for its start (about 0.1 s).
+only the first rendering waits for its start (about 0.1 s).
 """
 
 import contextlib
@@ -26,7 +26,11 @@ _IDLE = 4  # maximum number of idle processes that are kept
 
 
 class RenderingError(Exception):
-    """The template failed, or was stopped. `str` says why."""
+    """The template failed, or was stopped. `str` says why. `stopped`: it took too much time, memory or output."""
+
+    def __init__(self, text: str, stopped: bool = False) -> None:
+        super().__init__(text)
+        self.stopped = stopped
 
 
 class Renderer:
@@ -106,9 +110,9 @@ class _Process:
         try:
             answer = _value(self._process.stdout.readline())  # type: ignore[union-attr]
         except ValueError:  # no line, or part of one
-            raise RenderingError(self._end()) from None
+            raise RenderingError(self._end(), stopped=True) from None
         if "error" in answer:
-            raise RenderingError(answer["error"])
+            raise RenderingError(answer["error"], answer.get("stopped", False))
         return answer["text"]
 
     def _send(self, value: Any) -> None:
@@ -159,9 +163,9 @@ def serve(cpu_seconds: float, seconds: float, memory: int) -> None:
             template = template or compile_template(source)
             answer = _line({"text": _rendered(template, _value(line), MAX_OUTPUT + 4 * len(line))})
         except MemoryError:
-            answer = _line({"error": f"it needs more than {format_size(memory)} of memory"})
+            answer = _line({"error": f"it needs more than {format_size(memory)} of memory", "stopped": True})
         except RenderingError as error:
-            answer = _line({"error": str(error)})
+            answer = _line({"error": str(error), "stopped": error.stopped})
         except Exception as error:  # the template is third-party code and can raise anything
             answer = _line({"error": shortened(f"{type(error).__name__}: {error}")})
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -176,7 +180,7 @@ def _rendered(template: Any, variables: dict[str, Any], limit: int) -> str:
         pieces.append(piece)
         length += len(piece)
         if length > limit:
-            raise RenderingError(f"it wrote more than {limit:,} characters")
+            raise RenderingError(f"it wrote more than {limit:,} characters", stopped=True)
     return "".join(pieces)
 
 

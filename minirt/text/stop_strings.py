@@ -1,8 +1,9 @@
 """`StopStrings`: ends streamed text at the first of the user's stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from minirt.errors import InputError
+from minirt.errors import InputError, shortened
+from minirt.text.tokenizer import Tokenizer
 
 
 class StopStrings:
@@ -11,17 +12,22 @@ class StopStrings:
     The first stop string is the one that is complete first; if several end at the same character, the longest one.
     So the result does not depend on how the text is cut into pieces, and a complete match never waits for a longer one.
 
+    Args:
+        stops: the stop strings.
+        include: whether the text includes the stop string.
+        tokens: the special tokens among `stops`; see `stop_tokens`.
+
     Attributes:
         found: the stop string that has ended the text; None before.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False, tokens: Mapping[int, str] | None = None) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
         self._longest_tail = max(map(len, stops), default=1) - 1
         self.found: str | None = None
-        self._held, self._include = "", include
+        self._held, self._include, self._tokens = "", include, tokens or {}
         self._passed = 0  # characters of the held text in which no stop string may end
 
     def push(self, text_piece: str, check: bool = True) -> tuple[str, bool]:
@@ -46,7 +52,33 @@ class StopStrings:
         self._passed = max(0, passed - emitted)
         return text[:emitted], False
 
+    def end(self, token_id: int) -> str:
+        """Tell which token has ended the text, after `flush`. If it is a stop string, returns what the text includes of it."""
+        stop = self._tokens.get(token_id)
+        if stop is None or self.found is not None:
+            return ""
+        self.found = stop
+        return stop if self._include else ""
+
     def flush(self) -> str:
         """Return the text still held back; "" after a match. Call after the last piece."""
         text, self._held = self._held, ""
         return text
+
+
+def stop_tokens(tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens: bool) -> dict[int, str]:
+    """The stop strings that are special tokens, by their ids. As tokens they end a text that leaves special tokens out.
+
+    Raises:
+        InputError: a stop string holds a special token and other text. It would never be found.
+    """
+    special, found = tokenizer.special_tokens, dict[int, str]()
+    for stop in stops:
+        token_id = tokenizer.token_id(stop) if stop in special else None
+        if token_id is not None:
+            found[token_id] = stop
+        elif skip_special_tokens and (inside := [token for token in special if token in stop]):
+            what = f"a stop string holds the special token {shortened(max(inside, key=len))}, which is left out of the text"
+            expected = "the special token alone, text without it, or skip_special_tokens=False"
+            raise InputError(what, where="stop", expected=expected, found=shortened(repr(stop)))
+    return found

@@ -3,6 +3,7 @@
 Built on `tokenizers` and jinja2, which are imported only when a tokenizer is loaded or a template is rendered.
 """
 
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
@@ -30,16 +33,23 @@ class Tokenizer:
         path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
         text = read_text(path, limit=MAX_TOKENIZER_FILE, error=TokenizerError)
         content = parse_json(text, path, error=TokenizerError)
-        config, older = _optional(config_path), _optional(folder / "special_tokens_map.json")
+        older_path = folder / "special_tokens_map.json"
+        config, older = _optional(config_path), _optional(older_path)
         self._backend = Backend(text.encode(), path)
         check(content, self._backend, path)
         self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
         steps = decoder_steps(self._backend, path)
-        self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        self.is_byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
+        after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
+        self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
         self._chat_template = ChatTemplate(folder, config)
-        texts = _special_tokens(folder / "special_tokens_map.json", older) | _special_tokens(config_path, config)
+        texts = _joined(older_path, older, config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
-        _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path)
+        self._config = config
+        _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path, "added_tokens_decoder")
+        older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
+        _check_added_tokens(older_added, self._backend, folder, "added_tokens.json")
         ids = {name: self.token_id(text) for name, text in self._special.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
         lost = {name: text for name, text in self._special.items() if ids[name] is None}
@@ -52,12 +62,15 @@ class Tokenizer:
         named = [text for name, text in self._special.items() if ids[name] is not None and text not in flagged]
         self._backend.add_special_tokens(named)
         self._special_texts = flagged.union(named)
-        self._adds_bos = self.bos_token_id in self._backend.encode("", True)[:1]  # a faulty post-processor fails here
+        added = self._backend.encode("", True)  # a faulty post-processor fails here
+        self._adds_bos = self.bos_token_id in added[:1]
+        _check_added_ends(config, {"bos": self._adds_bos, "eos": self.eos_token_id in added[-1:]}, config_path)
         vocabulary = self._backend.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bound = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
-        self._decoded: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
+        self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
+        self._inner: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -73,6 +86,11 @@ class Tokenizer:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
         return None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
+        return self._config | self._special | {"chat_template": self._chat_template.source}
 
     @property
     def has_chat_template(self) -> bool:
@@ -125,13 +143,33 @@ class Tokenizer:
         """
         return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a part of a text, as they are in its middle: without the space that some tokenizers put before a text.
+
+        The text is encoded after another one, if its tokens do not merge with those before. Where none fits, as with a part of a
+        word that no token stands for, it is encoded as a whole text.
+        """
+        whole = self._encode(text, False)
+        if self._keeps_start(whole, text):
+            return whole
+        for before in _BEFORE:
+            start, both = self._encode(before, False), self._encode(before + text, False)
+            if both[: len(start)] == start and self._keeps_start(both[len(start) :], text):
+                return both[len(start) :]
+        return whole
+
+    def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
+        """Whether ids have the same white space at the beginning, inside a text, as `text`."""
+        found = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return found[: len(found) - len(found.lstrip())] == text[: len(text) - len(text.lstrip())]
+
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ.
+        """The token ids of a word inside a text without special tokens: within a word, and after a space. Only those that differ.
 
         None if the word has no tokens, as if a normalizer removes it.
         """
         word = word.lstrip() or word
-        plain, spaced = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
+        plain, spaced = (tuple(self.encode_inside(prefix + word)) for prefix in ("", " "))
         return list(dict.fromkeys((plain, spaced))) if plain else []
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
@@ -148,17 +186,34 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for: those of a text, or of a part of a character. Unknown ids have none."""
+        """The bytes that a token stands for inside a text, possibly of a part of a character. Unknown ids have none."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
+        if self.is_byte_level:
             alphabet = byte_alphabet()
             in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
             return bytes(alphabet[c] for c in token) if in_alphabet else token.encode()
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+        return bytes.fromhex(token[3:5]) if self.is_part(token_id) else self.inner_text(token_id).encode()
+
+    def is_part(self, token_id: int) -> bool:
+        """Whether a token stands for bytes that may be part of a character."""
+        if self.is_byte_level:
+            return True
+        token = self._backend.id_to_token(token_id) if self._byte_fallback else None
+        byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        if byte is None:
+            return False
+        value = int(byte[1], 16)
+        return self.inner_text(token_id) == (chr(value) if value < 0x80 else "\ufffd")  # else a step before has changed it
+
+    def inner_text(self, token_id: int) -> str:
+        """The text of a token inside a text, where its leading space counts. Not for parts of characters."""
+        if (text := self._inner.get(token_id)) is None:
+            first = self.decode([token_id], skip_special_tokens=False)
+            text = self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]
+            self._inner[token_id] = text
+        return text
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
@@ -169,10 +224,16 @@ class Tokenizer:
         sources = (self._chat_template.source, self._chat_template.tool_source)
         return any(re.search(rf"\b{re.escape(name)}\b", source or "") for source in sources)
 
+    @functools.cached_property
+    def end_of_turn_id(self) -> int | None:
+        """The token that the chat template writes at the end of each answer; None if there is no such token."""
+        text = self._chat_template.end_of_turn(self._special, self._backend.added_tokens())
+        return None if text is None else self.token_id(text)
+
     @property
     def special_tokens(self) -> frozenset[str]:
         """The texts of the special tokens, which `skip_special_tokens` leaves out."""
-        return frozenset(self._special_texts)
+        return self._special_texts
 
     @property
     def tool_template(self) -> str | None:
@@ -196,13 +257,34 @@ def _special_tokens(path: Path, values: Mapping[str, Any]) -> dict[str, str | No
     return texts
 
 
-def _check_added_tokens(added: Any, backend: Backend, path: Path) -> None:
-    """Warn of tokens in `added` (id → token, from tokenizer_config.json) that tokenizer.json lacks or has with other ids."""
+def _joined(older_path: Path, older: Mapping[str, Any], path: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The special tokens of special_tokens_map.json (`older`) and of tokenizer_config.json (`config`).
+
+    As in transformers, the older file wins over a tokenizer_config.json without added_tokens_decoder, which is as old.
+    """
+    texts, named = _special_tokens(older_path, older), _special_tokens(path, config)
+    used, ignored = (path, older_path) if "added_tokens_decoder" in config else (older_path, path)
+    if other := [name for name in _SPECIAL_NAMES if texts.get(name) != named.get(name) and name in texts.keys() & named.keys()]:
+        stated = ", ".join(f"{name} is {texts[name]!r} in {older_path.name}, {named[name]!r} in {path.name}" for name in other)
+        _warn(f"{ignored}: {', '.join(other)} ignored, since {used.name} takes precedence: {stated}")
+    return texts | named if used == path else named | texts
+
+
+def _check_added_ends(config: Mapping[str, Any], adds: Mapping[str, bool], path: Path) -> None:
+    """Warn if add_bos_token or add_eos_token says otherwise than tokenizer.json, which decides."""
+    for name, is_added in adds.items():
+        if config.get(f"add_{name}_token") is (not is_added):
+            what = f"adds the {name}_token to prompts" if is_added else f"adds no {name}_token to prompts"
+            _warn(f"{path}: add_{name}_token is ignored, as in transformers 5: tokenizer.json decides, and {what}")
+
+
+def _check_added_tokens(added: Any, backend: Backend, path: Path, name: str) -> None:
+    """Warn of tokens in `added` (id → token; `name` in `path`) that tokenizer.json lacks or has with other ids."""
     tokens = added.items() if isinstance(added, dict) else ()
     texts = {key: token.get("content") for key, token in tokens if isinstance(token, dict)}
     other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
     if other:
-        _warn(f"{path}: added_tokens_decoder is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
+        _warn(f"{path}: {name} is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
 
 
 def _warn(text: str) -> None:
@@ -212,13 +294,16 @@ def _warn(text: str) -> None:
 def eos_token_ids(
     generation_config: dict[str, Any] | None, config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """The ids that end a sequence, from generation_config.json, else config.json, else the tokenizer.
+    """The ids that end a sequence: all that the model's files name as an end.
 
-    `eos_token_id` is an id or a list of ids. If it is absent, null or empty, the next source decides.
+    These are `eos_token_id` (an id or a list of ids) of generation_config.json, or of config.json if that has none, as in
+    transformers; the tokenizer's eos_token, as in vLLM; and the token with which the chat template ends an answer. A warning says
+    which ids the latter add, and which of config.json are not used.
 
     Raises:
         ConfigError: a value is not a token id.
     """
+    stated: dict[str, list[int]] = {}
     for where, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -226,5 +311,20 @@ def eos_token_ids(
             if type(token) is not int or token < 0:
                 raise ConfigError("eos_token_id is not a token id", where=where, expected="integers ≥ 0", found=value)
         if ids:
-            return tuple(dict.fromkeys(ids))
-    return () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+            stated[where] = ids
+    file, ends = next(iter(stated.items()), ("", []))
+    joined = list(dict.fromkeys(ends))
+    if tokenizer is not None:
+        for token, what in (
+            (tokenizer.eos_token_id, "the tokenizer's eos_token"),
+            (tokenizer.end_of_turn_id, "with which the chat template ends an answer"),
+        ):
+            if token is not None and token not in joined:
+                joined.append(token)
+                if file:
+                    text = tokenizer.decode([token], skip_special_tokens=False)
+                    _warn(f"{file}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
+    unused = [token for token in stated.get("config.json", ()) if token not in joined]
+    if unused:
+        _warn(f"config.json: the eos_token_id {unused} is not used: generation_config.json, which takes precedence, has {ends}")
+    return tuple(joined)

@@ -13,7 +13,11 @@ import pytest
 from minirt.bench.tools import collect, results, tables
 from minirt.bench.tools.results import RESULTS, format_of, load
 
-FILES = sorted(file for file in RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
+# Results of runs on a GPU. Those of loading have another form, and so has the comparison with vLLM.
+FILES = sorted(
+    file for gpu in results.GPUS for file in RESULTS.glob(f"{gpu}-*.json")
+    if not file.stem.startswith("h200-loading") and file.stem != results.BESIDE_VLLM
+)  # fmt: skip
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000", "-odd")),
     *(f"h200-decode-{m}-bf16" for m in ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b")),
@@ -27,9 +31,9 @@ REQUIRED = {
 SCRIPTS = {
     "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py",
     "mixture": "mixture.py", "steps": "steps.py", "served": "served.py", "sampling": "sampling_cost.py",
-    "prefix": "prefix_cache.py",
+    "prefix": "prefix_cache.py", "long": "long_prompts.py",
 }  # fmt: skip
-_BESIDE = ("trace", "startup", "power", "memory", "served", "sampling", "prefix")
+_BESIDE = ("trace", "startup", "power", "memory", "served", "sampling", "prefix", "long")
 UNCHECKED = _BESIDE  # they time what runs beside the kernels: nothing in them is right or wrong
 WITHOUT_CEILING = (*_BESIDE, "tune")  # these have no limit that they are compared with
 
@@ -40,7 +44,7 @@ BENCHMARKS = sorted(tables.BENCHMARKS.glob("*.md"))
 OTHERS = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "examples" / "README.md"]
 # What README.md says of versions and hardware: Python, PyTorch, Triton, compute capabilities, model families, bytes and bits.
 NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2"}
-NOT_MEASURED |= {"2.11", "2.13", "3.6", "3.9", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
+NOT_MEASURED |= {"2.11", "2.13", "2.14", "3.6", "3.8", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
 
 
 def without_blocks(text):
@@ -141,13 +145,14 @@ def test_every_required_result_is_stored():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_result_says_where_it_comes_from(file):
     record = json.loads(Path(file).read_text())
-    kind = file.stem.split("-")[1]
-    assert "H200" in record["device"]
+    gpu = next(gpu for gpu in results.GPUS if file.stem.startswith(f"{gpu}-"))
+    kind = file.stem.removeprefix(f"{gpu}-").split("-")[0]
+    assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") == gpu
     assert set(record["versions"]) == {"python", "minirt", "torch", "triton"}
     assert record["date"]
     assert re.fullmatch("[0-9a-f]{7,40}", record["commit"]), "a commit, and no changes beside it"
     assert record["results"]
-    assert record["benchmark"] == ("prefill" if kind == "chunking" else kind)
+    assert record["benchmark"] == {"chunking": "prefill", "long": "long-prompts"}.get(kind, kind)
     if kind in UNCHECKED:
         assert "correctness" not in record
     else:
@@ -171,7 +176,50 @@ def test_a_result_says_where_it_comes_from(file):
         assert "-fp8-" in record["model"]
         return
     weights = set(file.stem.split("-")) & {"bf16", "fp8"}
-    assert not weights or weights == {format_of(record)}
+    assert not weights or weights == {format_of(record).partition("-")[0]}  # fp8-blocks is FP8, too
+
+
+def test_the_comparison_with_vllm_says_how_it_was_made():
+    """Catches a point that one engine lacks, a stack without its versions, a protocol that was left out, a path of a machine, and
+    figures that pretend to a check or to a limit."""
+    record = load(results.BESIDE_VLLM)
+    assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") in results.GPUS
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    assert {"order", "clock", "prompts", "decode step", "first token", "offline"} <= set(record["protocol"])
+    points = set()
+    for run in record["runs"]:
+        assert set(run["versions"]) == {"torch", "triton"}
+        build = {"minirt": ("commit", "[0-9a-f]{7,40}"), "vLLM": ("version", r"\d+\.\d+\.\d+")}[run["engine"]]
+        assert re.fullmatch(build[1], run[build[0]])
+    for form in results.FORMATS:
+        own, theirs = (results.run_of(record, engine, form) for engine in ("minirt", "vLLM"))
+        assert set(own.values) == set(theirs.values)
+        points.add(frozenset(own.values))
+    assert len(points) == 1
+    assert "/" not in re.sub(r"\(time of.*?\) / 128", "", json.dumps(record))
+    assert record["correctness"] == {"checked": False, "why": "no correctness check is stored with these runs"}
+    assert record["read_ceiling"] is record["matmul_ceiling"] is None
+
+
+def gpus_of_results():
+    """The GPUs of all stored results: {"H100", "H200"}."""
+    records = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
+    named = [own["device"] for own in records if isinstance(own, dict) and "device" in own]
+    return {found[1] for device in named if (found := re.match(r"NVIDIA (\w+)", device))}
+
+
+def test_the_readme_names_every_gpu_that_has_run():
+    """Catches a GPU with stored results that README.md denies, and one that it claims without a result."""
+    text = tables.README.read_text()
+    claims = re.findall(r"\*\*([^*]*): run and measured\.\*\*", text)
+    assert len(claims) == 1
+    assert set(re.findall(r"\b[A-Z]+\d+\w*", claims[0])) == gpus_of_results() >= {"H200"}
+    for page in [tables.README, *DOCS.glob("*.md"), *DOCS.glob("design/*.md")]:
+        assert not re.search(r"\bonly (the )?[A-Z]\d{3}\b|[A-Z]\d{3} is the only\b", page.read_text(), re.IGNORECASE), page.name
+
+
+def test_tests_of_pages_see_a_gpu_that_is_denied():
+    assert re.search(r"\bonly (the )?[A-Z]\d{3}\b", "Only the H200 was used", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16"])
@@ -182,6 +230,11 @@ def test_a_load_says_where_it_ran(name):
         assert "H200" in run["environment"]["cuda:0"]
         assert {"python", "minirt", "torch", "triton"} <= set(run["environment"])
         assert re.fullmatch("[0-9a-f]{7,40}", run["commit"])
+
+
+def test_only_the_known_kinds_of_results_are_stored():
+    """A page that was copied here by mistake would grow stale unseen."""
+    assert {file.suffix for file in RESULTS.iterdir()} == {".json", ".jsonl", ".svg"}
 
 
 def test_four_bits_cost_no_more_than_other_scales():

@@ -203,7 +203,7 @@ def harmless(random: Random) -> Case:
         "both": {"rope_parameters": rope | {"rope_theta": theta}, "rope_scaling": rope if random.random() < 0.5 else None},
     }
     config |= random.choice(list(dialects.values()))
-    extra = {"unknown": {"a": [1]}, "quantization_config": None, "rope_scaling": None, "sliding_window": 8, "pretraining_tp": 2}
+    extra = {"unknown": {"a": [1]}, "quantization_config": None, "rope_scaling": None, "sliding_window": 99, "pretraining_tp": 2}
     config |= {key: value for key, value in extra.items() if key not in config and random.random() < 0.3}
     optional = ("architectures", "layer_types", "dtype", "torch_dtype", "head_dim")
     optional += ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -310,6 +310,7 @@ def _other_kind(random: Random) -> tuple[Folder, str]:
     fields += [{"quantization_config": {"quant_method": name}} for name in ("awq", "fp8")]
     fields += [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_hidden_layers": LAYERS - 1}]
     fields += [{"layer_types": None, "num_hidden_layers": LAYERS + 1}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
+    fields += [{"no_rope_layers": [1, 0]}, {"final_logit_softcapping": 30.0}, {"attn_output_gate": True}]
     return edited(CONFIG, **random.choice(fields)), "refused"
 
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from minirt.errors import ContextLengthError
 from minirt.text import tokenizer as ours
-from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.detokenizer import incremental_decoder
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded" / "tokenizer.json"
 TEXTS = ["", "Hello, world! ", "naïve 你好 👩‍👩‍👧‍👦 \x00\x7f", " " * 100, "a" * 70 + "b", "<s>the quick</s> [UNK] 123\n\n\tx"]
@@ -120,7 +120,7 @@ def case(random: Random, folder: Path) -> str:
         ids = tokenizer.encode(text)
         assert ids == tokenizer.encode(text), "the same text gives other tokens"
         assert tokenizer.min_tokens(text) <= len(ids), "fewer tokens than promised"
-        decoder = IncrementalDecoder(tokenizer)
+        decoder = incremental_decoder(tokenizer)
         pieces = "".join(map(decoder.push, ids)) + decoder.flush()
         assert pieces == tokenizer.decode(ids), "pieces do not join to the text"
     long = "the quick " * 200

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.weights import loads_alike
 
@@ -395,6 +396,122 @@ def test_tied_head_saved_twice(hf_folder):
         load(folder)
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double()}))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: wrong dtype.*F64"):
+        load(folder)
+
+
+TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
+
+
+def logits_of_transformers(folder):
+    """In fp32, of TOKENS, from the same files."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+def check_logits(folder, truth, words=None):
+    """Load the folder; compare with `truth`. `words`: of the only warning; None: there is none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with load(folder) as generator:
+            found = generator.logits(TOKENS)
+        plan_model(LoadOptions(model=folder, device="cpu"))
+    assert (found - truth).norm() / truth.norm() < 1e-5
+    told = {str(warning.message) for warning in caught}
+    assert len(told) == (words is not None)
+    assert all(re.search(words, text) for text in told)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_tied_head_in_the_index_or_in_the_files_alone(in_files, hf_folder):
+    """Catches an index that is refused though the tensor in question is not needed; a head that is not tied is."""
+    folder = hf_folder("Llama", tie_word_embeddings=True, shard="40KB")
+    truth = logits_of_transformers(folder)
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    shard = content["weight_map"]["model.embed_tokens.weight"]
+    if in_files:
+        tensors = load_file(folder / shard)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / shard)
+        del content["metadata"]["total_size"]
+    else:
+        content["weight_map"]["lm_head.weight"] = shard
+    path.write_text(json.dumps(content))
+    check_logits(folder, truth, r"index and the files disagree about tensors that are not needed: lm_head\.weight")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    words = r"missing from the index.*lm_head" if in_files else r"lm_head\.weight: the index and the files disagree"
+    with pytest.raises(CheckpointError, match=words):
+        load(folder)
+
+
+def test_a_tied_embedding_that_is_stored_as_the_head(hf_folder):
+    """safetensors keeps the first of two names of one tensor. Catches "1 tensor is missing" of a complete checkpoint."""
+    folder = hf_folder("Qwen2", tie_word_embeddings=True)
+    truth = logits_of_transformers(folder)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    check_logits(folder, truth, r"the embedding, which is also the head, is stored as lm_head\.weight")
+    check_logits(folder, logits_of_transformers(folder), "stored as")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_of_wrappers(prefix, hf_folder):
+    """Catches a refusal of files that a compiled or distributed model has saved, and a prefix that only some names have."""
+    folder = hf_folder("Qwen3")
+    truth = logits_of_transformers(folder)
+    rewrite(folder, lambda t: [t.update({f"{prefix}{name}": t.pop(name)}) for name in list(t)])
+    if prefix.count(".") == 1:
+        check_logits(folder, truth, rf"all names of tensors begin with {prefix}, which is left out")
+    else:
+        with load(folder) as generator:
+            assert (generator.logits(TOKENS) - truth).norm() / truth.norm() < 1e-5
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop(f"{prefix}lm_head.weight")}))
+    with pytest.raises(CheckpointError, match="tensors are missing"):
+        load(folder)
+
+
+def test_names_of_a_model_without_a_head(hf_folder):
+    """As LlamaModel.save_pretrained writes them. Catches a refusal; transformers loads such files too."""
+    folder = hf_folder("Llama", tie_word_embeddings=True)
+    truth = logits_of_transformers(folder)
+    rewrite(folder, lambda t: [t.update({name.removeprefix("model."): t.pop(name)}) for name in list(t)])
+    check_logits(folder, truth, 'the names of tensors do not begin with "model."')
+    check_logits(folder, logits_of_transformers(folder), "do not begin")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"1 of .* tensors are missing.*lm_head\.weight"):
+        load(folder)
+
+
+def test_biases_of_zeros(hf_folder):
+    """Of linears without a bias, in a checkpoint that is not quantized. Catches a refusal, and a bias that is not zero."""
+    folder = hf_folder("Llama")
+    truth = logits_of_transformers(folder)
+    bias = DOWN.replace("weight", "bias")
+    rewrite(folder, lambda t: t.update({bias: torch.zeros(64), "lm_head.bias": torch.zeros(211)}))
+    check_logits(folder, truth, "2 biases of linear layers that have none are not used; loading checks that they are zero")
+    with pytest.warns(UserWarning, match="2 biases"), load(folder) as generator:
+        assert generator.unused_tensors == ()
+    rewrite(folder, lambda t: t[bias][7:9].fill_(1e-30))
+    with pytest.warns(UserWarning, match="2 biases"), pytest.raises(CheckpointError, match=rf"{bias}: .* zeros; found 2 values"):
+        load(folder)
+    rewrite(folder, lambda t: t.update({bias: torch.zeros(64, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=rf"{bias}: wrong dtype.*I8"):
+        load(folder)
+    rewrite(folder, lambda t: t.update({bias: torch.zeros(64), "model.norm.bias": torch.zeros(64)}))
+    with pytest.raises(CheckpointError, match=r"1 unexpected tensors.*model\.norm\.bias"):
+        load(folder)
+
+
+def test_scales_of_attention_in_a_checkpoint_that_is_not_quantized(hf_folder):
+    """Catches a refusal of plain weights with calibrated scales of an FP8 KV cache, and scales that are dropped silently."""
+    folder = hf_folder("Llama")
+    truth = logits_of_transformers(folder)
+    names = [f"model.layers.{i}.self_attn.{end}" for i, end in enumerate(("k_scale", "attn.v_scale", "k_proj.k_scale"))]
+    rewrite(folder, lambda t: t.update({name: torch.tensor(0.5) for name in names}))
+    check_logits(folder, truth, "3 scales of FP8 attention are not used")
+    rewrite(folder, lambda t: t.update({"model.k_scale": torch.tensor(0.5)}))
+    with pytest.raises(CheckpointError, match=r"1 unexpected tensors.*model\.k_scale"):
         load(folder)
 
 

@@ -28,6 +28,7 @@ SHARDED = {"config.json": "{}", "model.safetensors.index.json": INDEX, SHARDS[0]
 def fill(folder: Path, files: dict[str, Any]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(folder)
 
@@ -434,7 +435,10 @@ REST = {
     "tokenizer_config.json": "{}",
     "generation_config.json": "{}",
     "special_tokens_map.json": "{}",
+    "added_tokens.json": "{}",
     "chat_template.jinja": "",
+    "chat_template.json": "{}",
+    "additional_chat_templates/tool_use.jinja": "",
 }
 NEVER = {"pytorch_model.bin": "", "consolidated.00.pth": "", "model.gguf": "", "README.md": "", "other.safetensors": ""}
 ODD = "model [1]*.safetensors"  # characters that are special in glob patterns

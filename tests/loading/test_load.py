@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
+import transformers
 from support.tiny import add_tokenizer
 
-from minirt import Generator
+from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
 from minirt.loading import load as choose
 from minirt.loading.options import pick_length
@@ -112,6 +114,124 @@ BAD_IMPL = ["foo", "layers.99.*=eager", "=eager", "layers.*=", "", ["eager", "tr
 def test_bad_implementations(impl, folder):
     with pytest.raises(UnsupportedError):
         load(folder, impl=impl)
+
+
+# Files that compute what a supported model does, at least up to some length: architecture, its options, changes of config.json,
+# max_model_len, and a word of the only warning. Each is compared with transformers, which reads the same file.
+EXACT = {
+    "linear rope beyond its positions": (
+        "Llama", {"max_position_embeddings": 64}, {"rope_scaling": {"type": "linear", "factor": 3.5}}, 224, "rope factor",
+    ),
+    "dynamic rope": ("Llama", {}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, "dynamic NTK"),
+    "a window of the length": ("Mistral", {"sliding_window": 150}, {}, 150, "sliding_window: sequences of more than 150"),
+    "a window of more": ("Mistral", {"sliding_window": 151}, {}, 150, "sliding_window"),
+    "a window of the positions": ("Mistral", {"sliding_window": 256}, {}, None, None),
+    "a window in some layers": (
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 150, "max_window_layers": 1}, {}, 150, "sliding_window",
+    ),
+    "layer types": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 150, "layer_types": ["full_attention", "sliding_attention"] * 2,
+         "num_hidden_layers": 4}, {}, 150, "sliding_window",
+    ),
+    "FSDP": ("Qwen2", {}, {"architectures": ["FSDPQwen2ForCausalLM"]}, None, "FSDPQwen2ForCausalLM: the prefix FSDP is ignored"),
+    "keys of rope that enter no formula": (
+        "Llama", {},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "finetuned": True,
+                          "attn_factor": None}, "rope_parameters": None}, None, None,
+    ),
+    "a dtype with a prefix": ("Llama", {}, {"torch_dtype": "torch.float32", "dtype": "float32"}, None, None),
+}  # fmt: skip
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_is_exact_runs(case, hf_folder):
+    """Catches a refusal of a file whose settings change nothing up to the served length, and one that is taken silently."""
+    family, options, changes, length, words = EXACT[case]
+    folder = hf_folder(family, seed=len(case), **options)
+    if "rope_scaling" in changes:
+        changes = {"rope_parameters": None, "rope_theta": 10000.0} | changes
+    rewrite(folder, **changes)
+    tokens = torch.randint(3, 211, (length or 256,), generator=torch.Generator().manual_seed(5)).tolist()
+    theirs = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if name != "torch_dtype"}
+    config = transformers.AutoConfig.for_model(**theirs)
+    config.dtype = None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        truth = model(torch.tensor([tokens])).logits[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with load(folder, max_model_len=length) as generator:
+            found = generator.logits(tokens)
+            assert generator.max_len == len(tokens)
+    assert (found - truth).norm() / truth.norm() < 1e-4
+    told = {str(warning.message) for warning in caught}
+    assert len(told) == (words is not None), told
+    assert all(words in text for text in told)
+
+
+@pytest.mark.usefixtures("no_allocation")
+def test_a_longer_sequence_than_the_window_is_refused(hf_folder):
+    """Catches full attention where the model has a window: transformers' logits differ from the first token after it."""
+    folder = hf_folder("Mistral", sliding_window=24)
+    tokens = torch.randint(3, 211, (1, 40), generator=torch.Generator().manual_seed(5))
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        full, window = (read(folder, sliding_window=own, dtype=torch.float32).eval()(tokens).logits[0] for own in (None, 24))
+    same = [bool(((a - b).norm() / b.norm()) < 1e-4) for a, b in zip(full, window, strict=True)]
+    assert same == [True] * 24 + [False] * 16
+    words = r"sliding-window attention is not supported; expected sequences of at most 24 tokens.*found a length of {}.*len 24"
+    for asked, found in ((None, 256), (25, 25)):
+        with pytest.warns(UserWarning, match="sliding_window: .*24"), pytest.raises(UnsupportedError, match=words.format(found)):
+            load(folder, max_model_len=asked)
+
+
+@pytest.mark.usefixtures("no_allocation")
+def test_lengths_beyond_linear_rope_are_refused(copy):
+    """Catches a bound that is off by one, or missing."""
+    rewrite(copy, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
+    with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 512; found 513"):
+        load(copy, max_model_len=513)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(copy):
+    """Catches a refusal of the whole model, ids beyond the embedding, and an end of sequence that the model cannot generate."""
+    path = copy / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"] += [{"id": 211 + i, "content": text} | flags for i, text in enumerate(("<new>", "<end>"))]
+    path.write_text(json.dumps(content))
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<end>"}))
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    rewrite(copy, eos_token_id=None)
+    greedy = SamplingParams(max_tokens=3, temperature=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generator = load(copy)
+    told = [str(warning.message) for warning in caught]
+    assert "the tokenizer has ids up to 212, but vocab_size of config.json is 211" in told[0]
+    assert "ends of sequences that the model cannot generate" in told[1]
+    assert len(told) == 2
+    with generator:
+        assert generator.eos_token_ids == ()
+        assert len(generator.generate("the dog", greedy).token_ids) == 3
+        words = r'prompt token {}: the model has no such token; expected ids from 0 to 210; found 211, "<new>"'
+        for prompt, place in (("the<new> dog", None), ([5, 211], 1)):
+            at = generator.encode(prompt).index(211) if place is None else place
+            with pytest.raises(InputError, match=words.format(at)):
+                generator.generate(prompt, greedy)
+        with pytest.raises(InputError, match=r"prompts\[1\].*\<new\>"):
+            generator.generate(["the dog", "<new>"], greedy)
+        with pytest.raises(InputError, match=r"prompt token 1: not a token id of this model.*found 213"):
+            generator.generate([5, 213], greedy)
+        with pytest.raises(InputError, match=r"prompt token 0: not a token id of this model.*found 211"):
+            generator.logits([211])
 
 
 def test_unknown_models(tmp_path, folder):

@@ -247,6 +247,56 @@ def test_a_scale_of_the_kv_cache_may_have_a_value_for_each_head(quantized):
         load(written.folder)
 
 
+ATTENTION = "model.layers.0.self_attn"
+# Scales of FP8 attention, besides k_scale and v_scale of k_proj and v_proj, under the names of AutoFP8, vLLM, llm-compressor and
+# ModelOpt.
+SCALE_NAMES = [
+    ["kv_scale"], ["q_scale", "k_scale", "v_scale"], ["attn.k_scale", "attn.v_scale"], ["prob_scale", "k_scale", "v_scale"],
+    ["attn.q_scale", "attn.prob_scale"], ["qkv_proj.k_scale", "qkv_proj.v_scale"], ["q_proj.q_scale"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", SCALE_NAMES, ids=", ".join)
+def test_scales_of_attention_under_any_name(names, quantized):
+    """Catches a refusal of scales that minirt does not use: it computes those of FP8 pages."""
+    written = quantized("fp8 tensor")
+    with load(written.folder) as generator:
+        expected = generator.logits(TOKENS)
+    written.tensors |= {f"{ATTENTION}.{name}": torch.tensor(0.03) for name in names}
+    save(written)
+    with quietly(written.folder) as generator:
+        assert torch.equal(generator.logits(TOKENS), expected)
+        what = "attention" if any("q_scale" in name or "prob" in name for name in names) else "the KV cache"
+        assert f"{len(names)} scales of {what} are not used" in "".join(generator.plan.notes)
+        assert generator.unused_tensors == ()
+    written.tensors[f"{ATTENTION}.{names[0]}"] = torch.tensor(-0.03)
+    save(written)
+    with pytest.raises(CheckpointError, match=f"{names[0]}: 1 of 1 scales are unusable"):
+        load(written.folder)
+
+
+@pytest.mark.parametrize("name", ["o_scale", "self_attn.x.attn.k_scale", "model.layers.3.self_attn.k_scale", "k_scale"])
+def test_other_scales_are_unexpected(name, quantized):
+    """Catches a name that is accepted anywhere: in a layer that the model does not have, or of no layer."""
+    written = quantized("fp8 tensor")
+    name = name if name.startswith(("model.", "k_scale")) else f"{ATTENTION}.{name}"
+    written.tensors[name] = torch.tensor(0.03)
+    save(written)
+    with pytest.raises(CheckpointError, match=f"1 unexpected tensors.*{name}"):
+        load(written.folder)
+
+
+def test_a_scale_of_queries_may_have_a_value_for_each_query_head(quantized):
+    written = quantized("fp8 tensor")
+    written.tensors[f"{ATTENTION}.q_scale"] = torch.ones(6)
+    save(written)
+    load(written.folder).close()
+    written.tensors[f"{ATTENTION}.q_scale"] = torch.ones(2)
+    save(written)
+    with pytest.raises(CheckpointError, match=r"wrong shape of a scale; expected one value.* 6 query heads; found \[2\]"):
+        load(written.folder)
+
+
 def test_the_plan_reads_headers_only(quantized, monkeypatch):
     written = quantized("fp8 block", shards=2)
     monkeypatch.setattr("minirt.loading.checkpoint._read", lambda *_: pytest.fail("a tensor was read"))

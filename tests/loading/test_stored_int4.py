@@ -397,6 +397,29 @@ def test_biases_of_zeros(quantized):
         load(written.folder)
 
 
+def test_desc_act_with_columns_in_their_own_order(quantized):
+    """As GPTQ writes with static groups. Catches a refusal by the name of the setting, and a file without g_idx taken for one."""
+    written = quantized("gptq 128")
+    with load(written.folder) as generator:
+        expected = generator.logits(TOKENS)
+    path = written.folder / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"] |= {"desc_act": True, "static_groups": True}
+    path.write_text(json.dumps(content))
+    with load(written.folder) as generator:
+        assert torch.equal(generator.logits(TOKENS), expected)
+        assert "desc_act; loading checks that each g_idx" in "".join(generator.plan.notes)
+    right = written.tensors[f"{DOWN}.g_idx"].clone()
+    written.tensors[f"{DOWN}.g_idx"] = right.flip(0)
+    save(written)
+    with pytest.raises(CheckpointError, match=rf"{DOWN}.g_idx: columns in the order of their activations"):
+        load(written.folder)
+    written.tensors.pop(f"{DOWN}.g_idx")
+    save(written)
+    with pytest.raises(CheckpointError, match=rf"1 of .* tensors are missing; expected {DOWN}\.g_idx"):
+        load(written.folder)
+
+
 def test_parts_of_two_group_sizes(quantized):
     written = quantized("packed 128")
     path = written.folder / "config.json"

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.modeling.config import Fields, ModelConfig, check_token_ids
+from minirt.modeling.config import Fields, ModelConfig, RopeConfig, check_token_ids
 from minirt.models import parse_config
+from minirt.models.decoder import decoder_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -41,7 +42,9 @@ def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
     if model_type == "mistral":
         raw["sliding_window"] = None
     if model_type.endswith("_moe"):
-        raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+        raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    if model_type == "qwen2_moe":
+        raw["shared_expert_intermediate_size"] = 56
     raw |= fields
     return {name: value for name, value in raw.items() if value is not ...}
 
@@ -156,7 +159,7 @@ def test_architectures_have_their_biases() -> None:
     assert biases("qwen3_moe", attention_bias=True) == (True, True, False, True)
     assert biases("qwen2_moe") == (True, False, False, False)
     assert biases("qwen2_moe", qkv_bias=False) == (False, False, False, False)
-    assert biases("mistral", attention_bias=True, mlp_bias=True) == (False, False, False, False)
+    assert biases("mistral", attention_bias=False, mlp_bias=False) == (False, False, False, False)
 
 
 def test_dtype() -> None:
@@ -164,6 +167,10 @@ def test_dtype() -> None:
     assert parse_config(raw_config(dtype=None, torch_dtype="float16")).dtype == "float16"
     assert parse_config(raw_config(dtype="float16", torch_dtype="float16")).dtype == "float16"
     assert parse_config(raw_config(dtype="float16", torch_dtype=None)).dtype == "float16"
+    assert parse_config(raw_config(torch_dtype="torch.bfloat16", dtype="bfloat16")).dtype == "bfloat16"
+    assert parse_config(raw_config(torch_dtype="auto")).dtype == "float32"  # as if it were absent
+    with pytest.raises(UnsupportedError, match=r"torch_dtype.*float64"):
+        parse_config(raw_config(torch_dtype="torch.float64"))
 
 
 # Published releases, and two common forms of files that tools have changed: config.json, and facts from the model cards.
@@ -445,23 +452,21 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
     ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.type", "dynamic"]),
     ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["rope_parameters.rope_type", "longrope"]),
     ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["mrope"]),
     ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8}}, ["attn_factor", "yarn"]),
+    ("qwen3", {"rope_scaling": YARN | {"extrapolation_factor": 0.5}}, ["extrapolation_factor", "yarn"]),
+    ("mistral", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta", "yarn"]),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "attn_factor": True}}, ["attn_factor", "linear"]),
     ("llama", {"rope_parameters": LLAMA3 | {"beta_fast": 32}}, ["beta_fast", "llama3"]),
     ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, ["factor", "default"]),
     ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["sliding_attention"]),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, ["use_sliding_window", "64"]),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ["use_sliding_window", "4096"]),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, ["layer_types", "sliding_attention"]),
+    ("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, ["linear_attention"]),
+    ("llama", {"layer_types": ["chunked_attention"] * 3, "sliding_window": 64}, ["chunked_attention"]),
     ("qwen2", {"is_causal": False}, ["is_causal", "embedding model"]),
-    ("mistral", {"sliding_window": 4096}, ["sliding_window", "4096"]),
-    ("mistral", {"sliding_window": ...}, ["sliding_window", "4096"]),
     ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]),
     ("gpt_oss", {}, ["gpt_oss", "qwen3"]),
-    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, ["use_sliding_window", "4096"]),
-    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, ["use_sliding_window", "64"]),
     ("", {}, ["''"]),
 ]
 
@@ -477,14 +482,6 @@ def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
-        ),  # starts at a layer that does not exist
-        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
-        ("llama", {"sliding_window": 64}),  # transformers' Llama has no such option
         ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
         ("llama", {"hidden_size": 97, "head_dim": 16}),
         ("llama", {"partial_rotary_factor": 1}),
@@ -493,6 +490,113 @@ def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words
 )
 def test_harmless_is_taken(kind: str, fields: dict[str, Any]) -> None:
     assert parse_config(raw_config(kind, **fields)).num_layers == 3
+
+
+# Architecture, fields, and the window that limits the length; None: no layer has one.
+FULL, SLIDING = ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]
+WINDOWS: list[tuple[str, dict[str, Any], int | None]] = [
+    ("mistral", {"sliding_window": 64}, 64),
+    ("mistral", {"sliding_window": ...}, 4096),
+    ("mistral", {"sliding_window": None}, None),
+    ("mistral", {"sliding_window": 64, "layer_types": FULL}, 64),  # transformers' Mistral does not read layer_types
+    ("mistral", {"sliding_window": 64, "use_sliding_window": False}, 64),  # nor use_sliding_window
+    ("llama", {}, None),
+    ("llama", {"sliding_window": 64}, 64),
+    ("llama", {"sliding_window": 64, "use_sliding_window": False}, None),
+    ("llama", {"sliding_window": 64, "layer_types": FULL}, None),
+    ("llama", {"sliding_window": 64, "layer_types": SLIDING}, 64),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, 64),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 4096),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, None),  # no layer from 3 on
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, None),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, None),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, None),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, 64),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, 4096),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "window"), WINDOWS)
+def test_windows(kind: str, fields: dict[str, Any], window: int | None) -> None:
+    """Catches a window that is not seen, or seen where no layer has one; and one that limits the length without a word."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert parse_config(raw_config(kind, **fields)).sliding_window == window
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (window == 64)  # 4096 is more than the 256 positions
+    assert all("sliding_window: sequences of more than 64 tokens are refused" in text for text in told)
+
+
+def test_a_used_window_needs_a_size() -> None:
+    """Catches a used window whose missing or impossible size counts as none."""
+    with pytest.raises(ConfigError, match=r"sliding_window: the field is missing; .*use_sliding_window"):
+        parse_config(raw_config("llama", use_sliding_window=True))
+    for kind in ("mistral", "qwen3_moe", "llama"):
+        with pytest.raises(ConfigError, match=r"sliding_window: .*from 1 to .*; found 0"):
+            parse_config(raw_config(kind, use_sliding_window=True, sliding_window=0))
+
+
+RECORDS: list[dict[str, Any]] = [
+    YARN | {"finetuned": True, "attn_factor": None},
+    YARN | {"attn_factor": 1, "extrapolation_factor": 1.0},
+    LLAMA3 | {"finetuned": False},
+    {"rope_type": "default", "original_max_position_embeddings": 128, "factor": 1.0},
+    {"rope_type": "linear", "factor": 2.0, "finetuned": True},
+]
+
+
+@pytest.mark.parametrize("rope", RECORDS)
+def test_rope_keys_that_enter_no_formula(rope: dict[str, Any]) -> None:
+    """Catches a refusal of keys that record the training (in files of NousResearch and of LongAlpaca), or that are neutral."""
+    plain = {key: value for key, value in rope.items() if key in {*LLAMA3, *YARN}}
+    if rope["rope_type"] == "default":
+        plain = {"rope_type": "default"}
+    for dialect in ("rope_scaling", "rope_parameters"):
+        assert parse_config(raw_config(**{dialect: rope})) == parse_config(raw_config(**{dialect: plain}))
+
+
+def test_dynamic_rope_is_default_rope_up_to_the_positions() -> None:
+    """Catches dynamic NTK scaling that is refused where it changes nothing, or taken without a word."""
+    with pytest.warns(UserWarning, match=r"rope_scaling\.rope_type: dynamic NTK .* more than 256 tokens, which are refused"):
+        parsed = parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert (parsed.rope, parsed.context_len, parsed.max_context_len) == (RopeConfig(), 256, 256)
+    with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
+        parse_config(raw_config(rope_scaling={"type": "dynamic"}))
+
+
+def test_linear_rope_stretches_the_context_if_asked() -> None:
+    """Catches a length up to factor × positions that is refused, or becomes the default: many files' positions include it."""
+
+    def lengths(**rope: Any) -> tuple[int, int]:
+        parsed = parse_config(raw_config(rope_scaling={"type": "linear", **rope}))
+        return parsed.context_len, parsed.max_context_len
+
+    assert lengths(factor=4.0) == (256, 1024)
+    assert lengths(factor=2.5) == (256, 640)
+    assert lengths(factor=4.0, original_max_position_embeddings=64) == (256, 256)  # the positions include the factor
+    assert lengths(factor=8.0, original_max_position_embeddings=64) == (256, 512)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_prefix_of_fsdp_is_ignored(kind: str) -> None:
+    """Catches a refusal of a class that PyTorch's FSDP2 has renamed before the file was written."""
+    own = CLASSES[kind].__name__.replace("Config", "ForCausalLM")
+    with pytest.warns(UserWarning, match=f"architectures: FSDP{own}: the prefix FSDP is ignored"):
+        assert parse_config(raw_config(kind, architectures=[f"FSDP{own}"])) == parse_config(raw_config(kind))
+    for wrong in ("FSDP", "FSDPFSDP" + own, "FSDPGemmaForCausalLM", "fsdp" + own, "DDP" + own):
+        with pytest.raises(UnsupportedError, match=f"architectures: .*found '{wrong}'"):
+            parse_config(raw_config(kind, architectures=[wrong]))
+
+
+def test_own_code_of_a_model_is_told() -> None:
+    """Catches Python code in a repository that is silently not run: it may compute something else."""
+    with pytest.warns(UserWarning, match=r"auto_map: the model's own code is not run; .* 'llama'"):
+        parse_config(raw_config(auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_config(raw_config(auto_map={"AutoConfig": "configuration_own.OwnConfig"}, trust_remote_code=True))
 
 
 def test_derived_head_dim_is_bounded_too() -> None:
@@ -534,7 +638,8 @@ NAMES = [
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
     *("layer_types", "architectures", "is_causal", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "shared_expert_intermediate_size"),
-    *("quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
+    *("quantization_config", "num_experts", "partial_rotary_factor", "auto_map", *SIZES, *OPTIONAL_SIZES),
+    *("no_rope_layers", "attn_logit_softcapping", "attention_multiplier", "text_config", "query_pre_attn_scalar"),
     "original_max_position_embeddings",
 ]
 ROPE_NAMES = [
@@ -576,3 +681,12 @@ def test_any_json_parses_or_is_refused(kind: str, changes: dict[str, Any], rope:
     assert parsed.num_heads % parsed.num_kv_heads == 0
     assert parsed.head_dim % 2 == 0
     assert math.isfinite(parsed.rms_norm_eps * parsed.rope.theta * parsed.rope.factor * parsed.rope.attention_factor)
+
+
+def test_an_architecture_with_windows_of_its_own() -> None:
+    """Catches a window that limits the length, or a kind of layer that is refused, though the architecture computes it."""
+    raw = raw_config(sliding_window=64, layer_types=["sliding_attention", "linear_attention", "full_attention"])
+    options = {"model_type": "llama", "classes": (), "max_positions": 256, "handled": ("sliding_window",)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decoder_config(Fields(raw), **options).sliding_window is None

@@ -147,6 +147,7 @@ REFUSED = [
         for name in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
     ),
     ({"quantization_config": {"quant_method": "modelopt"}}, "quant_algo.*none"),
+    (changed("fp8 block", transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": 5}}, "quant_algo.*a string"),
 ]
 
@@ -199,7 +200,6 @@ def test_older_names_of_awq():
 
 REFUSED_4_BITS = [
     (int4("gptq 128", bits=3), "quantization_config.bits: only weights of 4 bits.*expected 4; found 3"),
-    (int4("gptq 128", desc_act=True), "desc_act: groups of columns in the order of their activations.*desc_act: false"),
     (int4("gptq 128", group_size=48), "group_size: not supported; expected 32, 64, a multiple of 128, or -1; found 48"),
     (int4("gptq 128", group_size=0), "group_size"),
     (int4("gptq 128", checkpoint_format="marlin"), "checkpoint_format: not supported.*found 'marlin'"),
@@ -231,6 +231,8 @@ REFUSED_4_BITS = [
     (int4("packed 128", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format: sparse weights"),
     (int4("packed 128", transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
     (int4("packed 128", format="marlin-24"), "quantization_config.format"),
+    (int4("gptq 128", adapter={"name": "eora", "rank": 16}), r"quantization_config\.adapter: adapters \(EoRA\) are not"),
+    (int4("gptq 128", rotation="hadamard"), r"quantization_config\.rotation: rotations of weights.*'hadamard'"),
     (auto_round(bits=2), "bits: only weights of 4 bits"),
     (auto_round(packing_format="auto_round:fp8_static"), "packing_format: not supported.*'auto_round:fp8_static'"),
     (auto_round(data_type="mx_fp"), "data_type: not supported.*'mx_fp'"),
@@ -240,6 +242,30 @@ REFUSED_4_BITS = [
     (auto_round(extra_config={MODULE: {"group_size": 64}}), "bits: settings of single modules.*group_size"),
     (auto_round(extra_config={"re(": {"bits": 16}}), "extra_config"),
 ]
+
+
+def test_desc_act_is_decided_by_the_tensors():
+    """Catches a refusal by name: with static groups, the columns are in their own order in spite of desc_act."""
+    assert read(int4("gptq 128", desc_act=True)).scheme(MODULE) == Int4Scheme("gptq", 128, True, 1, ordered=True)
+    assert not read(int4("gptq row", desc_act=True)).scheme(MODULE).ordered  # one group: the order does not matter
+
+
+CACHE_ONLY = [
+    (changed(CT, config_groups={}, kv_cache_scheme={"num_bits": 8, "type": "float"}), "kv_cache_scheme"),
+    ({"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}, "kv_cache_quant_algo"),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), CACHE_ONLY)
+def test_a_quantized_cache_alone(config, field):
+    """Catches a refusal of plain weights, and scales that are dropped without a word."""
+    with pytest.warns(UserWarning, match=rf"quantization_config\.{field}: the FP8 scales of the KV cache are not used"):
+        assert read(config) is None
+    (own,) = config.values()
+    if own["quant_method"] == "modelopt":
+        fields = Fields({"quantization": {**own, "quant_algo": None}}, "hf_quant_config.json")
+        with pytest.warns(UserWarning, match=r"hf_quant_config\.json, field quantization\.kv_cache_quant_algo"):
+            assert read_quantization(Fields({}), fields) is None
 
 
 @pytest.mark.parametrize(("config", "words"), REFUSED_4_BITS)

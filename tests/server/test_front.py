@@ -418,7 +418,7 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
 
 
 @pytest.mark.parametrize(("path", "fields"), [
-    (PATH, {"prompt": ["a"] * 500, "max_tokens": -1}), (PATH, {"prompt": "a", "bad_words": ["xy"] * 500, "n": 0}),
+    (PATH, {"prompt": ["a"] * 500, "max_tokens": -2}), (PATH, {"prompt": "a", "bad_words": ["xy"] * 500, "n": 0}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 50}),
     ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 50}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 50, "max_tokens": 1}),

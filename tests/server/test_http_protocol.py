@@ -1,4 +1,4 @@
-"""Connections: heads without end, requests for another protocol, and what is not HTTP."""
+"""Connections: heads without end, requests for another protocol, what is not HTTP, and answers that come before the body."""
 
 import asyncio
 import gzip
@@ -129,5 +129,176 @@ def test_compressed_bodies_are_refused_by_name():
         assert (await answer(reader))[0] == 200
         reader, _ = await ask(message(BODY, TOKENS, content_encoding="identity"))
         assert (await answer(reader))[0] == 200
+
+    run(scenario)
+
+
+BIG = b'{"prompt": "' + b"a" * (6 << 20) + b'"}'  # more than the buffers of sockets hold
+CLOSE = {"connection": "close"}
+
+
+async def upload(ask, data):
+    """Send all of a request, then read its answer, as clients do that do not read meanwhile."""
+    reader, writer = await ask(b"")
+    for start in range(0, len(data), 1 << 18):
+        writer.write(data[start : start + (1 << 18)])
+        await writer.drain()
+    return reader, writer, await answer(reader)
+
+
+def early():
+    """Requests with large bodies that are answered before their bodies are read, and the status."""
+    yield 413, message(BIG, TOKENS)
+    yield 413, message(BIG, TOKENS, **CLOSE)
+    yield 404, message(BIG, "/nothing", **CLOSE)
+    yield 405, message(BIG, "/version", **CLOSE)
+    yield 415, message(BIG, TOKENS, content_encoding="gzip", **CLOSE)
+    head = message(b"", TOKENS).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    yield 413, head + b"".join(b"%x\r\n%b\r\n" % (len(BIG), BIG) for _ in range(2)) + b"0\r\n\r\n"
+
+
+def test_an_early_answer_reaches_a_client_that_sends_first():
+    """A connection that is closed with unread bytes is reset: the client sees no status, and SDKs send the whole body again."""
+
+    async def scenario(this, engine, ask):
+        for status, data in early():
+            for version in (b"HTTP/1.1", b"HTTP/1.0"):
+                if b"chunked" in data and version == b"HTTP/1.0":
+                    continue
+                reader, _, (found, headers, body) = await upload(ask, data.replace(b"HTTP/1.1", version, 1))
+                assert (found, headers["connection"]) == (status, "close"), data[:99]
+                assert json.loads(body)["error"]["message"]
+                assert await reader.read() == b""  # the connection ends, and is not reset
+
+    async def with_key(this, engine, ask):
+        reader, _, (status, _, _) = await upload(ask, message(BIG, TOKENS, **CLOSE))
+        assert (status, await reader.read()) == (401, b"")
+
+    async def while_it_ends(this, engine, ask):
+        this.draining = True
+        reader, _, (status, _, _) = await upload(ask, message(BIG, TOKENS, **CLOSE))
+        assert (status, await reader.read()) == (503, b"")
+
+    run(scenario, max_body_size=1000)
+    run(with_key, api_keys=("k",))
+    run(while_it_ends)
+
+
+def test_a_connection_goes_on_after_an_early_answer(monkeypatch):
+    """Unless the answer says that it ends, the rest of the body belongs to no other request. Each next head has its own time."""
+
+    async def scenario(this, engine, ask):
+        for data in (message(BIG, TOKENS), message(BIG, "/nothing"), message(b"", TOKENS, expect="100-continue")):
+            reader, writer, (status, headers, _) = await upload(ask, data)
+            assert status == 401
+            assert "connection" not in headers
+            writer.write(message(b"", "/health", "GET"))
+            assert (await answer(reader))[0] == 200
+        monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
+        reader, writer, (status, _, _) = await upload(ask, message(BIG, TOKENS))
+        assert (status, await reader.read()) == (401, b"")
+
+    run(scenario, api_keys=("k",))
+
+
+def test_the_last_answer_is_the_last_one():
+    """What follows the rest of a refused request is neither answered nor run, also if it is no HTTP."""
+
+    async def scenario(this, engine, ask):
+        head = message(b"", TOKENS, **CLOSE).replace(b"content-length: 0", b"transfer-encoding: chunked")
+        generates = message({"prompt": "Once", "max_tokens": 1}, "/v1/completions")
+        for data in (
+            message(BODY * 100, TOKENS) + generates, message(BODY * 100, TOKENS) + message(BODY, TOKENS, **H2C),
+            head + b"fff\r\n" + b"a" * 0xFFF + b"\r\nzz\r\n", message(BODY * 100, TOKENS) + b"\x00\x01" * 100,
+        ):
+            for cut in (len(data) - 1, len(data) // 2, 1500):
+                reader, writer = await ask(data[:cut])
+                status = (await answer(reader))[0]
+                writer.write(data[cut:])
+                assert status in (413, 400)  # 400 if what is no HTTP comes with the head
+                assert await reader.read() == b""
+        assert not engine.requests
+
+    run(scenario, max_body_size=1000)
+
+
+@pytest.mark.parametrize("refused", [b"\x16\x03\x01" * 50, b"GET /version HTTP/1.1\r\nx: " + b"a" * 300_000, "413"])
+def test_the_rest_has_a_bound(refused, monkeypatch):
+    """A client that goes on sending is cut off after so many bytes, whether its request is too large or no HTTP."""
+    monkeypatch.setattr(http_protocol, "MAX_REST", 1 << 20)
+
+    async def scenario(this, engine, ask):
+        head = message(b"", TOKENS).replace(b"content-length: 0", b"content-length: 99999999999")
+        _, writer = await ask(b"")
+        data, sent = (head if refused == "413" else refused) + b"a" * (1 << 26), 0
+
+        async def send():
+            nonlocal sent
+            for sent in range(0, len(data), 100_000):
+                writer.write(data[sent : sent + 100_000])
+                await writer.drain()
+
+        with pytest.raises(ConnectionError):
+            await send()
+        assert sent < 1 << 25  # what was read, and what sockets hold
+
+    run(scenario, max_body_size=1000)
+
+
+def test_the_rest_has_a_time(monkeypatch):
+    """A client that has its answer and sends no more of its body does not keep the connection."""
+    monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.05)
+
+    async def scenario(this, engine, ask):
+        for path in ("/nothing", TOKENS):
+            reader, _ = await ask(message(BODY * 100, path)[:300])
+            assert (await answer(reader))[0] == (404 if path == "/nothing" else 413)
+            assert await reader.read() == b""
+        assert not this.exchanges
+
+    run(scenario, max_body_size=1000)
+
+
+def test_a_broken_body_ends_its_request():
+    """Its handler, which waits for the rest, does not answer after the error."""
+
+    async def scenario(this, engine, ask):
+        head = message(b"", TOKENS).replace(b"content-length: 0", b"transfer-encoding: chunked")
+        reader, writer = await ask(head + b"3\r\nabc\r\n")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert this.exchanges
+        writer.write(b"zz\r\n")
+        assert (await answer(reader))[0] == 400
+        assert await reader.read() == b""
+        while this.exchanges:
+            await asyncio.sleep(0)
+
+    run(scenario)
+
+
+def test_http_1_0_has_no_chunks():
+    """Its clients do not know them: the end of the connection is the end of a stream."""
+
+    async def scenario(this, engine, ask):
+        body = {"prompt": "Once", "max_tokens": 2, "stream": True}
+        data = message(body, "/v1/completions", connection="keep-alive")
+        reader, _ = await ask(data.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        await engine.until(lambda e: e.requests)
+        engine.send(TokenOutput(engine.requests[0].id, (5,), None))
+        begin = await reader.readuntil(b"}\n\n")
+        engine.send(TokenOutput(engine.requests[0].id, (6,), "length"))
+        head, _, content = (begin + await reader.read()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head
+        found = [event for event in content.split(b"\n\n") if event]
+        assert all(event.startswith(b"data: ") for event in found)
+        assert found[-1] == b"data: [DONE]"
+        assert len(found) == 3
+        for method in ("GET", "HEAD"):
+            reader, _ = await ask(message(b"", "/version", method).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+            assert b"content-length" in head
+            assert (b"version" in content) == (method == "GET")
 
     run(scenario)

@@ -59,17 +59,18 @@ def responses(**fields):
 def response_cases():
     """Those of /v1/responses."""
     for name, wrongs in {
-        "max_output_tokens": (0, -1, 1.5, "1", [], 2**60), "temperature": ("1", -0.1, []), "top_p": (0, 1.5, "x"), "n": (2, 0),
+        "max_output_tokens": (0, -2, 1.5, "1", [], 2**60), "temperature": ("1", -0.1, []), "top_p": (0, 1.5, "x"), "n": (2, 0),
         "instructions": (5, [], {}), "stream": ("true", 1), "tools": (5, {}, [{}] * 600, [nested(100)]), "text": (5, "text", []),
         "tool_choice": ("any", 5, "required", {"type": "function"}, {"type": "function", "name": "f"}, {"type": "web_search"}),
         "parallel_tool_calls": (1, "true"), "reasoning": ("high", 5, []), "include": (5, "a", [5]), "metadata": (5, "a", [1]),
-        "store": ("yes", 1), "stream_options": ({"include_obfuscation": True}, 5), "previous_response_id": ("resp_1", 5),
+        "store": ("yes", 1), "stream_options": (5, []), "previous_response_id": ("resp_1", 5),
         "conversation": ("conv_1", {"id": "conv_1"}), "background": (True,), "prompt": ({"id": "pmpt_1"}, "a"),
         "truncation": ("auto", 5), "context_management": ([{}],), "moderation": ({"model": "m"},), "top_logprobs": (1, -1),
         "messages": (USER,), "max_tokens": (5,), "max_completion_tokens": (5,), "response_format": ({"type": "text"},),
         "reasoning_effort": ("high",), "chat_template_kwargs": (5, {"messages": []}, nested(100)), "model": (5,),
-        "max_tool_calls": ("a", 1.5), "chat_template": ("{{ 1 }}",), "seed": (-1,), "stop": ("", 5), "user": (5,),
+        "max_tool_calls": ("a", 1.5), "chat_template": ("{{ 1 }}",), "seed": (2**64, -(2**63) - 1), "stop": ("", 5), "user": (5,),
         "logit_bias": ({"a": 1}, {str(i): 1 for i in range(5000)}), "structured_outputs": (5, {"nothing": 1}),
+        "verbosity": ("low",),
         "input": (None, 5, [], {}, True, [5], ["a"], [None], [{}], [{"type": "message"}], nested(3), "word " * 600),
     }.items():  # fmt: skip
         for wrong in wrongs:
@@ -89,8 +90,7 @@ def response_cases():
         ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
         ({"role": "user", "content": [{"type": ["input_text"], "text": "a"}]}, "content[0].type"),
         (call | {"name": None}, "name"), (call | {"call_id": 5}, "call_id"), (call | {"arguments": {}}, "arguments"),
-        (call | {"arguments": "{"}, "arguments"), (call | {"arguments": "[]"}, "arguments"),
-        (call | {"arguments": "[" * 100_000}, "arguments"), (output | {"output": "a"}, "call_id"),
+        (call | {"arguments": "[" * 100_001}, "arguments"), (output | {"output": "a"}, "call_id"),
         (output | {"call_id": "c"}, "output"), (output | {"call_id": "c", "output": [image]}, "output[0].type"),
         ({"type": "reasoning", "content": [{"type": "x"}]}, "content[0].type"),
         ({"type": "reasoning", "summary": 5}, "summary"), ({"type": "reasoning", "summary": [5]}, "summary[0]"),
@@ -111,10 +111,10 @@ def response_cases():
         ({"format": {"type": "json_schema"}}, "format.schema"),
         ({"format": {"type": "json_schema", "schema": 5}}, "format.schema"),
         ({"format": {"type": "json_schema", "schema": {"type": 5}}}, None), ({"format": nested(100)}, None),
-        ({"verbosity": "low"}, "verbosity"), ({"verbosity": 5}, "verbosity"),
+        ({"verbosity": 5}, "verbosity"),
     ):  # fmt: skip
         yield *responses(text=wrong), f"text.{name}" if name else ("text", "structured_outputs")
-    for wrong in ("high", 5, ["low"]):
+    for wrong in (5, ["low"]):
         yield *responses(reasoning={"effort": wrong}), "reasoning.effort"
 
 
@@ -129,7 +129,7 @@ def messages_cases():
             yield *messages(**{name: wrong}), name
     deep = nested(100)
     for name, wrongs in {
-        "max_tokens": (None, 0, -1, 1.5, 2**60), "temperature": (-1,), "top_p": (0, 2), "top_k": (-2, 2.5), "model": (5, []),
+        "max_tokens": (None, 0, -2, 1.5, 2**60), "temperature": (-1,), "top_p": (0, 2), "top_k": (-2, 2.5), "model": (5, []),
         "stop_sequences": ("a", [""], [5], ["a"] * 17, ["x" * 5000]), "metadata": (deep,), "service_tier": (5,),
         "system": (5, {}, [5], [{}], [{"type": "text"}], [{"type": "image", "source": {}}], deep, [{"type": "text", "text": 5}]),
         "tools": (5, {}, [5], [{}], [{"name": "f"}], [{"name": "f", "input_schema": 5}], [{"input_schema": {}}],
@@ -142,6 +142,8 @@ def messages_cases():
                      {"type": "enabled", "budget_tokens": 0}, {"type": "enabled", "budget_tokens": True}),
         "output_config": (5, {"format": 5}, {"format": {"type": "xml"}}, {"format": {"type": "json_schema"}}, {"effort": 5}),
         "chat_template_kwargs": (5, deep, {"messages": []}), "structured_outputs": (5, {"nothing": 1}), "documents": ([{}],),
+        "n": (2,), "logprobs": (True, 0), "top_logprobs": (1,), "response_format": ({"type": "text"},), "container": ("c",),
+        "max_completion_tokens": (5,), "mcp_servers": ([{}],), "reasoning_effort": ("low",),
         "messages": (None, [], {}, "hi", 5, [5], [None], [{"role": "user", "content": deep}]),
     }.items():  # fmt: skip
         for wrong in wrongs:
@@ -156,7 +158,7 @@ def messages_cases():
     for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "tool", "content": "a"},
                   {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 5},
                   {"role": "user", "content": []}, {"role": "user", "content": ["a"]}, {"role": "system", "content": [call]},
-                  {"role": "assistant", "content": []}, {"role": "user", "content": {"type": "text", "text": "a"}},
+                  {"role": "user", "content": {"type": "text", "text": "a"}},
                   {"role": "user", "content": "word " * 600}):  # fmt: skip
         yield *messages(messages=[wrong]), "messages"
     for role, block in (
@@ -190,7 +192,8 @@ def cases():
             yield *completions(**{name: wrong}), name
     for name, wrongs in {
         "temperature": (-0.1, -1e300), "top_p": (0, 1.01, -1), "min_p": (-0.1, 1.5), "top_k": (-2, -(2**53), 2**60),
-        "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -1, 2**60), "seed": (-1, 2**64, 2**200), "min_tokens": (-1, 2),
+        "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -2, 2**60), "seed": (-(2**63) - 1, 2**64, 2**200),
+        "min_tokens": (-1, 2),
         "presence_penalty": (-2.1, 3), "frequency_penalty": (9,), "repetition_penalty": (0, -1, 1e-320, 1e308),
         "logprobs": (-1, 21, 10**6),
         "truncate_prompt_tokens": (0, -2), "best_of": (2, -1), "priority": (2**60,),
@@ -198,7 +201,7 @@ def cases():
         "bad_words": ([""], ["a"] * 2000, 7), "stop_token_ids": ([-1], ["1"], [1.5], 3, [2**60], [10**6], [1] * 2000),
         "logit_bias": ({"a": 1}, {"1": 101}, {"1": "x"}, {"-1": 1}, [], {str(i): 1 for i in range(5000)}, {"999999": 1}),
         "allowed_token_ids": ([], [-1], [999_999], ["a"]), "cache_salt": (5,), "user": (5,), "model": (5, []),
-        "stream_options": ({"include_usage": True}, [], 1), "prompt_logprobs": (21, -1, -2, "a"), "metadata": (nested(70),),
+        "stream_options": ([], 1), "prompt_logprobs": (21, -1, -2, "a"), "metadata": (nested(70),),
     }.items():  # fmt: skip
         for wrong in wrongs:
             yield *completions(**{name: wrong}), name
@@ -228,10 +231,10 @@ def cases():
     yield TEXT, {}, "prompt"
     for name, wrong in {
         "chat_template": "{{ 1 }}", "documents": [{}], "suffix": "x", "use_beam_search": True, "length_penalty": 2,
-        "store": True,
+        "store": 1, "moderation": {"model": "m"}, "return_token_ids": True,
         "guided_json": {}, "guided_regex": "a", "logits_processors": ["os.system"], "prediction": {}, "audio": {},
         "modalities": ["audio"], "functions": [{}], "return_hidden_states": True, "spaces_between_special_tokens": False,
-        "web_search_options": {}, "function_call": "auto",
+        "web_search_options": {}, "function_call": {"name": "f"},
     }.items():  # fmt: skip
         yield *chats(**{name: wrong}), name
     for wrong in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 5}}, "json", [], 5,
@@ -253,7 +256,7 @@ def cases():
         "logprobs": (5, "yes"), "top_logprobs": (3, -1, "a"), "max_completion_tokens": (0, -5, "1", 2), "tools": ([{}], 5),
         "tool_choice": ("required", {"type": "function"}),
         "chat_template_kwargs": (5, nested(100), {"messages": []}, dict.fromkeys(map(str, range(100))), {"a" * 2000: 1}),
-        "reasoning_effort": ("high", 5), "continue_final_message": (True, 1), "add_generation_prompt": ("x",),
+        "reasoning_effort": (5,), "verbosity": (5,), "continue_final_message": (True, 1), "add_generation_prompt": ("x",),
     }.items():  # fmt: skip
         for wrong in wrongs:
             yield *chats(**{name: wrong}), name
@@ -273,6 +276,8 @@ def cases():
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": many}]}
     yield *chats(messages=[*USER, call]), "messages"
     yield *responses(input=[{"type": "function_call", "call_id": "a"} | many]), "input"
+    deep = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 200_000}}
+    yield *chats(messages=[*USER, {"role": "assistant", "content": "", "tool_calls": [deep]}]), "messages"
     yield "/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"
     yield from response_cases()
     yield from messages_cases()
@@ -354,3 +359,81 @@ def test_nulls_mean_not_set(tiny):
              "user", "response_format", "suffix", "best_of", "chat_template", "metadata")  # fmt: skip
     status, _ = tiny.post(TEXT, {"prompt": "a", "max_tokens": 1} | dict.fromkeys(names))
     assert status == 200
+
+
+# What asks for nothing: in each API, whether it has the field or not.
+EVERYWHERE = {
+    "seed": [-1, -5, -(2**63), 2**64 - 1], "presence_penalty": [0, 0.0], "frequency_penalty": [0], "repetition_penalty": [1, 1.0],
+    "min_p": [0], "top_k": [0, -1], "top_p": [1], "min_tokens": [0], "logit_bias": [{}], "stop": [[]], "bad_words": [[]],
+    "top_logprobs": [0], "logprobs": [False], "n": [1], "store": [True, False], "service_tier": ["auto"], "user": ["u"],
+    "metadata": [{}], "safety_identifier": ["a"], "prompt_cache_key": ["a"], "prompt_cache_retention": ["24h"],
+    "prompt_cache_options": [{}], "documents": [[]], "suffix": [""], "use_beam_search": [False], "functions": [[]],
+    "length_penalty": [1, 1.0], "early_stopping": [False], "logits_processors": [[]], "mm_processor_kwargs": [{}],
+    "spaces_between_special_tokens": [True], "modalities": [["text"], []], "function_call": ["none", "auto"],
+    "return_token_ids": [False], "return_tokens_as_token_ids": [False], "return_hidden_states": [False],
+    "chat_template_kwargs": [{}], "truncate_prompt_tokens": [-1], "structured_outputs": [{}], "priority": [0],
+    "request_id": ["a"], "kv_transfer_params": [{}],
+}  # fmt: skip
+ONLY = {
+    TEXT: {"tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False], "reasoning_effort": ["none"],
+           "continue_final_message": [False], "add_generation_prompt": [True, False], "best_of": [1], "max_tokens": [-1],
+           "stream_options": [{}, {"include_usage": True}], "response_format": [{"type": "text"}, {}], "echo": [False]},
+    CHAT: {"tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False], "max_completion_tokens": [-1],
+           "reasoning_effort": ["none", "low", "high"], "verbosity": ["low", "medium", "high"], "max_tokens": [-1],
+           "continue_final_message": [False], "echo": [False], "stream_options": [{}, {"include_usage": True}],
+           "response_format": [{"type": "text"}, {}], "thinking": [{"type": "disabled"}]},
+    RESPONSES: {"tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False], "max_output_tokens": [-1],
+                "reasoning": [{}, {"effort": None}, {"effort": "none"}, {"effort": "low"}], "text": [{}, {"verbosity": "low"}],
+                "background": [False], "truncation": ["disabled"], "context_management": [[]], "include": [[]],
+                "stream_options": [{}, {"include_obfuscation": False}], "best_of": [1]},
+    MESSAGES: {"tools": [[]], "tool_choice": [{"type": "auto"}, {"type": "none"}, {}], "thinking": [{"type": "disabled"}, {}],
+               "output_config": [{}, {"effort": "low"}], "mcp_servers": [[]], "parallel_tool_calls": [True], "max_tokens": [-1],
+               "reasoning_effort": ["none"], "stream_options": [{"include_usage": True}]},
+}  # fmt: skip
+
+
+def test_neutral_values_are_accepted(tiny):
+    """A field with its default, or one that is about another's service, is no reason for 400, whichever API gets it."""
+    failed = []
+    for make in (completions, chats, responses, messages):
+        for name, values in (EVERYWHERE | ONLY[make()[0]]).items():
+            for value in (*values, *([] if name == "max_tokens" else [None])):
+                path, body = make(**{name: value})
+                if name == "max_completion_tokens":  # the other name of the same limit
+                    del body["max_tokens"]
+                limit = {"stop_token_ids": list(range(1000))} if value == -1 and name.startswith("max") else {}
+                status, answer = tiny.post(path, body | limit)
+                if status != 200:
+                    failed.append((path, name, value, answer))
+    assert not failed, "\n".join(map(str, failed))
+
+
+def test_false_is_not_0_where_a_field_is_not_supported(tiny):
+    """In Python, False == 0: a request for log-probabilities without alternatives must not pass for one without any."""
+    assert tiny.post(*messages(logprobs=0))[0] == 400
+    assert tiny.post(*messages(logprobs=False))[0] == 200
+    assert tiny.post(*responses(top_logprobs=False))[0] == 400
+    found = tiny.post(*completions(logprobs=0))[1]["choices"][0]
+    assert len(found["logprobs"]["tokens"]) == 1
+    assert tiny.post(*completions(logprobs=False))[1]["choices"][0]["logprobs"] is None
+
+
+def test_negative_seeds(tiny):
+    """-1 means no seed, as for vLLM; every other signed integer is a seed of its own, as for OpenAI."""
+    def texts(seed):
+        body = {"prompt": "Once", "max_tokens": 12, "temperature": 1.5, "ignore_eos": True, "seed": seed}
+        return {tiny.post(TEXT, body)[1]["choices"][0]["text"] for _ in range(3)}
+
+    assert len(texts(-1)) > 1
+    assert len(texts(-2)) == 1
+    assert texts(-2) == texts(2**64 - 2)
+    assert texts(-2) != texts(-3)
+
+
+def test_no_limit(tiny):
+    """max_tokens of -1 goes on to the end of the context; the default of completions is 16."""
+    found = tiny.post(TEXT, {"prompt": "Once", "max_tokens": -1, "ignore_eos": True, "temperature": 0})[1]
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["total_tokens"] > 100
+    body = {"messages": USER, "max_tokens": -1, "ignore_eos": True, "temperature": 0}
+    assert tiny.post(MESSAGES, body)[1]["stop_reason"] in ("max_tokens", "model_context_window_exceeded")

@@ -7,11 +7,15 @@ endpoint, field or metric that does not exist, a resource of another origin, and
 import asyncio
 import base64
 import hashlib
+import json
 import re
 
 import pytest
 from support.package import ROOT
 from support.server import answer, events, front, message
+
+from minirt import SamplingParams
+from minirt.errors import InputError
 
 PAGE = (ROOT / "minirt" / "server" / "page.html").read_text(encoding="utf-8")
 SCRIPT = PAGE.split("<script>")[1].split("</script>")[0]
@@ -124,3 +128,64 @@ def test_the_api_takes_its_requests_and_answers_as_it_expects(tiny, path, conten
     status, _, data = tiny.request("POST", path, body | {"temperature": -1})
     assert status == 400
     assert b'"message":' in data
+
+
+def number_fields():
+    """Name of a setting → attributes of its field."""
+    fields = re.findall(r"<input ([^>]*type=\"number\"[^>]*)>", PAGE)
+    found = [dict(re.findall(r'([\w-]+)="([^"]*)"', field)) for field in fields]
+    return {field["id"]: field for field in found}
+
+
+@pytest.mark.parametrize("name", re.findall(r'"(\w+)"', re.search(r"SAMPLING = \[(.*?)\]", SCRIPT)[1]))
+def test_a_setting_is_marked_where_the_server_refuses_it(name):
+    """Catches a field whose bounds are wider than the server's, so that a refused value has no mark, or narrower, so that a good
+    one has one. A seed has fewer values, since a browser's numbers are exact only up to there."""
+    field = number_fields()[name]
+    assert field["data-accepts"]
+    number = float if field["step"] == "any" else int
+    for bound, past in (("min", -1), ("max", 1)):
+        if bound not in field:
+            continue
+        value = number(field[bound])
+        SamplingParams(**{name: value})
+        if name == "seed" and bound == "max":
+            assert value == 2**53 - 1
+            continue
+        step = 1 if number is int else 1e-6
+        with pytest.raises(InputError):
+            SamplingParams(**{name: value + past * step})
+    if "max" not in field:
+        SamplingParams(**{name: number(10**6)})
+    if number is int:
+        with pytest.raises(InputError):
+            SamplingParams(**{name: 2.5})
+
+
+def test_a_refusal_of_the_server_names_the_setting_that_is_marked(tiny):
+    """The page marks the setting that `error.param` names. A field that is not a number is refused before it is sent."""
+    for name, value in {"temperature": -1, "top_p": 0, "top_k": -2, "max_tokens": 0, "seed": -1}.items():
+        body = {"prompt": "Once", "max_tokens": 1, name: value}
+        status, _, data = tiny.request("POST", "/v1/completions", body)
+        assert status == 400
+        assert json.loads(data)["error"]["param"] == name
+    assert set(number_fields()) == {"temperature", "top_p", "top_k", "max_tokens", "seed"}
+    assert "SAMPLING.includes(failure.param)" in SCRIPT
+    assert SCRIPT.count("blocked()") == 3  # its definition, a message, another answer
+    assert re.search(r'<form id="settings"[^>]* novalidate>', PAGE), "else a refused value keeps Done from closing them"
+
+
+def test_terms_are_explained():
+    """Catches a tooltip that nothing refers to, and one that a keyboard cannot reach."""
+    terms = dict(re.findall(r'<dt class="term" tabindex="0" aria-describedby="([\w-]+)">([^<]*)<', PAGE))
+    assert set(terms.values()) == {"KV cache", "prefix hits"}
+    tips = dict(re.findall(r'<span role="tooltip" id="([\w-]+)">([^<]+)</span>', PAGE))
+    assert set(tips) == set(terms)
+    assert all(len(text) > 40 for text in tips.values())
+
+
+def test_there_is_an_example_for_both_kinds_of_models():
+    examples = re.search(r"EXAMPLES = \{(.*?)\n\};", SCRIPT, re.DOTALL)[1]
+    assert {kind: len(re.findall(r'"([^"]+)"', texts)) for kind, texts in re.findall(r"(\w+): \[(.*)\]", examples)} == {
+        "chat": 2, "text": 2
+    }  # fmt: skip

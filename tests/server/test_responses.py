@@ -329,7 +329,9 @@ def test_answers_go_back_as_they_are(history):
     run(history, scenario)
 
 
-def test_efforts(folders, history):
+def test_efforts(folders, history, capfd):
+    """Clients send an effort to every model. It goes to a template that uses it; else the log names it, once."""
+
     async def uses(model):
         for effort in ("low", "none"):
             found = await model.respond("a", reasoning={"effort": effort})
@@ -339,18 +341,20 @@ def test_efforts(folders, history):
     async def has_a_switch(model):
         await model.respond("a", reasoning={"effort": "none"}, extra_body=None)
         assert model.prompt.endswith("bot:<think></think>")
-        assert await model.refused(reasoning={"effort": "high"}) == "reasoning.effort"
+        await model.respond("a", reasoning={"effort": "high"})
+        assert model.prompt.endswith("bot:<think></think>")
 
-    async def always(model):
-        assert await model.refused(reasoning={"effort": "none"}) == "reasoning.effort"
-
-    async def never(model):
-        await model.respond("a", reasoning={"effort": "none"})
+    async def has_none(model):
+        for effort in ("none", "low"):
+            await model.respond("a", reasoning={"effort": effort}, text={"verbosity": effort})
+            assert effort not in model.prompt
 
     run(history, uses)
     run(folders["opens"], has_a_switch)
-    run(folders["thinks"], always)
-    run(folders["plain"], never)
+    capfd.readouterr()
+    for name in ("thinks", "plain"):
+        run(folders[name], has_none)
+        assert capfd.readouterr().err.count("ignored: reasoning.effort") == 1
 
 
 def test_choices_of_tools(folders):

@@ -8,7 +8,7 @@ import json
 
 import openai
 import pytest
-from support.chats import Model
+from support.chats import TEMPLATES, Model
 from support.server import answer, message
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
@@ -292,6 +292,109 @@ def test_calls_that_are_forced(folders):
     run(folders["opens"], scenario)
 
 
+def test_forced_calls_that_are_cut_off_have_no_content(folders):
+    """Wherever: the text before the first call is the grammar's, not the model's."""
+
+    async def scenario(chats):
+        arguments = '{"city": "Zürich", "days": 3}'
+        listed = f'[ {{"name": "weather", "arguments": {arguments}}}, {{"name": "now", "arguments": {{}}}}]'
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice, text in (("required", listed), (named, arguments)):
+            for end in (*range(1, 20), *range(20, len(text), 7)):
+                fields = {"tools": TOOLS, "tool_choice": choice, "reason": "length"}
+                found = whole((await chats.complete(text[:end], **fields)).choices[0])
+                assert (found[0], found[3]) == ("", "length"), text[:end]
+                assert all(own[1] in text[:end] for own in found[2])
+                assert joined(await chats.complete(text[:end], streams=True, **fields)) == found
+        found = whole((await chats.complete("[", tools=TOOLS, tool_choice="required", reason="length")).choices[0])
+        assert found == ("", "", [], "length")
+
+    run(folders["hermes"], scenario)
+
+
+# Answers as models write them, some of them wrong.
+WRITTEN = [
+    ("hermes", f"Well: {CALL}{NOW_CALL}", None), ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', None),
+    ("hermes", "<tool_call>{'name': 'now', 'arguments': {'a': 1}}</tool_call>", None),
+    ("hermes", '[{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}]', "required"),
+    ("hermes", '{"city": "Zürich", "days": 3}', {"type": "function", "function": {"name": "weather"}}),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
+     "</function>\n</tool_call>", None),
+    ("llama3_json", '{"name": "now", "parameters": "none"}', None), ("thinks", f"<think>\nHm.</think>\nSo {CALL}", None),
+    ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "text", "choice"), WRITTEN)
+def test_every_answer_goes_back(folders, model, text, choice):
+    """What the server has sent, it accepts in the next turn, wherever the answer was cut off, in each of the APIs.
+
+    Catches conversations that end for ever with a call whose arguments are no JSON, with reasoning and no content, or with an
+    answer of nothing.
+    """
+
+    async def scenario(chats):
+        async def asked(path, **fields):
+            body = {"model": "fake", "messages": USER, "max_tokens": 99, "tools": TOOLS, "seed": 1} | fields
+            body = {name: value for name, value in body.items() if value is not None}
+            reader, _ = await chats.ask(message(body, path))
+            status, _, content = await answer(reader)
+            assert status == 200, content
+            return json.loads(content)
+
+        async def turn(path, end, **fields):
+            reason = "length" if 0 < end < len(text) else "stop"
+            return await chats.answered(asked(path, **fields), text[:end], reason=reason)
+
+        named = isinstance(choice, dict)
+        flat = {"type": "function", "name": "weather"} if named else choice
+        kind = {"type": "tool", "name": "weather"} if named else choice and {"type": "any"}
+        own_tools = [own["function"] for own in TOOLS]
+        typed = {"tools": [{"type": "function"} | own for own in own_tools], "messages": None, "max_tokens": None}
+        plain = {"tools": [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in own_tools]}
+        for end in (0, *range(1, len(text), 3), len(text)):
+            found = await turn("/v1/chat/completions", end, tool_choice=choice)
+            own = found["choices"][0]["message"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "wrong"} for call in own.get("tool_calls", ())]
+            await turn("/v1/chat/completions", end, messages=[*USER, own, *results, *USER])
+            items = (await turn("/v1/responses", end, input=USER, tool_choice=flat, **typed))["output"]
+            calls = [own["call_id"] for own in items if own["type"] == "function_call"]
+            results = [{"type": "function_call_output", "call_id": call, "output": "wrong"} for call in calls]
+            await turn("/v1/responses", end, input=[*USER, *items, *results, *USER], **typed)
+            blocks = (await turn("/v1/messages", end, messages=USER, tool_choice=kind, **plain))["content"]
+            uses = [own for own in blocks if own["type"] == "tool_use"]
+            assert all(isinstance(own["input"], dict) for own in uses)
+            results = [{"type": "tool_result", "tool_use_id": own["id"], "content": "wrong"} for own in uses]
+            user = {"role": "user", "content": [*results, {"type": "text", "text": "Again."}]}
+            await turn("/v1/messages", end, messages=[*USER, {"role": "assistant", "content": blocks}, user], **plain)
+
+    run(folders[model], scenario)
+
+
+def test_null_arguments_are_none(folders):
+    """As other servers and frameworks store a call without arguments."""
+
+    async def scenario(chats):
+        call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": None}}
+        history = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "noon"}]
+        await chats.complete("It is noon.", messages=history, tools=TOOLS)
+        items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "x", "name": "now", "arguments": None}]
+        blocks = [{"type": "tool_use", "id": "x", "name": "now", "input": None}]
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "noon"}]}
+        for path, body in (
+            ("/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "x", "output": "noon"}]}),
+            ("/v1/messages", {"messages": [*USER, {"role": "assistant", "content": blocks}, result], "max_tokens": 9}),
+        ):
+
+            async def asked(path=path, body=body):
+                reader, _ = await chats.ask(message(body, path))
+                return (await answer(reader))[0]
+
+            assert await chats.answered(asked(), "It is noon.") == 200
+
+    run(folders["hermes"], scenario)
+
+
 def test_structured_output_is_content(folders):
     """Else JSON after a prompt that opens a block would be reasoning, and JSON with a name a call of Llama's format."""
 
@@ -355,5 +458,22 @@ def test_the_tools_of_tokenize(folders):
         status, _, body = await answer(reader)
         assert status == 200
         assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
+
+    run(folders["hermes"], scenario)
+
+
+def test_what_tokenizer_info_says(folders):
+    """lm-eval takes the chat template and the special tokens from it, wherever the model's files have them."""
+
+    async def scenario(chats):
+        reader, _ = await chats.ask(message(b"", "/tokenizer_info", "GET"))
+        status, headers, body = await answer(reader)
+        assert (status, headers["content-type"]) == (200, "application/json")
+        found = json.loads(body)
+        assert found["chat_template"] == TEMPLATES["hermes"]
+        assert found["eos_token"] == chats.tokenizer.info["eos_token"]
+        assert isinstance(found["eos_token"], str)
+        reader, _ = await chats.ask(message({"prompt": found["eos_token"], "add_special_tokens": False}, "/tokenize"))
+        assert json.loads((await answer(reader))[2])["tokens"] == [chats.tokenizer.eos_token_id]
 
     run(folders["hermes"], scenario)

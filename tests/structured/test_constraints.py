@@ -16,7 +16,7 @@ import tokenizers
 import torch
 from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constraints, draw, text_of
 from tokenizers import decoders, models, normalizers
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
@@ -214,10 +214,17 @@ def test_the_name_of_a_special_token_is_text(spec, text):
     assert allowed(OWN, constraint)[1], "complete"
 
 
-def byte_level(normalizer=None):
-    """A tokenizer.json with a token for each byte."""
+def byte_level(normalizer=None, prefix=False):
+    """A tokenizer.json with a token for each byte. `prefix`: it puts a space before a text."""
     own = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    own.normalizer, own.pre_tokenizer, own.decoder = normalizer, ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    own.normalizer, own.pre_tokenizer, own.decoder = normalizer, ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
+    return own
+
+
+def metaspace():
+    """Its pre-tokenizer puts a space before a text."""
+    own = sentencepiece(models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], unk_token="<unk>", byte_fallback=True))
+    own.normalizer, own.pre_tokenizer = None, Sequence([Metaspace(prepend_scheme="always", split=False)])
     return own
 
 
@@ -238,11 +245,15 @@ PIECES = ["<unk>", "</s>", *BYTES, *"▁<>/Aahiknstu"]
         byte_level(), byte_level(normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])),
         sentencepiece(models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], unk_token="<unk>", byte_fallback=True)),
         sentencepiece(models.Unigram([(piece, -float(i > 1)) for i, piece in enumerate(PIECES)], 0, True)),
+        byte_level(prefix=True), metaspace(),
     ],
-    ids=["byte-level", "normalizers", "BPE", "Unigram"],
+    ids=["byte-level", "normalizers", "BPE", "Unigram", "byte-level with a prefix", "Metaspace"],
 )  # fmt: skip
 def test_a_text_is_tokenized_to_its_bytes(own):
-    """For llguidance: no special token, nor what it counts as one, and no normalizer. Other added tokens still match."""
+    """For llguidance: no special token, nor what it counts as one, no normalizer, no space in front.
+
+    Other added tokens still match.
+    """
     own.add_special_tokens(["<unk>", "</s>"])
     own.add_tokens(["<think>", "[INST]", "a  "])
     source = grammar.without_special(own.to_str())
@@ -426,7 +437,7 @@ def test_a_matcher_is_ready_or_another_thread_compiles_it(monkeypatch):
 
 def test_without_llguidance(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=r"needs llguidance.*pip install 'minirt\[structured\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs llguidance.*pip install llguidance"):
         constraints().compile(StructuredOutputsParams(regex="a"))
 
 

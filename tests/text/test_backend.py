@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from minirt.errors import TokenizerError
 from minirt.text.backend import Backend
-from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.detokenizer import incremental_decoder
 from minirt.text.tokenizer import Tokenizer as Loaded
 
 LETTERS = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -152,6 +152,6 @@ def test_an_empty_pattern_is_no_crash(pattern: Any, tmp_path: Path) -> None:
         tokenizer = Loaded.load(tmp_path)
         assert tokenizer is not None
         ids = tokenizer.encode("banana")
-        assert "".join(map(IncrementalDecoder(tokenizer).push, ids)) == tokenizer.decode(ids)
+        assert "".join(map(incremental_decoder(tokenizer).push, ids)) == tokenizer.decode(ids)
     except TokenizerError:
         pass

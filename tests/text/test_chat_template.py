@@ -4,11 +4,13 @@ Catches arguments that reach a template as text, a final message that is closed,
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiny import add_tokenizer
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minirt.errors import InputError, TokenizerError
@@ -150,16 +152,15 @@ def call(**changes: Any) -> dict[str, Any]:
         ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls[0]", "not a tool call"),
         (call(type="custom"), "messages[1].tool_calls[0].type", "custom"),
         (call(id=7), "messages[1].tool_calls[0].id", "int"),
-        (call(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments", "not JSON"),
         (
-            call(function={"name": "f", "arguments": "[" * 99999}),
-            "messages[1].tool_calls[0].function.arguments",
-            "not JSON",
-        ),
-        (
-            call(function={"name": "f", "arguments": "[1]"}),
+            call(function={"name": "f", "arguments": [1]}),
             "messages[1].tool_calls[0].function.arguments",
             "not a JSON object",
+        ),
+        (
+            call(function={"name": "f", "arguments": {"a": {1, 2}}}),
+            "messages[1].tool_calls[0].function.arguments",
+            "not JSON",
         ),
         (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "NoneType"),
     ],
@@ -171,10 +172,51 @@ def test_what_is_wrong_is_named(message, where, word) -> None:
 
 
 def test_arguments_may_be_empty_or_an_object() -> None:
-    for arguments, expected in (("", {}), ({"a": 1}, {"a": 1})):
+    for arguments, expected in (("", {}), (None, {}), ({"a": 1}, {"a": 1})):
         (message,) = checked_messages([call(function={"name": "f", "arguments": arguments})])
         assert message["tool_calls"][0]["function"]["arguments"] == expected
         assert message["content"] == ""
+
+
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    """Catches an empty list that a template takes for a call."""
+    for calls in ([], None):
+        (message,) = checked_messages([{"role": "assistant", "content": "a", "tool_calls": calls}])
+        assert message == {"role": "assistant", "content": "a"}
+    single = "{% if 'tool_calls' in messages[0] and messages[0].tool_calls | length != 1 %}{{ raise_exception('one call') }}"
+    assert ours([{"role": "assistant", "content": "b", "tool_calls": []}], single + "{% endif %}{{ messages[0].content }}") == "b"
+
+
+# In the style of DeepSeek-R1's, Qwen2.5's, and Qwen3-Coder's templates, as code and as filter.
+CALLS = "{% for c in messages[0].tool_calls %}{{ c.function.name }}:X{% endfor %}"
+SHOWN = "{% for k, v in Y %}{{ k }}={{ v }}{% endfor %}"
+STYLES = {
+    "text": CALLS.replace("X", "{{ c.function.arguments }}"),
+    "tojson": CALLS.replace("X", "{{ c.function.arguments | tojson }}"),
+    "items()": CALLS.replace("X", SHOWN.replace("Y", "c.function.arguments.items()")),
+    "items": CALLS.replace("X", SHOWN.replace("Y", "c.function.arguments | items")),
+}
+
+
+@pytest.mark.parametrize("text", ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo"])
+def test_arguments_that_are_no_object_stay_texts(text: str) -> None:
+    """An answer that was cut off, or whose call is wrong, must not end the conversation: each style shows its text."""
+    expected = {"text": text, "tojson": json.dumps(text), "items()": f"arguments={text}", "items": f"arguments={text}"}
+    given = [call(function={"name": "f", "arguments": text})]
+    for style, template in STYLES.items():
+        assert ours(given, template, add_generation_prompt=False) == f"f:{expected[style]}", style
+
+
+def test_a_template_that_fails_for_another_reason_fails() -> None:
+    """The second attempt, with objects, is not a way around the template's own errors."""
+    with pytest.raises(TokenizerError, match="no calls, please"):
+        ours([call(function={"name": "f", "arguments": "{"})], "{{ raise_exception('no calls, please') }}")
+
+
+def test_an_answer_of_reasoning_alone_goes_back() -> None:
+    """Its content is null: it was cut off before there was any."""
+    (message,) = checked_messages([{"role": "assistant", "content": None, "reasoning": "Hm"}])
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "documents", "bos_token"])
@@ -196,10 +238,74 @@ def test_values_that_are_no_json_are_named() -> None:
 
 def test_a_template_for_tools() -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
-    assert ours(CHAT, named) == ours(CHAT, named, tools=[]) == "plain"
-    assert ours(CHAT, named, tools=TOOLS) == "tools 1"
-    with pytest.raises(TokenizerError, match="bad chat_template"):
-        ChatTemplate(Path("f"), {"chat_template": [*named[:1], {"name": "tool_use", "template": 5}]})
+    for form in (named, {own["name"]: own["template"] for own in named}):
+        assert ours(CHAT, form) == ours(CHAT, form, tools=[]) == "plain"
+        assert ours(CHAT, form, tools=TOOLS) == "tools 1"
+    for wrong in ({"name": "tool_use", "template": 5}, named[0], named[1]):
+        with pytest.raises(TokenizerError, match="bad chat_template"):
+            ChatTemplate(Path("f"), {"chat_template": [*named, wrong]})
+
+
+PLACES: dict[str, dict[str, str]] = {
+    "only the newer files": {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"},
+    "the default one among others": {"additional_chat_templates/default.jinja": "A", "additional_chat_templates/rag.jinja": "C"},
+    "both names of the default one": {"additional_chat_templates/default.jinja": "A", "chat_template.jinja": "B"},
+    "only one for tools": {"additional_chat_templates/tool_use.jinja": "A"},
+    "no named one": {"chat_template.jinja": "A", "additional_chat_templates/README.md": "C"},
+}
+STATED: dict[str, Any] = {
+    "nothing": None, "a text": "S", "a list": [{"name": "default", "template": "S"}, {"name": "tool_use", "template": "T"}]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stated", STATED)
+@pytest.mark.parametrize("place", PLACES)
+def test_templates_in_files_as_in_transformers(place: str, stated: str, tmp_path: Path) -> None:
+    """Catches a template for tools that is not read, and one of tokenizer_config.json that is joined with those of files."""
+    add_tokenizer(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": STATED[stated]}))
+    for name, text in PLACES[place].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        own = Tokenizer.load(tmp_path) or pytest.fail("no tokenizer")
+    ignored = [w for w in seen if "its chat template is ignored, since" in str(w.message)]
+    assert len(ignored) == (stated != "nothing")
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, TOOLS):
+        try:
+            expected = other.apply_chat_template([{"role": "user", "content": "Hi"}], tools=tools, tokenize=False)
+        except ValueError:  # there is no default one
+            with pytest.raises(TokenizerError, match="there is no chat template"):
+                own.render_chat([{"role": "user", "content": "Hi"}], tools=tools)
+            continue
+        assert own.render_chat([{"role": "user", "content": "Hi"}], tools=tools) == expected
+
+
+def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
+    """Catches a layout of named templates that transformers writes and minirt does not read."""
+    other = AutoTokenizer.from_pretrained(add_tokenizer(tmp_path, None))
+    content = "{{ messages[0].content }}"
+    other.chat_template = {"default": f"plain {content}", "tool_use": "{{ tools | length }} " + content}
+    other.save_pretrained(tmp_path / "saved")
+    own = Tokenizer.load(tmp_path / "saved") or pytest.fail("no tokenizer")
+    for tools in (None, TOOLS):
+        expected = other.apply_chat_template([{"role": "user", "content": "Hi"}], tools=tools, tokenize=False)
+        assert own.render_chat([{"role": "user", "content": "Hi"}], tools=tools) == expected
+    assert own.tool_template == other.chat_template["tool_use"]
+
+
+def test_the_older_file_of_processors_is_the_last_one(tmp_path: Path) -> None:
+    """Catches a template that only chat_template.json has, and one that wins over newer files or is ignored without a word."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old {{ messages[0].content }}"}))
+    assert ChatTemplate(tmp_path, {}).render(CHAT, {}) == "old Hi"
+    with pytest.warns(UserWarning, match=r"chat_template\.json: .* ignored, since tokenizer_config\.json has another one"):
+        assert ChatTemplate(tmp_path, {"chat_template": "new"}).render(CHAT, {}) == "new"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChatTemplate(tmp_path, {"chat_template": "old {{ messages[0].content }}\n"})
 
 
 def test_the_tokenizer_passes_options_on(tmp_path: Path) -> None:

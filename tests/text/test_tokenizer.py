@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.vocabularies import decoded
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minirt.errors import ConfigError, InputError, TokenizerError
-from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.detokenizer import incremental_decoder
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 
 BOS, EOS = "<s>", "</s>"
@@ -95,6 +97,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
 }
 
 
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
@@ -141,7 +144,11 @@ def test_bos_is_decided_as_transformers_does(post_processor: str, add_bos_token:
     backend.post_processor = None if post_processor == "none" else template  # type: ignore[assignment]
     options = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     folder = save(backend, tmp_path, bos_token=BOS, eos_token=EOS, **options)
-    ids = load(folder).encode("hello")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ids = load(folder).encode("hello")
+    told = [str(w.message) for w in seen if "add_bos_token is ignored, as in transformers 5" in str(w.message)]
+    assert len(told) == len(seen) == (add_bos_token is not None and add_bos_token != (post_processor == "bos"))
     assert ids == hf(folder).encode("hello")
     assert (ids[0] == 1) == (post_processor == "bos")
 
@@ -169,20 +176,37 @@ def test_eos_without_the_special_flag_is_skipped_all_the_same(tmp_path: Path) ->
     assert join(tokenizer, ids) == tokenizer.decode(ids) == hf(folder).decode(ids, skip_special_tokens=True) == "ab"
 
 
-def test_special_tokens_as_objects_null_and_from_the_older_file(tmp_path: Path) -> None:
+def test_special_tokens_as_objects_and_null(tmp_path: Path) -> None:
     added = {"__type": "AddedToken", "content": EOS, "lstrip": False, "normalized": False, "rstrip": False}
     folder = save(byte_level(), tmp_path, bos_token=None, eos_token=added)
     assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)
-    write(folder, "special_tokens_map.json", {"bos_token": BOS, "eos_token": BOS})
-    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)  # null is a value: the older file is not used
-    write(folder, "tokenizer_config.json", {})
-    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (0, 0)
-    write(folder, "special_tokens_map.json", {})
-    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, None)
     with pytest.raises(TokenizerError, match=r"eos_token.*<gone>"):
         load(save(byte_level(), tmp_path, bos_token=BOS, eos_token="<gone>"))
     with pytest.warns(UserWarning, match=r"pad_token.*<gone>"):  # accepted, because generation needs no padding
         load(save(byte_level(), tmp_path, pad_token="<gone>"))
+
+
+OLDER: list[dict[str, Any]] = [
+    {"bos_token": BOS, "eos_token": BOS}, {"bos_token": None, "eos_token": EOS}, {"eos_token": EOS}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("older", OLDER, ids=range(len(OLDER)))
+@pytest.mark.parametrize("newer", [{}, {"bos_token": None, "eos_token": EOS}, {"bos_token": BOS, "eos_token": EOS}], ids=range(3))
+@pytest.mark.parametrize("current", [False, True])
+def test_special_tokens_in_two_files(older: dict, newer: dict, current: bool, tmp_path: Path) -> None:
+    """Catches the wrong file that wins, and one that wins without a word: another end of a text, or a BOS that is not added."""
+    decoder: dict[str, Any] = {"added_tokens_decoder": {}} if current else {}
+    folder = write(save(byte_level(), tmp_path, **newer, **decoder), "special_tokens_map.json", older)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = load(folder)
+    differ = [name for name in ("bos_token", "eos_token") if name in older and name in newer and older[name] != newer[name]]
+    assert [name for name in ("bos_token", "eos_token") if any(name in str(w.message) for w in seen)] == differ
+    assert all(("tokenizer_config.json takes precedence" in str(w.message)) == current for w in seen)
+    theirs = hf(folder)
+    if newer or not current:  # of a current tokenizer_config.json that names no tokens, transformers knows none
+        assert (found.bos_token_id, found.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
 def test_what_is_no_text_and_no_id_is_an_input_error(tokenizers: dict[str, Tokenizer]) -> None:
@@ -195,7 +219,7 @@ def test_what_is_no_text_and_no_id_is_an_input_error(tokenizers: dict[str, Token
         with pytest.raises(InputError):
             tokenizer.decode([token])
         with pytest.raises(InputError):
-            IncrementalDecoder(tokenizer).push(token)
+            incremental_decoder(tokenizer).push(token)
 
 
 def test_no_tokenizer_and_foreign_tokenizers(tmp_path: Path) -> None:
@@ -230,7 +254,10 @@ BAD: dict[str, list[str | bytes]] = {
         '{"chat_template": [{"name": "default", "template": 3}]}',
     ],
     "special_tokens_map.json": ['"text"'],
+    "added_tokens.json": ["[]"],
     "chat_template.jinja": [b"\xff"],
+    "chat_template.json": ["[]", '{"chat_template": 7}', '{"chat_template": {"rag": "x"}}'],
+    "additional_chat_templates/tool_use.jinja": [b"\xff"],
 }
 BAD_FILES = [(name, content) for name, contents in BAD.items() for content in contents]
 
@@ -238,6 +265,7 @@ BAD_FILES = [(name, content) for name, contents in BAD.items() for content in co
 @pytest.mark.parametrize(("name", "content"), BAD_FILES, ids=range(len(BAD_FILES)))
 def test_damaged_file_is_named(name: str, content: str | bytes, tmp_path: Path) -> None:
     folder = save(byte_level(), tmp_path)
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TokenizerError) as caught:
         Tokenizer.load(folder)
@@ -280,7 +308,7 @@ def test_templates_agree_with_transformers(template: str, form: str, tmp_path: P
     config: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS, "chat_template": template}
     if form == "jinja":
         write(folder, "chat_template.jinja", template)
-        config["chat_template"] = "not this one"
+        del config["chat_template"]
     elif form == "list":
         named = {"rag": "not this one", "default": template, "tool_use": "nor this"}
         config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
@@ -330,8 +358,15 @@ def test_messages_are_checked(messages: Any, tokenizers: dict[str, Tokenizer]) -
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> list[str]:
-    decoder = IncrementalDecoder(tokenizer, skip)
+    decoder = incremental_decoder(tokenizer, skip)
     return [*(decoder.push(i) for i in ids), decoder.flush()]
+
+
+def whole(name: str, tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """The text of all tokens at once. With byte tokens, wrong bytes do not change characters before them, as in the library."""
+    if name == "sentencepiece_like":
+        return decoded(tokenizer._backend._library, ids, skip)
+    return tokenizer.decode(ids, skip)
 
 
 def join(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> str:
@@ -348,7 +383,7 @@ def test_pieces_join_to_the_decoded_text(
     tokenizer = tokenizers[name]
     low = st.integers(0, min(290, tokenizer.vocab_size - 1))  # bytes and special tokens
     ids = data.draw(st.lists(low | st.integers(0, tokenizer.vocab_size + 2), max_size=40))
-    assert join(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
+    assert join(tokenizer, ids, skip) == whole(name, tokenizer, ids, skip)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "smollm2"])
@@ -357,7 +392,7 @@ def test_texts_and_every_low_token_alone_and_in_a_row(name: str, tokenizers: dic
     row = list(range(min(tokenizer.vocab_size, 400)))
     texts = [tokenizer.encode(text) for text in [*TEXTS, "👩‍👩‍👧‍👦好\ufffd好 \ufffd".join(TEXTS)]]
     for ids in [row, row[::-1], *([i] for i in row), *texts]:
-        assert join(tokenizer, ids, False) == tokenizer.decode(ids, False)
+        assert join(tokenizer, ids, False) == whole(name, tokenizer, ids, False)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "byte_level"])
@@ -373,38 +408,56 @@ def test_character_is_sent_with_its_last_byte(name: str, tokenizers: dict[str, T
     assert pieces_of(tokenizer, [lead, lead, letter, lead]) == ["", "\ufffd", "\ufffda", "", "\ufffd"]
 
 
-def test_run_of_byte_tokens_is_one_decision_and_one_space_goes(tokenizers: dict[str, Tokenizer]) -> None:
-    """One bad byte turns a whole run of byte tokens into U+FFFD, so valid characters of a run must not be sent early."""
-    tokenizer = tokenizers["sentencepiece_like"]
-    run = [3 + byte for byte in "龘".encode()]
-    space = tokenizer.token_id("▁a") or 0
-    assert pieces_of(tokenizer, [space, *run, space]) == ["a", "", "", "", "龘 a", ""]
-    assert pieces_of(tokenizer, [*run, 2, run[0]]) == ["", "", "", "", "", "\ufffd" * 4]  # the skipped EOS does not end the run
-    assert pieces_of(tokenizer, run) == ["", "", "", "龘"]
-    bare = tokenizer.token_id("▁") or 0  # the first space is stripped, only once
-    assert pieces_of(tokenizer, [1, bare, bare, space, bare]) == ["", "", " ", " a", " ", ""]
-
-
 @pytest.mark.parametrize("name", ["smollm2", "sentencepiece_like"])
 def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
     """Counts the ids passed to the library's decode: a few per token, amortized, even in a run of byte tokens."""
     tokenizer = tokenizers[name]
-    decoder, backend = IncrementalDecoder(tokenizer), Mock(wraps=tokenizer._backend)
+    decoder, backend = incremental_decoder(tokenizer), Mock(wraps=tokenizer._backend)
     monkeypatch.setattr(decoder, "_backend", backend)
     ids = [3 + 0xF0] * 1000 + random.Random(1).choices(range(tokenizer.vocab_size), k=1000)
     text = "".join(map(decoder.push, ids)) + decoder.flush()
-    assert text == tokenizer.decode(ids)
+    assert text == whole(name, tokenizer, ids, True)
     assert sum(len(call.args[0]) for call in backend.decode.call_args_list) <= 5 * len(ids)
 
 
-def test_every_eos_id_of_the_first_source(tokenizers: dict[str, Tokenizer]) -> None:
-    tokenizer = tokenizers["byte_level"]
-    assert eos_token_ids({"eos_token_id": [5, 3, 5]}, {"eos_token_id": 9}, tokenizer) == (5, 3)
-    assert eos_token_ids({"eos_token_id": 0}, {"eos_token_id": 9}, tokenizer) == (0,)
-    assert eos_token_ids({"eos_token_id": None}, {"eos_token_id": [9, 8]}, tokenizer) == (9, 8)
-    assert eos_token_ids({"eos_token_id": []}, {"eos_token_id": 9}, tokenizer) == (9,)
-    assert eos_token_ids(None, {"eos_token_id": None}, tokenizer) == eos_token_ids({}, {}, tokenizer) == (1,)
-    assert eos_token_ids(None, {}, None) == ()
+# generation_config.json, config.json, the ends that they state, these with the tokenizer's, and the warning.
+ENDS: list[tuple[dict | None, dict, tuple[int, ...], tuple[int, ...], str]] = [
+    ({"eos_token_id": [5, 1, 5]}, {"eos_token_id": 5}, (5, 1), (5, 1), ""),
+    ({"eos_token_id": 1}, {}, (1,), (1,), ""),
+    ({"eos_token_id": 0}, {}, (0,), (0, 1), "eos_token_id is [0]; 1 ('</s>'), the tokenizer's eos_token, ends a text, too"),
+    ({"eos_token_id": [5, 1]}, {"eos_token_id": [1, 9]}, (5, 1), (5, 1), "config.json: the eos_token_id [9] is not used"),
+    ({"eos_token_id": None}, {"eos_token_id": [9, 1]}, (9, 1), (9, 1), ""),
+    ({"eos_token_id": []}, {"eos_token_id": 9}, (9,), (9, 1), "config.json: eos_token_id is [9]; 1 ('</s>'), the tokenizer's"),
+    (None, {"eos_token_id": None}, (), (1,), ""),
+    ({}, {}, (), (1,), ""),
+]
+
+
+@pytest.mark.parametrize(("generation", "config", "stated", "expected", "told"), ENDS, ids=range(len(ENDS)))
+def test_a_text_ends_with_each_end_that_the_files_name(
+    generation: dict | None, config: dict, stated: tuple, expected: tuple, told: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Catches an answer that runs on to max_tokens, because one file silently wins over another."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert eos_token_ids(generation, config, tokenizers["byte_level"]) == expected
+    assert [told in str(w.message) for w in seen] == ([True] if told else [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert eos_token_ids(generation, config, None) == stated
+
+
+def test_the_end_of_a_turn_in_the_template_ends_a_text(tmp_path: Path) -> None:
+    """Catches a tokenizer whose eos_token is that of the base model: the chat template ends each answer with another token."""
+    template = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}plain\n{% endfor %}"
+    tokenizer = load(save(byte_level(), tmp_path, bos_token=BOS, eos_token=EOS, chat_template=template))
+    end = tokenizer.token_id("plain")
+    assert end is not None
+    assert tokenizer.end_of_turn_id == end
+    assert eos_token_ids(None, {}, tokenizer) == (1, end)
+    with pytest.warns(UserWarning, match=rf"eos_token_id is 1?.*{end} \('plain'\), with which the chat template ends an answer"):
+        assert eos_token_ids({"eos_token_id": 1}, {}, tokenizer) == (1, end)
+    assert load(save(byte_level(), tmp_path / "none", eos_token=EOS)).end_of_turn_id is None
 
 
 def test_bad_eos_ids() -> None:

@@ -114,9 +114,18 @@ def test_added_tokens_of_the_other_file(tmp_path: Path) -> None:
     for extra in ({"9999": {"content": "<new>"}}, {"7": {"content": "<s>"}}):
         with pytest.warns(UserWarning, match=r"added_tokens_decoder is ignored.*(<new>|<s>)"):
             load(save(tmp_path, BYTE_LEVEL, added_tokens_decoder=known | extra))
+    older = save(tmp_path, BYTE_LEVEL) / "added_tokens.json"
+    older.write_text('{"<s>": 1}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(older.parent)
+    older.write_text('{"<new>": 9999}')
+    with pytest.warns(UserWarning, match=r"added_tokens\.json is ignored.*<new>"):
+        load(older.parent)
 
 
-FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+FILES += ["chat_template.jinja", "chat_template.json"]
 
 
 @pytest.mark.parametrize("kind", ["dangling", "loop", "fifo", "device", "folder", "sparse"])

@@ -4,7 +4,7 @@ quotient upside down, a missing value that is shown as one, and a form that comp
 import pytest
 
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import pictures, tables
+from minirt.bench.tools import pictures, results, tables
 from minirt.bench.tools.tables import origin
 
 
@@ -62,26 +62,125 @@ def test_prefill_with_gaps():
     ]
 
 
-def test_the_choice_for_the_readme():
-    def of(commit, date, record, **own):
-        return record | {"model": "M", "commit": commit, "date": date, "device": "X", "versions": {"torch": "2"}} | own
+def beside(prompt=(0.1965, 0.1981)):
+    """A record of both engines, with times that differ by point and format. `prompt`: minirt's and vLLM's in bf16."""
 
-    records = {
-        "a": of("1", "2026-01-02 03:04 UTC", STEPS["a"]),
-        "c": of("2", "2026-01-01 03:04 UTC", PROMPTS["c"]),
-        "d": of("1", "2026-01-02 05:00 UTC", STEPS["b"]),
-    }
-    text = tables.vllm_table(records)
-    shown, _, origin = text.partition("\n\n")
-    assert shown.splitlines()[0] == "| M, ms | minirt bf16 | vLLM bf16 | minirt `--fp8` | vLLM fp8 |"
+    def run(engine, form, factor, rate, torch="2", **own):
+        steps = [(1, 128, 0.004), (64, 128, 0.008), (256, 128, 0.0123), (1, 8000, 0.005)]
+        prompts = [(512, 0.02), (8192, prompt[engine == "vLLM"] / factor if form == "bf16" else 0.2)]
+        rows = [{"batch_size": n, "context_len": c, "step_s": s * factor} for n, c, s in steps]
+        rows += [{"input_len": n, "time_to_first_token_s": s * factor} for n, s in prompts]
+        versions = {"torch": torch, "triton": "3"}
+        own |= {"engine": engine, "quantization": {"bf16": None, "fp8": "fp8"}[form]}
+        return own | {"versions": versions, "output_tokens_per_s": rate, "results": rows}
+
+    runs = [
+        run("minirt", "bf16", 1.0, 12000.4, commit="c"), run("vLLM", "bf16", 1.5, 10000, version="7", note="N"),
+        run("minirt", "fp8", 0.5, 20000, commit="c"), run("vLLM", "fp8", 1.25, 10000, version="7", note="N"),
+        run("minirt", "bf16", 0.9, None, torch="9", commit="c"),
+    ]  # fmt: skip
+    protocol = {"order": "O", "clock": "C"}
+    correctness = {"checked": False, "why": "no check"}
+    own = {"model": "M", "device": "NVIDIA X 1", "date": "2026-01-02", "protocol": protocol, "correctness": correctness}
+    return {"a": own | {"runs": runs}}
+
+
+def test_both_engines_in_the_readme():
+    """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), and a tie or a loss
+    that is not told."""
+    shown, told, origin = tables.readme_table(beside()).split("\n\n")
+    assert shown.splitlines()[0] == "| M, ms | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
     assert rows(shown) == [
-        ["decode step, batch 1", "4.78", "4.78", "–", "3.41"],
-        ["decode step, batch 64", "–", "5.22", "–", "3.99"],
-        ["decode step, batch 256", "12.3", "9.08", "–", "7.29"],
-        ["first token, prompt of 512 tokens", "–", "13.9", "–", "9.25"],
-        ["first token, prompt of 8,192 tokens", "–", "195.0", "129.9", "129.0"],
+        ["decode step, batch 1", "4.00", "6.00", "1.50 ×", "2.00", "5.00", "2.50 ×"],
+        ["decode step, batch 64", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
+        ["decode step, batch 256", "12.3", "18.5", "1.50 ×", "6.15", "15.4", "2.50 ×"],
+        ["first token, prompt of 512 tokens", "20.0", "30.0", "1.50 ×", "10.0", "25.0", "2.50 ×"],
+        ["first token, prompt of 8,192 tokens", "196.5", "198.1", "1.01 ×", "100.0", "250.0", "2.50 ×"],
+        ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
-    assert origin.startswith("minirt at commit `1` and `2`, 2026-01-01 to 2026-01-02; vLLM 0.24.0. One X, torch 2, ")
+    tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5, vLLM 198.1)"
+    assert told == f"minirt is faster at 13 of 14 measured points. Ties (within 2%): {tie}."
+    assert origin.startswith("minirt `c` with torch 2 and Triton 3; vLLM 7 with torch 2 and Triton 3, N. Both ran on ")
+    assert "the same NVIDIA X 1" in origin
+    assert "2026-01-02" in origin
+    assert "no correctness check, no measured limit" in origin
+    text = tables.ties(beside(prompt=(0.3, 0.2))["a"])
+    assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0, vLLM 200.0).")
+    assert "Ties" not in text
+
+
+def test_the_headline_is_about_decode_steps():
+    start = "On one X, decode steps of M are 1.50 to 1.50 times as fast as those of vLLM 7 in bf16, and 2.50 to 2.50 times"
+    assert tables.headline(beside()).startswith(start)
+
+
+def test_both_engines_with_the_protocol_and_a_later_pytorch():
+    """Catches a point that the later run lacks shown as a number, and runs that are mixed up."""
+    text = tables.engines_table(beside())
+    assert "\n- Order: O.\n- Clock: C.\n" in text
+    later = text.rpartition("\n\n")[2]
+    assert later.splitlines()[0] == "| ms, bf16 | torch 2 | torch 9 |"
+    assert rows(later)[0] == ["decode step, batch 1", "4.00", "3.60"]
+    assert rows(later)[3] == ["decode step, batch 1, context 8,000", "5.00", "4.50"]
+    assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
+
+
+def test_the_picture_of_both_engines(monkeypatch, tmp_path):
+    """Catches bars of the other engine, prompts that are not divided by their tokens, and ratios upside down."""
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    pictures.engines(beside(), tmp_path, "")
+    steps, _, prompts, _ = drawn[0].axes
+    assert [[round(bar.get_height(), 2) for bar in own] for own in steps.containers] == [[4, 8, 12.3, 5], [6, 12, 18.45, 7.5]]
+    assert [[round(bar.get_height(), 2) for bar in own] for own in prompts.containers] == [[39.06, 23.99], [58.59, 24.18]]
+    assert [text.get_text() for text in steps.texts] == ["1.50 ×"] * 4
+    assert [text.get_text() for text in prompts.texts] == ["1.50 ×", "1.01 ×"]
+    assert [text.get_text() for text in steps.get_xticklabels()] == ["batch 1", "batch 64", "batch 256", "batch 1\ncontext 8,000"]
+    assert {"minirt", "vLLM 7"} == {text.get_text() for text in steps.get_legend().get_texts()}
+    title = drawn[0].get_suptitle()
+    assert "NVIDIA X 1" in title
+    assert "2026-01-02" in title
+    assert title.endswith("\nno check")
+
+
+def test_the_picture_marks_what_was_not_checked(monkeypatch, tmp_path):
+    """Catches bars of `--skip-check` that look like those of a checked run."""
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    pictures.speed(results.stored(tables.PICTURES["speed-h200"].sources), tmp_path, "")
+    steps, _, prompts, _ = drawn[0].axes
+    labels = [text.get_text() for text in steps.get_xticklabels()]
+    assert [label for label in labels if label.endswith("†")] == ["batch 1\ncontext 8,000†"]
+    assert all(text.get_text().endswith("†") for text in prompts.get_xticklabels())
+    assert drawn[0].get_suptitle().endswith("†: not checked in the run that timed it")
+
+
+def test_what_was_not_checked_is_marked_where_it_is_shown():
+    """Catches figures of `--skip-check` that look like those of a checked run. What was checked has no mark."""
+    skipped = {"correctness": {"checked": False, "why": "not checked (--skip-check)"}}
+    records = {"a": STEPS["a"] | {"correctness": {"checked": True}}, "b": STEPS["b"] | skipped, "c": PROMPTS["c"] | skipped}
+    steps = {name: records[name] for name in "ab"}
+    assert [row[0] for row in rows(tables.decode_table(steps))][:3] == [
+        "batch 1, context 128", "batch 1, context 8000†", "batch 8, context 128"
+    ]  # fmt: skip
+    assert [row[0] for row in rows(tables.prefill_table({"c": records["c"]}))] == [
+        "128 tokens", "512 tokens", "2048 tokens†", "8192 tokens†"
+    ]  # fmt: skip
+    assert [row[0] for row in rows(tables.others_table(steps))] == [
+        "M, batch 1, context 128", "M, batch 256, context 128", "M, batch 1, context 8000†"
+    ]  # fmt: skip
+    assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: `--skip-check`."
+    assert tables.unchecked([records["a"], STEPS["a"]]) == ""
+
+
+def test_sizes_and_quality():
+    def line(name, size, perplexity):
+        return {"kind": "format", "name": name, "weight_bytes": size, "perplexity": perplexity}
+
+    lines = [{"kind": "about", "model": "M"}, line("fp32", 538.06e6, 16.0), line("--quantize fp8", 220e6, 15.9)]
+    assert rows(tables.sizes_table({"a": [*lines, line("--quantize int4", 174.4e6, 20.0), line("other", 1, 1)]})) == [
+        ["float32", "538", "16.00", "–"], ["`--fp8`", "220", "15.90", "−0.6%"], ["`--quantize int4`", "174", "20.00", "+25.0%"]
+    ]  # fmt: skip
 
 
 def test_losses_are_told_and_a_tie_is_none():

@@ -1,0 +1,152 @@
+"""What a chat template takes and writes, found by rendering short conversations with it.
+
+Templates differ in the form of messages that they take (`MessageForm`): one joins arguments of tool calls as texts, another one
+walks through them as objects. A template is a program, so only its output says which form it takes. llama.cpp does the same.
+"""
+
+import itertools
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minirt.text.messages import MessageForm, checked_messages
+from minirt.text.rendering import Renderer, RenderingError
+
+MAX_SECONDS = 5  # wall-clock time after which no further rendering begins; each has the limits of `Renderer`
+# Words that no template writes by itself. None is part of another one.
+_USER, _SYSTEM, _ANSWER, _REASONING, _RESULT, _NAME, _KEY, _VALUE = (
+    "user-7f3a", "system-4c1e", "answer-9b52", "reason-e60d", "result-18af", "name_0b7c", "key_d294", "value-5ac3",
+)  # fmt: skip
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
+_TOOL = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object", "properties": {}}}}
+_TOOL_CALL = {
+    "id": "call_0123456789abcdef01234567", "type": "function",
+    "function": {"name": _NAME, "arguments": f'{{"{_KEY}": "{_VALUE}"}}'},
+}  # fmt: skip
+
+
+class Probe:
+    """Renders short conversations with one template, within `MAX_SECONDS`.
+
+    Args:
+        variables: special tokens, by their names in templates.
+    """
+
+    def __init__(self, renderer: Renderer, variables: Mapping[str, Any]) -> None:
+        self._renderer, self._variables = renderer, variables
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def render(self, messages: Sequence[dict[str, Any]], form: MessageForm, *, tools: bool = False) -> str:
+        """The text of a conversation; "" if the template fails.
+
+        Raises:
+            RenderingError: the template was stopped, or the time is over.
+        """
+        if time.monotonic() > self._deadline:
+            raise RenderingError(f"the conversations that find its form take more than {MAX_SECONDS} s", stopped=True)
+        names: dict[str, Any] = {"messages": checked_messages(list(messages), form), "tools": [_TOOL] if tools else None}
+        names |= {"documents": None, "add_generation_prompt": False} | dict(self._variables)
+        try:
+            return self._renderer.render(names)
+        except RenderingError as error:
+            if error.stopped:
+                raise
+            return ""
+
+
+def message_form(probe: Probe, source: str) -> MessageForm:
+    """The form of messages that the template with this source takes.
+
+    Raises:
+        RenderingError: see `Probe.render`.
+    """
+    user, form = _message("user", _USER), MessageForm()
+    parts = replace(form, content_parts=True)
+    if _USER not in probe.render([user], form) and _USER in probe.render([user], parts):
+        form = parts
+    text = probe.render([_message("system", _SYSTEM), user], form)
+    form = replace(form, shows_system=_SYSTEM in text or not text)  # a template that fails here says why when it is used
+    chat = [user, _message("assistant", _ANSWER)]
+    if "tool_calls" in source:
+        form, chat = _tool_form(probe, form), _tool_chat()
+    for name in _REASONING_FIELDS:
+        own = replace(form, reasoning=name)
+        if name in source and _REASONING in probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], own):
+            return own
+    return form
+
+
+def _tool_form(probe: Probe, form: MessageForm) -> MessageForm:
+    """`form` with the form of tool calls with which the template shows most of a call; the most common one of several."""
+    best, text = form, ""
+    for short, named in itertools.product((False, True), repeat=2):
+        for as_text, null in itertools.product((False, True), repeat=2):
+            own = replace(form, short_ids=short, named_results=named, text_arguments=as_text, null_content=null)
+            rendered = probe.render(_tool_chat(), own, tools=True)
+            if _shown(rendered) > _shown(text):
+                best, text = own, rendered
+            if _shown(text) == _ALL_SHOWN:
+                break
+        if _RESULT in text:  # ids and names are changed only for templates that demand it, by an error
+            break
+    if text and not best.null_content:  # where both contents are accepted, "" may open an empty block, and null become "None"
+        own = replace(best, null_content=True)
+        rendered = probe.render(_tool_chat(), own, tools=True)
+        if _shown(rendered) == _shown(text) and len(rendered) < len(text):
+            return own
+    return best
+
+
+_ALL_SHOWN = 5
+
+
+def _shown(text: str) -> int:
+    """How much of `_tool_chat` a text has: its words, and the arguments as JSON or without quotes."""
+    # An object that is joined as a text looks like Python's, and a text that is written as JSON has escaped quotes.
+    key = _KEY in text and f"'{_KEY}':" not in text and f'\\"{_KEY}' not in text
+    return key + sum(word in text for word in (_USER, _NAME, _VALUE, _RESULT))
+
+
+def _tool_chat() -> list[dict[str, Any]]:
+    result = _message("tool", _RESULT) | {"tool_call_id": _TOOL_CALL["id"]}
+    return [_message("user", _USER), {"role": "assistant", "tool_calls": [_TOOL_CALL]}, result]
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def end_of_turn(probe: Probe, form: MessageForm, tokens: Collection[str]) -> str | None:
+    """The token that the template writes at the end of each answer: of the last one and of earlier ones.
+
+    Args:
+        tokens: texts of the tokens that may be one.
+    Returns:
+        None: there is no such token, or it also ends the reasoning before an answer.
+    Raises:
+        RenderingError: see `Probe.render`.
+    """
+    chat = [_message("user", _USER), _message("assistant", _ANSWER) | {"reasoning": _REASONING}]
+    last = probe.render(chat, form)
+    earlier = probe.render([*chat, _message("user", _USER)], form)
+    if not tokens or _ANSWER not in last or _ANSWER not in earlier:
+        return None
+    one = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    before, _, after = last.rpartition(_ANSWER)
+    openers = set(_leading(one, last))  # some templates write those of the next turn, too
+    ends = []
+    for token, other in zip(_leading(one, after), _leading(one, earlier.rpartition(_ANSWER)[2]), strict=False):
+        if token != other or token in openers:
+            break
+        ends.append(token)
+    _, reasons, between = before.rpartition(_REASONING)
+    return ends[-1] if ends and not (reasons and ends[-1] in between) else None
+
+
+def _leading(one: re.Pattern[str], text: str) -> Iterator[str]:
+    """The tokens with which a text begins, without white space between them. `one` matches a token."""
+    while match := one.match(text := text.lstrip()):
+        yield match[0]
+        text = text[match.end() :]

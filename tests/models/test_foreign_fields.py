@@ -1,0 +1,150 @@
+"""Fields of other architectures: those that would change the model are refused by name in every architecture."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from minirt.errors import UnsupportedError
+from minirt.models import ARCHITECTURES, parse_config, presets
+from minirt.models.foreign_fields import FOREIGN_FIELDS
+
+REAL = json.loads((Path(__file__).parents[1] / "modeling" / "real_configs.json").read_text(encoding="utf-8"))
+FIELDS = {name: neutral for table in FOREIGN_FIELDS.values() for name, neutral in table.items()}
+
+
+def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
+    raw = {
+        "model_type": model_type, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
+    }  # fmt: skip
+    if model_type == "mistral":
+        raw["sliding_window"] = None
+    if model_type.endswith("_moe"):
+        raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    if model_type == "qwen2_moe":
+        raw["shared_expert_intermediate_size"] = 56
+    return raw | fields
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_refused_in_every_architecture(name: str, kind: str) -> None:
+    """Catches a field that an architecture ignores: the model would be computed as another one, without an error."""
+    if (name, kind) == ("shared_expert_intermediate_size", "qwen2_moe"):
+        return  # its own field
+    with pytest.raises(UnsupportedError) as caught:
+        parse_config(raw_config(kind, **{name: 77}), where="some/config.json")
+    assert str(caught.value).startswith(f"some/config.json, field {name}: the field means ")
+    assert "found 77" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_neutral_values_are_taken(kind: str) -> None:
+    """Catches a refusal of a value with which a field changes nothing."""
+    own = "shared_expert_intermediate_size" if kind == "qwen2_moe" else None
+    plain = parse_config(raw_config(kind))
+    for name, neutral in FIELDS.items():
+        for value in (None, [], {}, *neutral, [*neutral, *neutral]):
+            if name != own:
+                assert parse_config(raw_config(kind, **{name: value})) == plain, (name, value)
+
+
+CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama", {"no_rope_layers": [1, 1, 1, 0]}, ["no_rope_layers", "another position embedding", "'llama'", "found a list"]),
+    ("llama", {"no_rope_layer_interval": 4}, ["no_rope_layer_interval", "found 4"]),
+    ("qwen3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "scores of attention", "found 50.0"]),
+    ("llama", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "a factor or a bound"]),
+    ("llama", {"query_pre_attn_scalar": 256}, ["query_pre_attn_scalar", "expected no field or 16; found 256"]),
+    ("llama", {"attention_multiplier": 0.5}, ["attention_multiplier", "expected no field or 0.25; found 0.5"]),
+    ("llama", {"embedding_multiplier": True}, ["embedding_multiplier", "found true"]),
+    ("llama", {"mlp_multipliers": [1.0, 0.5]}, ["mlp_multipliers"]),
+    ("llama", {"kv_channels": 32}, ["kv_channels", "expected no field or 16"]),
+    ("llama", {"hidden_activation": "gelu"}, ["hidden_activation", "'silu' or 'swish'; found 'gelu'"]),
+    ("llama", {"use_qk_norm": True}, ["use_qk_norm", "expected no field or false; found true"]),
+    ("qwen3", {"use_qk_norm": False}, ["use_qk_norm", "expected no field or true; found false"]),
+    ("mistral", {"attention_bias": True}, ["attention_bias", "found true"]),
+    ("mistral", {"mlp_bias": True}, ["mlp_bias", "found true"]),
+    ("qwen2", {"mlp_bias": True}, ["mlp_bias", "found true"]),
+    ("qwen2", {"qkv_bias": False}, ["qkv_bias", "expected no field or true"]),
+    ("llama", {"qkv_bias": True}, ["qkv_bias", "expected no field or false"]),
+    ("qwen3", {"attention_bias": True, "attention_out_bias": False}, ["attention_out_bias", "found false"]),
+    ("llama", {"use_rope": False}, ["use_rope", "found false"]),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 56}, ["shared_expert_intermediate_size", "found 56"]),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}, ["scoring_func", "'softmax'; found 'sigmoid'"]),
+    ("qwen3_moe", {"first_k_dense_replace": 1}, ["first_k_dense_replace"]),
+    ("llama", {"kv_lora_rank": 512}, ["kv_lora_rank", "latent attention"]),
+    ("llama", {"text_config": {"hidden_size": 8}}, ["text_config", "found an object"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "words"), CHANGES)
+def test_what_changes_the_model_is_refused(kind: str, fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        parse_config(raw_config(kind, **fields))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"query_pre_attn_scalar": 16, "attention_multiplier": 0.25, "rotary_dim": 16, "kv_channels": 16}),
+        ("llama", {"no_rope_layers": [1, True, 1, 1], "logit_scale": 1.0, "residual_multiplier": 1, "rope_interleaved": False}),
+        ("llama", {"attention_bias": True, "attention_out_bias": True, "use_qkv_bias": True, "dim_model_base": 96}),
+        ("llama", {"hidden_act": "gelu_new", "hidden_activation": "gelu_pytorch_tanh", "rotary_emb_base": 10000}),
+        ("qwen2", {"attention_bias": True, "qkv_bias": True}),  # transformers' Qwen2 has the same biases with either value
+        ("qwen2", {"attention_bias": False, "mlp_bias": False}),
+        ("qwen3", {"use_qk_norm": True, "qk_norm": True, "attention_bias": False}),
+        ("qwen3_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "scoring_func": "softmax"}),
+        ("qwen3_moe", {"n_shared_experts": 0, "unpadded_vocab_size": 131}),
+        ("mistral", {"attention_bias": False, "mlp_bias": False, "attention_sinks": False}),
+    ],
+)
+def test_values_that_say_what_the_architecture_computes_anyway(kind: str, fields: dict[str, Any]) -> None:
+    """Catches a refusal of a field that repeats what the architecture computes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse_config(raw_config(kind, **fields)).num_layers == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_real_config_of_a_supported_architecture_is_refused() -> None:
+    """Catches an entry of the table that a published Llama, Qwen or Mistral has."""
+    assert len(REAL) >= 40
+    for name, entry in REAL.items():
+        assert parse_config(entry["config"]).num_layers, name
+    assert presets()
+
+
+# Configuration classes of transformers, and a field that tells them from Llama. As a "llama" file, their defaults are refused.
+OTHERS = {
+    "SmolLM3": "no_rope_layer", "Llama4Text": "attention_chunk_size", "Gemma2": "attn_logit_softcapping",
+    "Gemma3Text": "query_pre_attn_scalar",
+    "Gemma3nText": "laurel_rank", "Cohere": "logit_scale", "Cohere2": "logit_scale", "DeepseekV2": "kv_lora_rank",
+    "DeepseekV3": "kv_lora_rank", "Glm4Moe": "n_routed_experts", "GptOss": "swiglu_limit", "FalconH1": "mamba_d",
+    "GPTNeoX": "use_parallel_residual", "Starcoder2": "use_bias", "Qwen3Next": "linear_num",
+    "Qwen2Moe": "shared_expert", "Bamba": "mamba_d_state", "Jamba": "attn_layer_period", "Lfm2": "conv_L_cache",
+    "GraniteMoeHybrid": "mamba", "Zamba2": "mamba", "RecurrentGemma": "lru_width", "Doge": "keep_window_size",
+    "DiffLlama": "lambda_std_dev", "Ernie4_5_Moe": "moe_num_experts",
+    "LongcatFlash": "kv_lora_rank",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_architectures_as_llama(family: str) -> None:
+    """Catches a missing entry: the defaults of these classes would plan as a Llama that fits."""
+    theirs = getattr(transformers, f"{family}Config")().to_dict()
+    own = set(raw_config("llama")) | {"dtype", "architectures", "rope_parameters", "hidden_act", "layer_types"}
+    with pytest.raises(UnsupportedError):
+        parse_config(raw_config("llama", **{name: value for name, value in theirs.items() if name not in own}))
+    named = {name for name in theirs if re.search(OTHERS[family], name)}
+    assert named, "the field has another name"
+    for name in named & FIELDS.keys():
+        if theirs[name] is not None:
+            with pytest.raises(UnsupportedError, match=name):
+                parse_config(raw_config("llama", **{name: theirs[name]}))
