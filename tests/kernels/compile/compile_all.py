@@ -76,7 +76,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
         records = {name: record._asdict() for name, record in given.items() if hasattr(record, "_fields")}
-        given |= {f"{name}.{field}": value for name, fields in records.items() for field, value in fields.items()}
+        given |= {field if name == "C" else f"{name}.{field}": x for name, fields in records.items() for field, x in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
@@ -97,7 +97,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
-                "rows_before_loop": ("ep.scale" in given and "C.SCALE_ROWS" not in given) or "ep.bias" in given,
+                "rows_before_loop": ("ep.scale" in given and "SCALE_ROWS" not in given) or "ep.bias" in given,
                 "bias": "ep.bias" in given,
                 "norm": "norm" in given or "norm_ptr" in given,
                 "flushes_denormals": bool(re.search(r"\b(fma|mul|add)(\.rn)?\.ftz", ptx)),
