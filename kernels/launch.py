@@ -1,6 +1,7 @@
 """What every kernel launch needs: facts about the device, launch options, and the workspace of partial results."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,19 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Gpu(NamedTuple):
+    """What launch configurations depend on of a GPU: its compute capability, as `capability` returns it, and its SMs."""
+
+    capability: int
+    sms: int
+
+
+@functools.lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The facts of `device` that launch configurations depend on."""
+    return Gpu(capability(device), sm_count(device))
 
 
 def require_fp8(device: torch.device) -> None:

@@ -62,12 +62,19 @@ class Untouched(Exception):
     """The original function does not use the trick for these arguments."""
 
 
-def _norm_apart(original: Replacement, product: Any, norm_weight: Tensor | None, eps: float) -> None:
+def _norm_apart(original: Replacement, product: Any) -> Any:
     from minirt.kernels.norm import rms_norm
 
-    if norm_weight is None:
+    own = original(product)
+    if own.kernel != "gemv" or product.norm is None:
         raise Untouched
-    original(product._replace(x=rms_norm(product.x, norm_weight, eps, early=True, pdl=product.pdl, check=False)), None, 0.0)
+
+    def launch(product: Any) -> None:
+        x, norm, pdl = product.x, product.norm, product.pdl
+        x = rms_norm(x, norm.weight, norm.eps, early=True, pdl=pdl, check=False)
+        own.launch(product._replace(x=x, norm=None))
+
+    return replace(own, launch=launch)
 
 
 def _quantization_apart(original: Replacement, x: Tensor, norm_weight: Tensor, eps: float, **options: Any) -> Any:
@@ -127,15 +134,24 @@ def _combined(original: Replacement, *args: Any, max_seq_len: int, **options: An
     return original(*args, **options)
 
 
-def _tensor_cores(original: Replacement, product: Any, norm_weight: Tensor | None, eps: float) -> None:
+def _tensor_cores(original: Replacement, product: Any) -> Any:
     from minirt.kernels.linear.gemm_small import gemm_small
     from minirt.kernels.norm import rms_norm
     from minirt.kernels.quantize import quantize
 
-    x, pdl = product.x, product.pdl
-    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, early=True, pdl=pdl, check=False)
-    values, x_scale = (h, None) if product.scale is None else quantize(h, early=True, pdl=pdl, check=False)
-    gemm_small(product._replace(x=values, x_scale=x_scale, workspace=None))
+    own = original(product)
+    if own.kernel != "gemv":
+        raise Untouched
+
+    def launch(product: Any) -> None:
+        x, norm, ep, pdl, x_scale = product.x, product.norm, product.epilogue, product.pdl, None
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, early=True, pdl=pdl, check=False)
+        if ep.scale is not None:
+            x, x_scale = quantize(x, blocks=ep.scale.ndim == 2, early=True, pdl=pdl, check=False)
+        gemm_small(product._replace(x=x, norm=None, epilogue=ep._replace(x_scale=x_scale), workspace=None))
+
+    return replace(own, launch=launch)
 
 
 def _k_whole(original: Replacement, product: Any) -> Any:
@@ -145,11 +161,16 @@ def _k_whole(original: Replacement, product: Any) -> Any:
     return replace(own, launch=lambda product: own.launch(product._replace(workspace=None)))
 
 
-def _no_tma(original: Replacement, *args: Any) -> Any:
-    config = original(*args)
+def _no_tma(original: Replacement, product: Any) -> Any:
+    from minirt.kernels.linear.gemm_small import FAMILY, token_block
+
+    own = original(product)
+    if own.kernel != "gemm_small":
+        raise Untouched
+    config = FAMILY.lookup(product.x.device, product.facts(token_block(product.x.shape[0])))
     if not config.tma:
         raise Untouched
-    return replace(config, tma=False)
+    return replace(own, launch=partial(own.launch, config=replace(config, tma=False)))
 
 
 def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
@@ -171,7 +192,7 @@ def _without_decode_sm90(original: Replacement, operands: Any) -> Any:
 
 _KERNELS = "minirt.kernels"
 TRICKS = {
-    "norm": Trick("the norm in the product's kernel (one token)", f"{_KERNELS}.linear.gemv", "gemv", _norm_apart),
+    "norm": Trick("the norm in the product's kernel (one token)", f"{_KERNELS}.linear.dispatch", "regime", _norm_apart),
     "quantize": Trick(
         "norm and quantization in one kernel", f"{_KERNELS}.linear.dispatch", "rms_norm_quantize", _quantization_apart
     ),
@@ -185,9 +206,9 @@ TRICKS = {
     "combine": Trick(
         "nothing combined where no sequence is split", f"{_KERNELS}.attention.dispatch", "rope_paged_attention_decode", _combined
     ),
-    "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.gemv", "gemv", _tensor_cores),
+    "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.dispatch", "regime", _tensor_cores),
     "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear.dispatch", "regime", _k_whole),
-    "tma": Trick("weights fetched by TMA", f"{_KERNELS}.linear.gemm_small", "lookup_gemm_small_config", _no_tma),
+    "tma": Trick("weights fetched by TMA", f"{_KERNELS}.linear.dispatch", "regime", _no_tma),
     "hopper": Trick("the warp-specialized GEMM", f"{_KERNELS}.linear.dispatch", "regime", _without_gemm_sm90),
     "fetching": Trick(
         "pages fetched by a warp of their own", f"{_KERNELS}.attention.dispatch", "decode_regime", _without_decode_sm90

@@ -79,7 +79,7 @@ class Steps:
             for _ in range(CAPTURES):
                 graphs = []
                 for config in configs:
-                    with override_config(case.tunable, case.bucket, config):
+                    with override_config(case.family, case.bucket, config):
                         graphs.append(captured(partial(model, batch, self._cache), model.device))
                 for own, seconds in zip(times, replays(graphs), strict=True):
                     own.append(seconds)

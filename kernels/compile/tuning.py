@@ -1,8 +1,9 @@
-"""Tuned launch configurations: where they are stored, and how a kernel looks up its own. A lookup never measures.
+"""Launch configurations: how a kernel gets one for a shape, and where tuned ones are stored.
 
-A kernel family has a `Tunable`. A launch asks its `find` for the bucket of its shape and falls back to the family's own rule.
-`minirt tune` measures the registered cases and stores configurations that are faster than the rule's. They are valid for one GPU
-model, one Triton version and one state of the kernel's source.
+A kernel's file declares a `Family`: on which facts of a shape its configuration depends, the rule that chooses one, candidates.
+A launch calls `Family.lookup`, which never measures. `minirt tune` measures the cases of registered families and stores
+configurations that are faster than the rule's. They are valid for one GPU model, one Triton version and one state of the kernel's
+source.
 """
 
 import hashlib
@@ -12,17 +13,18 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import triton
 
 from minirt.errors import InputError, MinirtError
+from minirt.kernels.launch import Gpu, gpu_of
 from minirt.sizes import format_size
 
 try:
@@ -33,37 +35,82 @@ except ImportError:  # Windows
 SCHEMA = 1
 _MAX_FILE = 16 << 20  # bytes; `minirt tune` stores some kilobytes
 
-ConfigLookup = TypeVar("ConfigLookup", bound=Callable[..., Any])
+Config = TypeVar("Config")
+Cached = TypeVar("Cached", bound=Callable[..., Any])
+Prepare = Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]  # see `Case`
 _cached_lookups: list[Any] = []  # lookups with cached answers
 _overrides: dict[tuple[str, str], Any] = {}  # by family and bucket: used instead of stored ones
 
 
-@dataclass(frozen=True)
-class Tunable:
-    """A kernel family whose configurations can be tuned.
+def _as_it_is(tokens: int) -> int:
+    return tokens
+
+
+def _always(config: Any, facts: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)  # equal only to itself, so that lookups hash it in no time
+class Family(Generic[Config]):
+    """A kernel, or several that share their launch configurations.
 
     Args:
-        name: the family's name in the output of `minirt tune`.
+        name: as `minirt tune` shows and stores it.
         config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
         sources: files. A change to one of them makes stored configurations stale.
+        facts: names of those facts that name a bucket, in this order. Facts are a NamedTuple with these fields and `T`, such as
+            `linear.product.ProductFacts`.
+        rule: (facts, GPU) → the built-in choice.
+        candidates: (facts, GPU) → other configurations, for `minirt tune`. None: the family is not tuned.
+        tokens: number of tokens → the largest number that uses the same configuration.
+        usable: (configuration, facts) → whether the stored configuration of the bucket can be used, where the bucket's name does
+            not say enough.
     """
 
     name: str
-    config: type
+    config: type[Config]
     sources: tuple[str, ...]
+    facts: tuple[str, ...]
+    rule: Callable[[Any, Gpu], Config]
+    candidates: Callable[[Any, Gpu], Iterable[Config]] | None = None
+    tokens: Callable[[int], int] = _as_it_is
+    usable: Callable[[Config, Any], bool] = _always
 
-    def find(self, device: torch.device, bucket: str) -> Any:
-        """The stored configuration for a bucket of shapes, or None."""
+    def bucket(self, facts: Any) -> str:
+        """The name of a bucket of shapes, such as "N=4608 K=3584"."""
+        return " ".join(f"{name}={getattr(facts, name)}" for name in self.facts)
+
+    def lookup(self, device: torch.device, facts: Any) -> Config:
+        """The stored configuration for these facts or, if there is none, the rule's. Cached until configurations change."""
+        return _lookup(self, device, facts)
+
+    def find(self, device: torch.device, bucket: str) -> Config | None:
+        """The stored configuration of a bucket."""
         if (self.name, bucket) in _overrides:
             return _overrides[self.name, bucket]
         return _stored(self, device).get(bucket) if device.type == "cuda" else None
 
+    def case(self, facts: Any, device: torch.device, prepare: Prepare) -> "Case | None":
+        """The case of `minirt tune` for these facts: the rule's choice and candidates. None: no launch would use the winner."""
+        gpu = gpu_of(device)
+        rule = self.rule(facts, gpu)
+        if self.candidates is None or not self.usable(rule, facts):
+            return None
+        usable = tuple(config for config in self.candidates(facts, gpu) if self.usable(config, facts))
+        return Case(self, self.bucket(facts), rule, usable, prepare, facts.T)
 
-def cached_lookup(lookup: ConfigLookup) -> ConfigLookup:
-    """Decorator of a family's own lookup (`find`, else its rule): caches answers until configurations change."""
+
+def cached_lookup(lookup: Cached) -> Cached:
+    """Decorator of a function of configurations that are looked up: caches answers until configurations change."""
     kept = cache(lookup)
     _cached_lookups.append(kept)
     return kept  # type: ignore[return-value]
+
+
+@cached_lookup
+def _lookup(family: Family[Config], device: torch.device, facts: Any) -> Config:
+    found = family.find(device, family.bucket(facts))
+    return found if found is not None and family.usable(found, facts) else family.rule(facts, gpu_of(device))
 
 
 def clear_config_caches() -> None:
@@ -73,14 +120,14 @@ def clear_config_caches() -> None:
 
 
 @contextmanager
-def override_config(tunable: Tunable, bucket: str, config: Any) -> Iterator[None]:
+def override_config(family: Family[Any], bucket: str, config: Any) -> Iterator[None]:
     """Context in which launches of this bucket use this configuration instead of the stored one."""
-    _overrides[tunable.name, bucket] = config
+    _overrides[family.name, bucket] = config
     clear_config_caches()
     try:
         yield
     finally:
-        del _overrides[tunable.name, bucket]
+        del _overrides[family.name, bucket]
         clear_config_caches()
 
 
@@ -89,7 +136,7 @@ class Case:
     """One case to tune.
 
     Args:
-        tunable: the kernel family.
+        family: the kernel family.
         bucket: the bucket of shapes.
         default: the configuration that the family's rule chooses.
         candidates: other configurations to try.
@@ -99,17 +146,17 @@ class Case:
             no step of a model does.
     """
 
-    tunable: Tunable
+    family: Family[Any]
     bucket: str
     default: Any
     candidates: tuple[Any, ...]
-    prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
+    prepare: Prepare
     tokens: int | None = None
 
 
-def bucket(**facts: Any) -> str:
-    """The name of a bucket of shapes, such as "N=4608 K=3584"."""
-    return " ".join(f"{name}={value}" for name, value in facts.items())
+def around(value: int, most: int) -> list[int]:
+    """Half of `value`, `value` and twice `value`, if from 1 to `most`: for candidates."""
+    return sorted({n for n in (value // 2, value, 2 * value) if 1 <= n <= most})
 
 
 @dataclass(frozen=True)
@@ -142,21 +189,21 @@ class LinearShape:
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
-_REGISTERED: dict[str, Cases] = {}
+_REGISTERED: dict[str, tuple[Family[Any], Cases]] = {}
 
 
-def register(name: str, cases: Cases) -> None:
+def register(family: Family[Any], cases: Cases) -> None:
     """Register a kernel family, also one of your own, with `minirt tune`. Raises InputError if the name is taken.
 
     `cases(shapes, tokens, device)` yields the cases to tune for a model's linear layers. `tokens`: the sizes of steps.
     """
-    if name in _REGISTERED:
-        raise InputError("this name is taken", where=f"register({name!r})")
-    _REGISTERED[name] = cases
+    if family.name in _REGISTERED:
+        raise InputError("this name is taken", where=f"register({family.name!r})")
+    _REGISTERED[family.name] = family, cases
 
 
-def registered() -> dict[str, Cases]:
-    """The registered kernel families by name."""
+def registered() -> dict[str, tuple[Family[Any], Cases]]:
+    """The registered kernel families and their cases, by name."""
     return dict(_REGISTERED)
 
 
@@ -192,7 +239,7 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
+def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
     """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
 
     The file is replaced atomically. A lock makes processes take turns, so none loses what another adds. Nothing is written
@@ -203,10 +250,10 @@ def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
             known = _read(file)
-            own = known.get(tunable.name, {})
-            kept = own.get("configs") if own.get("source") == source_hash(tunable.sources) else None
+            own = known.get(family.name, {})
+            kept = own.get("configs") if own.get("source") == source_hash(family.sources) else None
             kept = (kept if isinstance(kept, dict) else {}) | {bucket: asdict(config) for bucket, config in configs.items()}
-            known[tunable.name] = {"source": source_hash(tunable.sources), "configs": kept}
+            known[family.name] = {"source": source_hash(family.sources), "configs": kept}
             try:
                 with temporary.open("x") as target:  # a new file, or an error
                     target.write(json.dumps({"schema": SCHEMA, "kernels": known}, indent=1))
@@ -232,32 +279,32 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def load(tunable: Tunable, file: Path) -> dict[str, Any]:
+def load(family: Family[Config], file: Path) -> dict[str, Config]:
     """The file's configurations by bucket for the current state of the kernel's source.
 
     A file that cannot be read or is malformed is ignored with a warning, because a kernel without a tuned configuration is only
     slower. Configurations of an older source are ignored without a warning.
     """
-    own = _read(file).get(tunable.name)
+    own = _read(file).get(family.name)
     if own is None:
         return {}
-    names = {field.name for field in fields(tunable.config)}
+    names = {field.name for field in fields(cast(Any, family.config))}
     try:
-        if own["source"] != source_hash(tunable.sources):
+        if own["source"] != source_hash(family.sources):
             return {}
         configs = own["configs"]
         for bucket, values in configs.items():
             if set(values) != names or not all(isinstance(v, int | float | str | None) for v in values.values()):
                 raise ValueError(f"{bucket}: {values}")
-        return {bucket: tunable.config(**values) for bucket, values in configs.items()}
+        return {bucket: family.config(**values) for bucket, values in configs.items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        _warn(file, f"{tunable.name}: {type(error).__name__}: {error}")
+        _warn(file, f"{family.name}: {type(error).__name__}: {error}")
         return {}
 
 
 @cache
-def _stored(tunable: Tunable, device: torch.device) -> dict[str, Any]:
-    return load(tunable, path(device))
+def _stored(family: Family[Any], device: torch.device) -> dict[str, Any]:
+    return load(family, path(device))
 
 
 def _read(file: Path) -> dict[str, Any]:

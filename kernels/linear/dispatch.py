@@ -19,12 +19,14 @@ tokens: a kernel unpacks the weight first, and the kernel for weights of the act
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_linear, check_tensor
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
@@ -45,19 +47,21 @@ def _none(product: Product) -> int:
     return 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LinearRegime(Regime):
     """A regime of the linear layers.
 
     Args:
         launch: runs the kernel on operands that `accepts` does not refuse.
         accepts: whether the kernel can compute this product.
+        family: how the kernel gets its launch configuration. None: it has none.
         row_maxima_tiles: how many row maxima the kernel stores for a row of an LM head's logits; 0: none.
         fetches_early: whether the kernel gains by an early start, because it fetches weights while it waits for its input.
     """
 
-    launch: Callable[[Product], None] = vector.gemv
+    launch: Callable[..., None]
     accepts: Callable[[Product], bool] = _any
+    family: Family[Any] | None = None
     row_maxima_tiles: Callable[[Product], int] = _none
     fetches_early: bool = False
 
@@ -66,37 +70,36 @@ def _unpacked(product: Product) -> None:
     int4.gemm_unpacked(product, launch)
 
 
+def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int | None = None, **rest: Any) -> LinearRegime:
+    """The regime of a family's kernel, on the axis of tokens."""
+    return LinearRegime(family.name, "tokens", first, last, launch=launch, family=family, **rest)
+
+
 # The first regime that covers the tokens and accepts the product computes it. Those of one token also compute the norm; with more
 # tokens, kernels before the product normalize and quantize x (`_prepared`).
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
-    LinearRegime(
-        "gemv_int4_sm90", "tokens", 1, 1, capability=90, launch=gemv_int4_sm90.gemv_int4_sm90, accepts=gemv_int4_sm90.accepts
+    _of(gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts),
+    _of(int4_small.gemm_int4_small, int4_small.FAMILY, 1, int4_small.MAX_TOKENS, capability=90, accepts=int4_small.accepts),
+    _of(
+        int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
+        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
     ),
-    LinearRegime(
-        "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, capability=90, launch=int4_small.gemm_int4_small,
-        accepts=int4_small.accepts,
-    ),
-    LinearRegime(
-        "gemm_int4_sm90", "tokens", int4_small.MAX_TOKENS + 1, variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
-        capability=90, launch=int4_sm90.gemm_int4_sm90, accepts=int4_sm90.accepts,
-    ),
-    LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
-    LinearRegime(
-        "gemm_int4", "tokens", 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
-        accepts=int4.accepts,
+    _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, accepts=int4.accepts),
+    _of(
+        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, accepts=int4.accepts, variant=int4.token_block, padded=int4.token_block
     ),
     LinearRegime("gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts),
-    LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
-    LinearRegime(
-        "gemm_sm90", "tokens", _SM90, variant=sm90.token_regime, padded=sm90.padded_tokens, capability=90, launch=sm90.gemm_sm90,
-        accepts=sm90.accepts, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
+    _of(vector.gemv, vector.FAMILY, 1, 1),
+    _of(
+        sm90.gemm_sm90, sm90.FAMILY, _SM90, capability=90, accepts=sm90.accepts, variant=sm90.token_regime,
+        padded=sm90.padded_tokens, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
     ),
-    LinearRegime(
-        "gemm_small", "tokens", 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
-        launch=small.gemm_small, row_maxima_tiles=small.row_maxima_tiles,
+    _of(
+        small.gemm_small, small.FAMILY, 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
+        row_maxima_tiles=small.row_maxima_tiles,
     ),
-    LinearRegime("gemm", "tokens", small.MAX_TOKENS + 1, variant=tiled.token_regime, launch=tiled.gemm),
+    _of(tiled.gemm, tiled.FAMILY, small.MAX_TOKENS + 1, variant=tiled.token_regime),
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
 # are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the

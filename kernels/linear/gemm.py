@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import block_scales
-from minirt.kernels.launch import capability, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit, sm_count
+from minirt.kernels.launch import Gpu, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
@@ -230,8 +231,9 @@ def token_regime(T: int) -> int:
     return next_power_of_2(T)
 
 
-def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmConfig:
-    """The configuration for a shape. It depends on T only through `token_regime`. N is the number of outputs."""
+def rule(facts: ProductFacts, gpu: Gpu) -> GemmConfig:
+    """The tile that takes the least predicted time. It depends on T only through `token_regime`."""
+    T, N, K, itemsize, gated, (cc, num_sms) = facts.T, facts.N, facts.K, facts.itemsize, facts.gated, gpu
     if itemsize == 4:
         return GemmConfig(64, 64, 32, 8, 1)
     large = shared_limit(cc) > 100 * 1024
@@ -240,9 +242,7 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
     if itemsize == 1:
         tiles = tuple(tile for tile in tiles if tile[0] * tile[1] <= 2**14 and not (gated and tile[1] > 64))
     block_k = (128 if large else 64) // itemsize
-    block_t, block_n, num_warps, rest = best_tile(
-        tiles, token_regime(T), N, cdiv(K, block_k), gated, num_sms
-    )
+    block_t, block_n, num_warps, rest = best_tile(tiles, token_regime(T), N, cdiv(K, block_k), gated, num_sms)
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
     tma = cc >= 90 and K * itemsize % 16 == 0
     stages = fit_stages(stage_bytes, shared_limit(cc) - 2048, 8)
@@ -255,7 +255,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     eight, blocks = x.dtype == torch.float8_e4m3fn, product.scale_rows is not None
     if eight:
         require_fp8(x.device)
-    c = config or choose_gemm_config(T, N, K, x.element_size(), product.gated, capability(x.device), sm_count(x.device))
+    c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
     if blocks and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)
@@ -281,3 +281,6 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
 
 def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Any:
     return tiled(tensor, *tile) if tma and tensor is not None else tensor
+
+
+FAMILY = Family("gemm", GemmConfig, (__file__,), ("T", "N", "K", "itemsize", "gated"), rule, tokens=token_regime)

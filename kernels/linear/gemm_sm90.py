@@ -37,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
-from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit
 from minirt.kernels.linear.epilogue import (
     arrive_last,
     finish,
@@ -51,7 +51,7 @@ from minirt.kernels.linear.epilogue import (
     store_packed_maxima,
     store_part,
 )
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
 
@@ -542,9 +542,6 @@ class GemmSm90Config:
     groups: int = 2
 
 
-TUNABLE = Tunable("gemm_sm90", GemmSm90Config, (__file__,))
-
-
 def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
     """How many output columns of each pair are stored at once.
 
@@ -585,31 +582,31 @@ def padded_tokens(T: int) -> int:
     return _ROWS_OF_THREE if _ROWS < T <= _ROWS_OF_THREE else cdiv(T, _ROWS) * _ROWS
 
 
-def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> bool:
+def may_split(facts: ProductFacts, width: int, more: int, num_sms: int) -> bool:
     """Whether K can be split: two programs per tile run at once, each part is long enough, and registers can hold the sums."""
-    tiles, columns = cdiv(T, _ROWS) * cdiv(N, width + more), 144 if itemsize == 1 else 192
-    long = K * itemsize >= _LONGEST_WHOLE * _ROW_BYTES
-    return not gated and long and width + more <= columns and 2 * tiles <= num_sms
+    tiles, columns = cdiv(facts.T, _ROWS) * cdiv(facts.N, width + more), 144 if facts.itemsize == 1 else 192
+    long = facts.K * facts.itemsize >= _LONGEST_WHOLE * _ROW_BYTES
+    return not facts.gated and long and width + more <= columns and 2 * tiles <= num_sms
 
 
-def candidates(
-    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
-    splits: bool = False, blocks: bool = False,
-) -> list[GemmSm90Config]:  # fmt: skip
-    """The configurations worth considering for a shape and a token regime T. N: number of outputs. `splits`: K may be split.
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
+    """The configurations worth considering for a shape and a token regime.
 
     Three groups of warps are considered only if three tiles in flight fit in shared memory. 16-bit values: if T is a multiple of
     their tile's rows. fp8 with scales of blocks: if tiles are at most as wide as registers hold sums and products. Not for other
     fp8: the sums that are set aside leave no registers for a third group.
     """
-    def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
-        return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups, blocks)
+    T, K, itemsize, residual, out_itemsize, blocks = (
+        facts.T, facts.K, facts.itemsize, facts.residual, facts.out_itemsize, facts.blocks
+    )  # fmt: skip
 
-    all_widths = (GATED_WIDTHS_OF_BLOCKS if gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
+    def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
+        return derive_config(*widths, K, itemsize, residual, gpu.sms, out_itemsize, split, groups, blocks)
+
+    all_widths = (GATED_WIDTHS_OF_BLOCKS if facts.gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
     found = [config(widths, 1, 2) for widths in all_widths]
-    if splits:
-        able = [widths for widths in all_widths if may_split(T, *widths, N, K, itemsize, gated, num_sms)]
-        found += [config(widths, 2, 2) for widths in able]
+    if facts.splits:
+        found += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
     of_three: list[tuple[int, int]] = []
     if blocks:
         of_three = [widths for widths in all_widths if sum(widths) <= _MOST_COLUMNS_OF_THREE]
@@ -619,47 +616,35 @@ def candidates(
     return found
 
 
-def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False) -> float:
+def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
     """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
     H200 (docs/decisions/linear-prefill.md).
 
     Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
-    function of that of two. With scales of `blocks`, a step also waits for its products and adds them
+    function of that of two. With scales of blocks, a step also waits for its products and adds them
     (docs/decisions/linear-fp8-blocks.md).
     """
-    columns = c.width + c.more
-    tiles = cdiv(T, 64 * c.groups) * cdiv(N, columns // (2 if gated else 1))
+    columns, blocks = c.width + c.more, facts.blocks
+    tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, columns // (2 if facts.gated else 1))
     step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
     if blocks:
         step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
     elif c.groups == 3:
         step = 1.7 * step - 0.055
-    steps, rounds = cdiv(K * itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
+    steps, rounds = cdiv(facts.K * facts.itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
     round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
     return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
 
 
-def choose_gemm_sm90_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
-    splits: bool = False, blocks: bool = False,
-) -> GemmSm90Config:  # fmt: skip
+def rule(facts: ProductFacts, gpu: Gpu) -> GemmSm90Config:
     """The candidate with the least predicted time. It depends on T only through `token_regime`."""
-    T = token_regime(T)
-    found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits, blocks)
-    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated, blocks))
+    facts = facts._replace(T=token_regime(facts.T))
+    return min(candidates(facts, gpu), key=lambda c: predicted(c, facts))
 
 
-@cached_lookup
-def lookup_gemm_sm90_config(
-    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
-    splits: bool, blocks: bool,
-) -> GemmSm90Config:  # fmt: skip
-    """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
-    facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual, "blocks": blocks}
-    tuned = TUNABLE.find(device, bucket(T=tokens, **facts)) if out_itemsize == 2 else None
-    if tuned is not None and (splits or tuned.split == 1):
-        return tuned
-    return choose_gemm_sm90_config(tokens, N, K, itemsize, gated, residual, sm_count(device), out_itemsize, splits, blocks)
+def _usable(c: GemmSm90Config, facts: ProductFacts) -> bool:
+    """Wide outputs (logits) need shared memory that buckets do not count. Without a workspace, K is not split."""
+    return facts.out_itemsize == 2 and (facts.splits or c.split == 1)
 
 
 def accepts(product: Product) -> bool:
@@ -699,35 +684,28 @@ class _Plan(NamedTuple):
     scale: float
 
 
-def _plan(c: GemmSm90Config, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int) -> _Plan:
-    block_k, columns = _ROW_BYTES // itemsize, c.width + c.more
-    pieces = _pieces(c.width, c.more, c.groups, out_itemsize, residual)
-    weights = [tma_tile(n // 2, block_k, itemsize) if n else None for n in (c.width, c.more)]
-    ends = [tma_tile(64, n, out_itemsize) if n else None for n in pieces]
-    few_rows, rows = tma_tile(64, block_k, itemsize), tma_tile(_ROWS if c.groups == 2 else 64, block_k, itemsize)
+def _plan(c: GemmSm90Config, facts: ProductFacts) -> _Plan:
+    block_k, columns = _ROW_BYTES // facts.itemsize, c.width + c.more
+    pieces = _pieces(c.width, c.more, c.groups, facts.out_itemsize, facts.residual)
+    weights = [tma_tile(n // 2, block_k, facts.itemsize) if n else None for n in (c.width, c.more)]
+    ends = [tma_tile(64, n, facts.out_itemsize) if n else None for n in pieces]
+    few_rows, rows = (tma_tile(n, block_k, facts.itemsize) for n in (64, _ROWS if c.groups == 2 else 64))
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
-    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if columns > 192 else 0
-    columns //= 2 if gated else 1
+    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * facts.K / 65504))) if columns > 192 else 0
+    columns //= 2 if facts.gated else 1
     return _Plan(c, columns, few_rows, rows, (weights[0], weights[1]), (ends[0], ends[1]), 2.0**halvings)
 
 
 @cached_lookup
-def _lookup_plan(
-    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
-    splits: bool, blocks: bool,
-) -> _Plan:  # fmt: skip
-    config = lookup_gemm_sm90_config(device, tokens, N, K, itemsize, gated, residual, out_itemsize, splits, blocks)
-    return _plan(config, K, itemsize, gated, residual, out_itemsize)
+def _lookup_plan(device: torch.device, facts: ProductFacts) -> _Plan:
+    return _plan(FAMILY.lookup(device, facts), facts)
 
 
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row. K is not split then."""
-    (T, N, K), x, out = product.shape, product.x, product.out
-    facts = (
-        x.element_size(), product.gated, product.epilogue.residual is not None, out.element_size(), False,
-        product.scale_rows is not None,
-    )  # fmt: skip
-    return cdiv(N, _lookup_plan(product.weight.device, token_regime(T), N, K, *facts).columns)
+    T, N, _ = product.shape
+    facts = product.facts(token_regime(T))._replace(splits=False)
+    return cdiv(N, _lookup_plan(product.weight.device, facts).columns)
 
 
 def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
@@ -738,12 +716,8 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     x, weight, out, ep, workspace = product.x, product.weight, product.out, product.epilogue, product.workspace
     (T, N, K) = product.shape
     residual, row_maxima, gated, scale_rows = ep.residual, ep.row_maxima, product.gated, product.scale_rows
-    facts = (K, x.element_size(), gated, residual is not None, out.element_size())
-    if config is None:
-        splits = workspace is not None and row_maxima is None
-        plan = _lookup_plan(weight.device, token_regime(T), N, *facts, splits, scale_rows is not None)
-    else:
-        plan = _plan(config, *facts)
+    facts = product.facts(token_regime(T))
+    plan = _lookup_plan(weight.device, facts) if config is None else _plan(config, facts)
     c, columns, few_rows, rows, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n
@@ -768,3 +742,9 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
         Tiled(x, rows if T > _ROWS else few_rows), *operands, ep, sums, counters, T, N, tiles, tiles_n, C=constants,
         **launch_options(4, 1, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family(
+    "gemm_sm90", GemmSm90Config, (__file__,), ("T", "N", "K", "itemsize", "gated", "residual", "blocks"), rule, candidates,
+    token_regime, _usable,
+)  # fmt: skip

@@ -12,7 +12,8 @@ Two things are needed to read at full memory bandwidth: all programs are equal a
 round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,17 +21,16 @@ import triton
 import triton.language as tl
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.fp8 import block_scales
 from minirt.kernels.launch import (
-    capability,
+    Gpu,
     cdiv,
     fit_stages,
     launch_options,
     next_power_of_2,
     require_fp8,
     shared_limit,
-    sm_count,
 )
 from minirt.kernels.linear.epilogue import (
     add_parts,
@@ -41,7 +41,7 @@ from minirt.kernels.linear.epilogue import (
     store_row_maxima,
     touch,
 )
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 
@@ -75,9 +75,6 @@ class GemmSmallConfig:
         """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
         most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
         return most if most < 255 else None
-
-
-TUNABLE = Tunable("gemm_small", GemmSmallConfig, (__file__,))
 
 
 @compile_time
@@ -217,14 +214,10 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     return (128 if wide else 64), 128, 1
 
 
-def choose_gemm_small_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, blocks: bool = False
-) -> GemmSmallConfig:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
-
-    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
-    """
-    block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
+def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
+    """From sweeps (docs/decisions/linear-small-batches.md, linear-fp8-blocks.md). It depends on T only through `token_block`."""
+    N, K, itemsize, gated, blocks, (cc, num_sms) = facts.N, facts.K, facts.itemsize, facts.gated, facts.blocks, gpu
+    block_t, tiles, large = token_block(facts.T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
     elif large:
@@ -254,21 +247,24 @@ def choose_gemm_small_config(
     return GemmSmallConfig(block_n, block_k, num_warps, stages, split, programs, tma)
 
 
-@cached_lookup
-def lookup_gemm_small_config(
-    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool
-) -> GemmSmallConfig:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
-    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), blocks)
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSmallConfig]:
+    """Configurations around the rule's."""
+    c, found = rule(facts, gpu), []
+    # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
+    parts = (1,) if facts.gated or cdiv(facts.N, c.block_n) > 8 * gpu.sms else (1, 2, 3, 4, 6)
+    steps = around(c.block_k, FP8_BLOCK if facts.blocks else 256)
+    for programs, block_k, split in itertools.product((1, 2, 3, 4) if facts.blocks else (1, 2, 3), steps, parts):
+        row_bytes = (c.block_n * (2 if facts.gated else 1) + token_block(facts.T)) * facts.itemsize
+        stages = fit_stages(row_bytes * block_k, shared_limit(gpu.capability) // programs - 2048, 8)
+        if stages > 1:
+            found.append(replace(c, block_k=block_k, num_stages=stages, split=split, programs=programs))
+    return found
 
 
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row."""
-    (T, N, K), x = product.shape, product.x
-    blocks = product.scale_rows is not None
-    c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False, blocks)
-    return cdiv(N, c.block_n)
+    T, N, _ = product.shape
+    return cdiv(N, FAMILY.lookup(product.weight.device, product.facts(token_block(T))).block_n)
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
@@ -277,9 +273,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t, scale_rows = token_block(T), product.scale_rows
-    c = config or lookup_gemm_small_config(
-        x.device, block_t, N, K, x.element_size(), product.gated, scale_rows is not None
-    )
+    c = config or FAMILY.lookup(x.device, product.facts(block_t))
     if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
@@ -299,3 +293,8 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
         C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma),
         maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family(
+    "gemm_small", GemmSmallConfig, (__file__,), ("T", "N", "K", "itemsize", "gated", "blocks"), rule, candidates, token_block
+)

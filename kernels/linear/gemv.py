@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
+from minirt.kernels.compile.tuning import Family, around
+from minirt.kernels.launch import Gpu, cdiv, launch_options, require_fp8
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 
 WARP = 32
@@ -40,9 +40,6 @@ class GemvConfig:
     num_warps: int
     tiles: int
     registers: int | None = None
-
-
-TUNABLE = Tunable("gemv", GemvConfig, (__file__,))
 
 
 @triton.jit
@@ -168,13 +165,12 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int, blocks: bool = False) -> GemvConfig:
-    """The configuration for a shape, by a rule from sweeps over the layers of five models (docs/decisions/linear-one-token.md).
-
-    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
+def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
+    """From sweeps over the layers of five models (docs/decisions/linear-one-token.md, linear-fp8-blocks.md).
 
     A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
+    N, K, itemsize, gated, num_sms = facts.N, facts.K, facts.itemsize, facts.gated, gpu.sms
     fp8 = itemsize == 1
     chunks = cdiv(K, WARP * chunk_size(itemsize))
     at_once = not gated and 64 * num_sms >= N  # all programs run at the same time
@@ -189,7 +185,7 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int,
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
         return GemvConfig(rows, 8, min(cdiv(count, 2), loads), 64)
     if at_once:
-        if blocks:
+        if facts.blocks:
             return GemvConfig(2, num_warps, 4)
         few = fp8 or 24 * num_sms > N
         return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
@@ -198,11 +194,14 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int,
     return GemvConfig(2 if gated else 4, num_warps, cdiv(count, 2))
 
 
-@cached_lookup
-def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> GemvConfig:
-    """The tuned configuration for a shape, or else the rule's. `blocks`: fp8 with scales of blocks."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
-    return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device), blocks)
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvConfig]:
+    """Configurations around the rule's."""
+    c = rule(facts, gpu)
+    return [
+        GemvConfig(n, warps, tiles, registers)
+        for n in around(c.block_n, 8) for warps in around(c.num_warps, 8) for tiles in around(c.tiles, 16)
+        for registers in {None, c.registers}
+    ]  # fmt: skip
 
 
 def _nearest_power_of_two(x: float) -> int:
@@ -222,8 +221,7 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
     x, weight, out, (_, N, K) = product.x, product.weight, product.out, product.shape
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    if config is None:
-        config = lookup_gemv_config(x.device, N, K, weight.element_size(), product.gated, product.scale_rows is not None)
+    config = config or FAMILY.lookup(x.device, product.facts(1))
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
@@ -233,3 +231,8 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         x, product.norm, weight, product.epilogue, out, N, C=constants, maxnreg=config.registers,
         **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family(
+    "gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates
+)

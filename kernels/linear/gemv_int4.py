@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.compile.tuning import Family, around
+from minirt.kernels.launch import Gpu, cdiv, launch_options
 from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
@@ -42,9 +42,6 @@ class GemvInt4Config:
     num_warps: int
     tiles: int
     registers: int | None = None
-
-
-TUNABLE = Tunable("gemv_int4", GemvInt4Config, (__file__,))
 
 
 @triton.jit
@@ -202,22 +199,25 @@ def _gemv_int4_kernel(
         tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def choose_gemv_int4_config(N: int, K: int, gated: bool, num_sms: int) -> GemvInt4Config:
-    """The configuration for a shape, by a rule like that of `gemv`: a row is two to five tiles long."""
-    pairs = -(-K // INT4_CHUNK) * 16
-    rows = 2 if gated else 4
+def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Config:
+    """Like that of `gemv`: a row is two to five tiles long."""
+    pairs = -(-facts.K // INT4_CHUNK) * 16
+    rows = 2 if facts.gated else 4
     if pairs >= 16 * _WARP_PAIRS:
         return GemvInt4Config(rows, 4, 2, 128)
-    if N * (2 if gated else 1) < 64 * num_sms:  # few rows: more threads for each
+    if facts.N * (2 if facts.gated else 1) < 64 * gpu.sms:  # few rows: more threads for each
         return GemvInt4Config(rows, max(1, min(2, pairs // _WARP_PAIRS)), 2, 128)
     return GemvInt4Config(2 * rows, 1, 2)
 
 
-@cached_lookup
-def lookup_gemv_int4_config(device: torch.device, N: int, K: int, gated: bool) -> GemvInt4Config:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
-    return tuned or choose_gemv_int4_config(N, K, gated, sm_count(device))
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Config]:
+    """Configurations around the rule's."""
+    c = rule(facts, gpu)
+    return [
+        GemvInt4Config(rows, warps, tiles, registers)
+        for rows in around(c.rows, 8) for warps in around(c.num_warps, 8) for tiles in around(c.tiles, 4)
+        for registers in {None, 128, c.registers}
+    ]  # fmt: skip
 
 
 def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
@@ -228,7 +228,7 @@ def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
     K, N = x.shape[1], out.shape[1]
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or lookup_gemv_int4_config(x.device, N, K, activation is not None)
+    c = config or FAMILY.lookup(x.device, product.facts(1))
     pairs, block = weight.view(torch.int32), _WARP_PAIRS * c.num_warps
     tiles = min(c.tiles, cdiv(pairs.shape[1], block))
     _gemv_int4_kernel[(cdiv(N, c.rows),)](
@@ -236,3 +236,6 @@ def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
         ACTIVATION=activation, ROWS=c.rows, BLOCK=block, TILES=tiles,
         maxnreg=c.registers, **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family("gemv_int4", GemvInt4Config, (__file__,), ("N", "K", "gated"), rule, candidates)

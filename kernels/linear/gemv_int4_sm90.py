@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
+from minirt.kernels.compile.tuning import Family
+from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.linear.int4_small import first_chunk, multiply, times
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
@@ -58,9 +58,6 @@ class GemvInt4Sm90Config:
     x_in_ring: bool = False
     chains: int = 1
     line: bool = False
-
-
-TUNABLE = Tunable("gemv_int4_sm90", GemvInt4Sm90Config, (__file__,))
 
 
 @gluon.jit
@@ -464,19 +461,19 @@ def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed:
         c = replace(c, stages=c.stages - 1, unroll=min(c.unroll, c.stages - 1))
 
 
-def choose_gemv_int4_sm90_config(N: int, K: int, gated: bool, num_sms: int) -> GemvInt4Sm90Config:
-    """The configuration for a shape, by a rule from sweeps over the layers of three models (docs/decisions/int4.md)."""
-    chunks = cdiv(K, INT4_CHUNK)
-    if gated:
+def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Sm90Config:
+    """From sweeps over the layers of three models (docs/decisions/int4.md)."""
+    chunks = cdiv(facts.K, INT4_CHUNK)
+    if facts.gated:
         return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112, line=True)  # eight programs on an SM
     if chunks >= 64:
         return GemvInt4Sm90Config(8, 4, 4, 128, x_in_ring=True, line=True)
     return GemvInt4Sm90Config(min(8, next_power_of_2(chunks)), 4, 4, 128)
 
 
-def candidates(N: int, K: int, gated: bool) -> list[GemvInt4Sm90Config]:
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
     """The configurations that `minirt tune` compares."""
-    chunks, found = cdiv(K, INT4_CHUNK), []
+    chunks, found = cdiv(facts.K, INT4_CHUNK), []
     for warps in (1, 2, 4, 8):
         for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)):
             for registers in (112, 128):
@@ -484,13 +481,6 @@ def candidates(N: int, K: int, gated: bool) -> list[GemvInt4Sm90Config]:
                     if warps <= chunks:
                         found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line))
     return found
-
-
-@cached_lookup
-def lookup_gemv_int4_sm90_config(device: torch.device, N: int, K: int, gated: bool) -> GemvInt4Sm90Config:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
-    return tuned or choose_gemv_int4_sm90_config(N, K, gated, sm_count(device))
 
 
 def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -> None:
@@ -502,7 +492,7 @@ def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
     group, gated = int4_group(K, scale.shape[0]), activation is not None
-    c = config or lookup_gemv_int4_sm90_config(x.device, N, K, gated)
+    c = config or FAMILY.lookup(x.device, product.facts(1))
     c = fitting(c, K, group, gated, norm_weight is not None)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, GROUP=group // 32, ACTIVATION=activation,
@@ -510,3 +500,8 @@ def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -
         maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family(
+    "gemv_int4_sm90", GemvInt4Sm90Config, (__file__,), ("N", "K", "gated"), rule, candidates
+)

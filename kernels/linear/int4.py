@@ -15,7 +15,7 @@ mantissa bits of a constant exponent is a floating-point number 128 + q (bf16) o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from minirt.device import interpreting
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import capability, cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.compile.tuning import Family
+from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
@@ -73,9 +73,6 @@ class Int4Config:
         """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
         most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
         return most if most < 255 else None
-
-
-TUNABLE = Tunable("gemm_int4", Int4Config, (__file__,))
 
 
 @triton.jit
@@ -344,11 +341,9 @@ def accepts(product: Product) -> bool:
     return is_int4(product.weight)
 
 
-def choose_int4_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> Int4Config:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
-
-    The rule follows sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md).
-    """
+def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
+    """From sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md). Depends on T only through `token_block`."""
+    T, N, K, itemsize, gated, (cc, num_sms) = facts.T, facts.N, facts.K, facts.itemsize, facts.gated, gpu
     block_t, chunks = token_block(T), cdiv(K, CHUNK)
     if itemsize == 4:
         return Int4Config(32, min(block_t, 32), 4, 1, 1 if gated else min(4, chunks))
@@ -371,11 +366,15 @@ def choose_int4_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
     return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= _EXACT)
 
 
-@cached_lookup
-def lookup_int4_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> Int4Config:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
-    return tuned or choose_int4_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Config]:
+    """Configurations around the rule's."""
+    c = rule(facts, gpu)
+    parts = (1,) if facts.gated or cdiv(facts.N, c.block_n) > 8 * gpu.sms else (1, 2, 3, 4, 6, 9)
+    return [
+        replace(c, block_n=block_n, num_warps=warps, num_stages=stages, programs=programs, split=split)
+        for block_n, warps in ((64, 4), (128, 4), (128, 8)) for stages in (3, 4) for programs in (1, 2, 3) for split in parts
+        if programs * warps <= 12
+    ]  # fmt: skip
 
 
 def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
@@ -383,7 +382,7 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     x, ep, workspace, (T, N, K) = product.x, product.epilogue, product.workspace, product.shape
     if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or lookup_int4_config(x.device, token_block(T), N, K, x.element_size(), product.gated)
+    c = config or FAMILY.lookup(x.device, product.facts(token_block(T)))
     tiles, chunks = cdiv(N, c.block_n) * cdiv(T, c.block_t), cdiv(K, CHUNK)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
@@ -418,3 +417,8 @@ def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
         raise InputError("missing", where="scale", expected="scale words")
     wide = unpack(product.weight, ep.scale, x.shape[1], x.dtype, product.pdl)
     launch(product._replace(weight=wide, epilogue=ep._replace(scale=None)))
+
+
+FAMILY = Family(
+    "gemm_int4", Int4Config, (__file__,), ("T", "N", "K", "itemsize", "gated"), rule, candidates, token_block
+)

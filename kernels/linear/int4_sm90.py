@@ -29,14 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
-from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, sm_count
 from minirt.kernels.linear.epilogue import activate, add_parts
 from minirt.kernels.linear.int4_small import unpack
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import Tiled, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -66,9 +66,6 @@ class Int4Sm90Config:
     num_stages: int
     split: int = 1
     programs: int = 1
-
-
-TUNABLE = Tunable("gemm_int4_sm90", Int4Sm90Config, (__file__,))
 
 
 @gluon.jit
@@ -407,9 +404,10 @@ def accepts(product: Product) -> bool:
     return (x.data_ptr() | weight.data_ptr() | x.shape[1] * 2) % 16 == 0
 
 
-def candidates(T: int, N: int, K: int, gated: bool, num_sms: int) -> list[Int4Sm90Config]:
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Sm90Config]:
     """The configurations worth considering: tiles as wide as T, up to 256, or half as wide; each with the most parts of K."""
-    widest, chunks, found = token_block(T), cdiv(K, INT4_CHUNK), []
+    T, N, gated, num_sms = facts.T, facts.N, facts.gated, gpu.sms
+    widest, chunks, found = token_block(T), cdiv(facts.K, INT4_CHUNK), []
     for block_t in (widest, widest // 2):
         if block_t in _STEP:
             shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
@@ -420,9 +418,9 @@ def candidates(T: int, N: int, K: int, gated: bool, num_sms: int) -> list[Int4Sm
     return found
 
 
-def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: int) -> float:
+def predicted(c: Int4Sm90Config, facts: ProductFacts, num_sms: int) -> float:
     """Predicted microseconds: full rounds of programs, then the last one, whose programs may share tiles."""
-    tiles, chunks = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
+    tiles, chunks = cdiv(facts.T, c.block_t) * cdiv(facts.N, _ROWS // (2 if facts.gated else 1)), cdiv(facts.K, INT4_CHUNK)
     full, shared = divmod(tiles, num_sms)
     ends = _ROUND + _ROUND_OF_TOKEN * c.block_t
     time = full * (chunks * _STEP[c.block_t] + ends)
@@ -432,10 +430,9 @@ def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: i
     return time
 
 
-def choose_int4_sm90_config(T: int, N: int, K: int, gated: bool, num_sms: int) -> Int4Sm90Config:
-    """The candidate with the least predicted time. It depends on T only through `token_regime`."""
-    found = candidates(T, N, K, gated, num_sms)
-    return min(found, key=lambda c: predicted(c, T, N, K, gated, num_sms))
+def rule(facts: ProductFacts, gpu: Gpu) -> Int4Sm90Config:
+    """The candidate with the least predicted time, for a T that is a token regime."""
+    return min(candidates(facts, gpu), key=lambda c: predicted(c, facts, gpu.sms))
 
 
 def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) -> tuple[int, int]:
@@ -450,13 +447,6 @@ def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) ->
     return tiles - shared, shared
 
 
-@cached_lookup
-def lookup_int4_sm90_config(device: torch.device, tokens: int, N: int, K: int, gated: bool) -> Int4Sm90Config:
-    """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
-    tuned = TUNABLE.find(device, bucket(T=tokens, N=N, K=K, gated=gated))
-    return tuned or choose_int4_sm90_config(tokens, N, K, gated, sm_count(device))
-
-
 def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
     """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
     x, weight, out, ep, workspace, pdl = product.x, product.weight, product.out, product.epilogue, product.workspace, product.pdl
@@ -465,7 +455,7 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
     gated = activation is not None
-    c = config or lookup_int4_sm90_config(x.device, token_regime(T), N, K, gated)
+    c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
     full, shared = share_tiles(c, T, N, gated, sm_count(x.device))
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
@@ -480,3 +470,8 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
         STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
         maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, pdl),
     )  # fmt: skip
+
+
+FAMILY = Family(
+    "gemm_int4_sm90", Int4Sm90Config, (__file__,), ("T", "N", "K", "gated"), rule, candidates, token_regime
+)

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
+from minirt.kernels.compile.tuning import Family, around
+from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
@@ -48,9 +48,6 @@ class Int4SmallConfig:
     tiles: int
     registers: int | None = None
     chains: int = 1
-
-
-TUNABLE = Tunable("gemm_int4_small", Int4SmallConfig, (__file__,))
 
 
 @gluon.jit
@@ -297,20 +294,22 @@ def accepts(product: Product) -> bool:
     return product.weight.dtype == torch.int16 and product.x.element_size() == 2
 
 
-def choose_int4_small_config(N: int, K: int, gated: bool, num_sms: int) -> Int4SmallConfig:
-    """The configuration for a shape, by a rule from sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
-    chunks = cdiv(K, INT4_CHUNK)
+def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallConfig:
+    """From sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
+    chunks, gated = cdiv(facts.K, INT4_CHUNK), facts.gated
     if chunks >= 64:
         return Int4SmallConfig(16, 8, 4, 128)
     # Three programs of a gated product share the registers of an SM.
     return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7, 168 if gated else None)
 
 
-@cached_lookup
-def lookup_int4_small_config(device: torch.device, N: int, K: int, gated: bool) -> Int4SmallConfig:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
-    return tuned or choose_int4_small_config(N, K, gated, sm_count(device))
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4SmallConfig]:
+    """Configurations around the rule's."""
+    c = rule(facts, gpu)
+    return [
+        Int4SmallConfig(16, warps, tiles, registers, chains)
+        for warps in around(c.num_warps, 8) for tiles in (2, 4, 7) for registers in {None, 128, c.registers} for chains in (1, 2)
+    ]
 
 
 def gemm_int4_small(product: Product, config: Int4SmallConfig | None = None) -> None:
@@ -321,10 +320,13 @@ def gemm_int4_small(product: Product, config: Int4SmallConfig | None = None) -> 
     T, N, K = product.shape
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or lookup_int4_small_config(x.device, N, K, activation is not None)
+    c = config or FAMILY.lookup(x.device, product.facts(T))
     _gemm_int4_small_kernel[(cdiv(N, c.rows),)](
         x, norm_weight, weight, scale, bias, residual, out, T, N, eps, K=K, SIZE=max(32 * c.num_warps, next_power_of_2(K)),
         GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=MAX_TOKENS, WARPS=c.num_warps,
         TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), CHAINS=c.chains, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
+
+
+FAMILY = Family("gemm_int4_small", Int4SmallConfig, (__file__,), ("N", "K", "gated"), rule, candidates)

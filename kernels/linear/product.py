@@ -54,6 +54,35 @@ class Epilogue(NamedTuple):
     logits_needed: Tensor | None = None
 
 
+class ProductFacts(NamedTuple):
+    """What the launch configuration of a product may depend on. Each family of kernels reads some of these facts.
+
+    Attributes:
+        T: tokens, rounded up to the most that use the same configuration.
+        N, K: number of outputs, and of values of x that each sums up. With an activation, the weight has 2N rows.
+        itemsize: bytes of a value of the weight; if that has 4 bits, of x.
+        gated, residual: whether there is an activation; a residual.
+        blocks: whether an FP8 weight has scales of blocks.
+        out_itemsize: bytes of a value of the output.
+        splits: whether K may be split: there is a workspace, and no row maxima are stored.
+        E, k: number of experts, and how many of them a token uses.
+        rows: of a tile of the tokens of one expert; 0: not tiled by expert.
+    """
+
+    T: int
+    N: int
+    K: int
+    itemsize: int
+    gated: bool = False
+    residual: bool = False
+    blocks: bool = False
+    out_itemsize: int = 2
+    splits: bool = True
+    E: int = 1
+    k: int = 1
+    rows: int = 0
+
+
 class Product(NamedTuple):
     """out = epilogue(norm(x) · weightᵀ).
 
@@ -82,6 +111,16 @@ class Product(NamedTuple):
     @property
     def gated(self) -> bool:
         return self.epilogue.activation is not None
+
+    def facts(self, tokens: int) -> ProductFacts:
+        """What its launch configuration may depend on. `tokens`: T, rounded up to the most that use the same configuration."""
+        x, weight, ep = self.x, self.weight, self.epilogue
+        itemsize = x.element_size() if weight.dtype == torch.int16 else weight.element_size()
+        splits = self.workspace is not None and ep.row_maxima is None
+        return ProductFacts(
+            tokens, self.out.shape[1], x.shape[1], itemsize, ep.activation is not None, ep.residual is not None,
+            self.scale_rows is not None, self.out.element_size(), splits,
+        )  # fmt: skip
 
     @property
     def scale_rows(self) -> int | None:

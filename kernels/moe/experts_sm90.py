@@ -33,13 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves
 from minirt.kernels.hopper.tma import tma_descriptor, tma_load
-from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe.route import Routing
 from minirt.kernels.prepared import prepared
 
@@ -70,9 +71,6 @@ class ExpertsSm90Config:
     def rows(self) -> int:
         """Rows of x in a tile."""
         return self.block_t + self.more
-
-
-TUNABLE = Tunable("experts_sm90", ExpertsSm90Config, (__file__,))
 
 
 @gluon.jit
@@ -435,32 +433,30 @@ def token_regime(T: int) -> int:
     return last_tokens(T) or 2 * _LAST[-1]
 
 
-def choose_config(rows: int) -> ExpertsSm90Config:
+def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
+    rows = facts.rows
     more = rows % 64 if rows > 64 else 0
     return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
 
 
-def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False) -> str:
-    """The bucket of a product of experts. T: a token regime."""
-    return bucket(T=T, E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks)
-
-
-@cached_lookup
-def lookup_config(
-    device: torch.device, T: int, rows: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False
-) -> ExpertsSm90Config:
-    """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
-    tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated, blocks))
-    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows)
-
-
-def candidates(K: int, itemsize: int, blocks: bool = False) -> list[ExpertsSm90Config]:
-    """All configurations for rows of up to K values of `itemsize` bytes."""
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[ExpertsSm90Config]:
+    """All configurations for rows of up to K values, of tiles of any height."""
     every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
-    heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize, blocks)]
+    heights = [(t, more) for t, more in every if t + more <= _highest(facts.K, facts.itemsize, facts.blocks)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
     return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
+
+
+def _usable(c: ExpertsSm90Config, facts: ProductFacts) -> bool:
+    """Both products of a mixture share the tiles, so the height is given."""
+    return c.rows == facts.rows
+
+
+FAMILY = Family(
+    "experts_sm90", ExpertsSm90Config, (__file__,), ("T", "E", "k", "N", "K", "itemsize", "gated", "blocks"), rule, candidates,
+    tokens=token_regime, usable=_usable,
+)  # fmt: skip
 
 
 def accepts(
@@ -495,8 +491,10 @@ def launch(
     """
     (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
     scale_rows = expert_scale_rows(weight, scale)
-    facts = (E, top_k, N, K, x.element_size(), gated, scale_rows is not None)
-    c = config or lookup_config(x.device, token_regime(T), routing.block_t, *facts)
+    facts = ProductFacts(
+        token_regime(T), N, K, x.element_size(), gated, blocks=scale_rows is not None, E=E, k=top_k, rows=routing.block_t
+    )
+    c = config or FAMILY.lookup(x.device, facts)
     columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]
     block_k = _ROW_BYTES // x.element_size()
     registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding

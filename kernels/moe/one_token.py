@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import expert_scale_rows
-from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.launch import Gpu, launch_options, sm_count
 from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
+from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.prepared import prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -50,9 +51,6 @@ class OneTokenConfig:
     block_k: int
     tiles: int
     blocks: int = 1
-
-
-TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
 
 
 @triton.jit
@@ -275,24 +273,24 @@ def _one_down_kernel(
             out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
 
 
-def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> OneTokenConfig:
-    """The configuration for N outputs of each of k experts, and rows of K values of `itemsize` bytes.
+def rule(facts: ProductFacts, gpu: Gpu) -> OneTokenConfig:
+    """For N outputs of each of k experts, and rows of K values.
 
     A program of gate/up looks for its expert before it loads weights. So all programs run at once, and each computes several
     blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's weights in flight,
     or with FP8 all of them.
     """
-    if gated:
-        block_k, blocks = min(512, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+    if facts.gated:
+        block_k, blocks = min(512, triton.next_power_of_2(facts.K)), triton.cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
         return OneTokenConfig(2, 2, block_k, 4, min(8, blocks))
-    return OneTokenConfig(1, 1, min(256, triton.next_power_of_2(K)), 24 // itemsize)
+    return OneTokenConfig(1, 1, min(256, triton.next_power_of_2(facts.K)), 24 // facts.itemsize)
 
 
-def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:
-    """Configurations worth trying for rows of K values of `itemsize` bytes; a row of `down` is that of k experts."""
-    found = []
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[OneTokenConfig]:
+    """Configurations worth trying for rows of K values; a row of `down` is that of k experts."""
+    K, itemsize, gated, found = facts.K, facts.itemsize, facts.gated, []
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
-        count = triton.cdiv(K, block_k) * (1 if gated else k)
+        count = triton.cdiv(K, block_k) * (1 if gated else facts.k)
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
         if block_k >= 2 * K or elements < 8:
             continue
@@ -302,19 +300,9 @@ def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfi
     return found
 
 
-def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> str:
-    """The bucket of a product of experts. `blocks`: fp8 with scales of blocks."""
-    return bucket(E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks)
-
-
-@cached_lookup
-def lookup_config(
-    device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool
-) -> OneTokenConfig:
-    """The tuned configuration for a product of experts, or else the rule's."""
-    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated, blocks)) or choose_config(
-        k, N, K, itemsize, gated, sm_count(device)
-    )
+FAMILY = Family(
+    "experts_one_token", OneTokenConfig, (__file__,), ("E", "k", "N", "K", "itemsize", "gated", "blocks"), rule, candidates
+)
 
 
 def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
@@ -342,7 +330,8 @@ def gate_up(
     `scale`: of FP8 weights, [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
     """
     (E, _, K), (top_k, N), scale_rows = weight.shape, out.shape, expert_scale_rows(weight, scale)
-    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True, scale_rows is not None)
+    facts = ProductFacts(1, N, K, weight.element_size(), True, blocks=scale_rows is not None, E=E, k=top_k)
+    c = config or FAMILY.lookup(x.device, facts)
     programs = triton.cdiv(N, c.block_n * c.blocks)
     _one_gate_up_kernel[(programs, top_k)](
         x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation,
@@ -363,7 +352,8 @@ def down(
     ended before the kernel before this one triggered.
     """
     (E, N, K), top_k, scale_rows = weight.shape, x.shape[0], expert_scale_rows(weight, scale)
-    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False, scale_rows is not None)
+    facts = ProductFacts(1, N, K, weight.element_size(), False, blocks=scale_rows is not None, E=E, k=top_k)
+    c = config or FAMILY.lookup(x.device, facts)
     programs = triton.cdiv(N, c.block_n * c.blocks)
     _one_down_kernel[(programs,)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,

@@ -1,22 +1,20 @@
-"""What `minirt tune` tries for the experts of a mixture: each family's own rule, and configurations around it."""
+"""`minirt tune` for the experts of a mixture: which cases a model has, their inputs, and what they must compute."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, register
-from minirt.kernels.launch import capability, sm_count
-from minirt.kernels.linear.tuning import fp8_weight
+from minirt.kernels.launch import capability
+from minirt.kernels.linear.tuning import check_close, fp8_weight, shape_facts
 from minirt.kernels.moe import experts_sm90, one_token
 from minirt.kernels.moe.route import gather, route
 
-TUNABLES = (one_token.TUNABLE, experts_sm90.TUNABLE)
-_TOLERANCE = 2e-2  # relative error of bf16 outputs, as for the linear layers
 _ROUTINGS = 8  # launches that use different experts, so that one does not find its weights in the L2 cache
 
 Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
@@ -25,12 +23,9 @@ Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
 def one_token_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of one token."""
     for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
-        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        rule = one_token.choose_config(k, shape.N, shape.K, itemsize, shape.gated, sm_count(device))
-        key = one_token.tuning_bucket(E, k, shape.N, shape.K, itemsize, shape.gated, shape.blocks)
-        around = one_token.candidates(shape.K, k, itemsize, shape.gated)
-        prepare = lambda shape=shape, E=E, k=k: _prepare_one(shape, E, k, device)  # noqa: E731
-        yield Case(one_token.TUNABLE, key, rule, tuple(around), prepare, 1)
+        case = one_token.FAMILY.case(shape_facts(shape, 1), device, partial(_prepare_one, shape, E, k, device))
+        if case is not None:
+            yield case
 
 
 def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -39,15 +34,13 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
         return
     regimes = sorted({experts_sm90.token_regime(T) for T in tokens if T > 1})
     for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
-        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        if itemsize > 2 or (shape.blocks and shape.N % 64):  # see `experts_sm90.accepts`
+        facts = shape_facts(shape, T)
+        if facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # see `experts_sm90.accepts`
             continue
-        block_t = experts_sm90.block_t(T, shape.K, itemsize, shape.blocks)
-        rule = experts_sm90.choose_config(block_t)
-        key = experts_sm90.tuning_bucket(T, E, k, shape.N, shape.K, itemsize, shape.gated, shape.blocks)
-        around = [c for c in experts_sm90.candidates(shape.K, itemsize, shape.blocks) if c.rows == block_t]
-        prepare = lambda shape=shape, T=T, E=E, k=k, t=block_t: _prepare(shape, T, E, k, t, device)  # noqa: E731
-        yield Case(experts_sm90.TUNABLE, key, rule, tuple(around), prepare, T)
+        rows = experts_sm90.block_t(T, shape.K, facts.itemsize, shape.blocks)
+        case = experts_sm90.FAMILY.case(facts._replace(rows=rows), device, partial(_prepare, shape, T, E, k, rows, device))
+        if case is not None:
+            yield case
 
 
 def _of_experts(shapes: Sequence[LinearShape]) -> list[tuple[LinearShape, tuple[int, int]]]:
@@ -133,12 +126,10 @@ def _launch_and_check(
     def check(config: Any) -> None:
         out.fill_(torch.nan)
         run(inputs.logits[0], config)
-        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
-        if not error < _TOLERANCE:
-            raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
+        check_close(out, expected)
 
     return launch, check
 
 
-register("experts_one_token", one_token_cases)
-register("experts_sm90", experts_sm90_cases)
+register(one_token.FAMILY, one_token_cases)
+register(experts_sm90.FAMILY, experts_sm90_cases)

@@ -94,11 +94,11 @@ def tune(
     with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
         step = None if no_steps else _step_clock(load, stack, options["quiet"])
         for family in families if kernel is None else [kernel]:
-            for case in families[family](shapes, tokens, device):
+            for case in families[family][1](shapes, tokens, device):
                 outcome = measure(case, step=step)
                 rows.append(row(family, outcome))
                 if outcome.config is not None:
-                    tuning.store(case.tunable, tuning.path(device), {case.bucket: outcome.config})
+                    tuning.store(case.family, tuning.path(device), {case.bucket: outcome.config})
                 if not options["quiet"]:
                     note(_line(family, outcome))
                 torch.cuda.empty_cache()
@@ -163,13 +163,13 @@ def _line(name: str, outcome: "Outcome") -> str:
 
 def _stored(device: "torch.device", as_json: bool) -> str:
     """All stored configurations that fit the kernels' source, file by file. `device`: its own file is marked."""
+    import minirt.kernels.linear.tuning
+    import minirt.kernels.moe.tuning  # noqa: F401  (both register their families)
     from minirt.kernels.compile import tuning
-    from minirt.kernels.linear import tuning as linear
-    from minirt.kernels.moe import tuning as moe
 
     this = tuning.path(device) if device.type == "cuda" else None
-    tunables = (*linear.TUNABLES, *moe.TUNABLES)
-    found = {path: {tunable.name: tuning.load(tunable, path) for tunable in tunables} for path in tuning.stored_files()}
+    families = [family for family, _ in tuning.registered().values()]
+    found = {path: {family.name: tuning.load(family, path) for family in families} for path in tuning.stored_files()}
     if as_json:
         files = []
         for path, kernels in found.items():

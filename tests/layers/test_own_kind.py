@@ -21,7 +21,7 @@ from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError
-from minirt.kernels.compile.tuning import Case, Tunable
+from minirt.kernels.compile.tuning import Case, Family
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight
@@ -532,7 +532,7 @@ def test_whole_steps_give_each_sequence_a_slot(hf_folder, monkeypatch):
 
     monkeypatch.setattr(whole_steps, "captured", captured)
     monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
-    seen, case = [], Case(Tunable("mine", object, ()), "a bucket", None, (), lambda: None, tokens=3)
+    seen, case = [], Case(Family("mine", object, (), (), lambda facts, gpu: None), "a bucket", None, (), lambda: None, tokens=3)
     with load(hf_folder("Llama", seed=3)) as generator:
         steps = whole_steps.Steps(generator.model)
         steps.seconds(case, [None])

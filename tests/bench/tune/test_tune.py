@@ -17,7 +17,9 @@ from minirt.bench.tune import tune, whole_steps
 from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile import tuning
-from minirt.kernels.compile.tuning import Case, LinearShape
+from minirt.kernels.compile.tuning import Case, Family, LinearShape
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear import tuning as tuning_cases
 from minirt.loading.load import plan_model
 from minirt.loading.options import LoadOptions
@@ -166,12 +168,62 @@ def test_shapes_of_a_model():
 
 
 def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
-    """The LM head has fp32 outputs, for which `gemm_sm90.lookup_gemm_sm90_config` always takes the rule's configuration."""
+    """The LM head has fp32 outputs, for which `gemm_sm90` always takes the rule's configuration."""
     monkeypatch.setattr(tuning_cases, "capability", lambda device: 90)
-    monkeypatch.setattr(tuning_cases, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(90, 132))
     shapes = [LinearShape(4096, 512, False, False, torch.bfloat16, False, logits) for logits in (False, True)]
-    buckets = [case.bucket for case in tuning_cases.gemm_cases(shapes, [128, 512], torch.device("cpu"))]
-    assert len(buckets) == len(set(buckets)) == 2
+    family = gemm_sm90.FAMILY
+    buckets = [case.bucket for case in tuning_cases.cases(family, shapes, [128, 512], torch.device("cpu"))]
+    assert buckets == [f"T={T} N=4096 K=512 itemsize=2 gated=False residual=False blocks=False" for T in (128, 512)]
+
+
+def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
+    """On Hopper, a step of one token runs `gemv_int4_sm90` for large 4-bit weights and `gemm_int4_small` for small ones.
+
+    Catches a case whose steps do not run its kernel. FP32 activations, which Hopper's kernels refuse, run the portable ones.
+    """
+    monkeypatch.setattr(tuning_cases, "capability", lambda device: 90)
+    monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(90, 132))
+    shapes = [LinearShape(N, 3584, False, False, torch.bfloat16, False, int4=True) for N in (18944, 512)]
+    shapes += [LinearShape(512, 96, False, False, torch.float32, False, int4=four) for four in (False, True)]
+    found = {}
+    for name, (family, cases) in tuning.registered().items():
+        for case in cases(shapes, (1, 8, 100), torch.device("cpu")):
+            found.setdefault(name, []).append((case.bucket.split("K=")[0], case.tokens))
+            assert case.family is family
+    assert found == {
+        "gemv_int4_sm90": [("N=18944 ", 1)],
+        "gemm_int4_small": [("N=512 ", 1), ("N=18944 ", 8)],
+        "gemm_int4_sm90": [("T=128 N=18944 ", 128), ("T=128 N=512 ", 128)],
+        "gemv_int4": [("N=512 ", 1)],
+        "gemm_int4": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)],
+        "gemv": [("N=512 ", 1)],
+        "gemm_small": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)],
+    }
+
+
+@pytest.mark.parametrize("stored", [{}, {"fp8": True}, {"fp8": True, "blocks": True}, {"int4": True}], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_facts_of_a_case_are_those_of_the_launch(stored, gated, monkeypatch):
+    """The bucket that is tuned is the one that launches look up, and a wrong result is noticed."""
+    monkeypatch.setattr(tuning_cases, "_COLD", 1)
+    shape = LinearShape(24, 136, gated, not gated, torch.float16, **({"fp8": False} | stored))
+    asked = []
+    original = tuning.Family.lookup
+    monkeypatch.setattr(
+        tuning.Family, "lookup", lambda self, device, facts: asked.append((self, facts)) or original(self, device, facts)
+    )
+    names = {}
+    for name, (_, cases) in tuning.registered().items():
+        for case in cases([shape], (1, 9), torch.device("cpu")):
+            launch, check = case.prepare()
+            launch(None)  # looks up its configuration
+            check(case.default)
+            family, facts = asked[-1]
+            assert (family, family.bucket(facts)) == (case.family, case.bucket)
+            assert facts == tuning_cases.shape_facts(shape, facts.T)
+            names[name] = case.tokens
+    assert names == ({"gemv_int4": 1, "gemm_int4": 16} if shape.int4 else {"gemv": 1, "gemm_small": 16})
 
 
 @pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])
@@ -187,10 +239,10 @@ def test_the_steps_of_so_many_tokens(tokens, counts, context):
 def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
     """On a CPU the captured "graph" is the configuration looked up during the capture. Catches stale cached look-ups."""
     from minirt import Generator
-    from minirt.kernels.compile.tuning import Tunable, cached_lookup
+    family, seen = Family("mine", Config, (), (), lambda facts, gpu: None), []
 
-    tunable, seen = Tunable("mine", Config, ()), []
-    found = cached_lookup(lambda: tunable.find(torch.device("cpu"), "a bucket"))
+    def found():
+        return family.lookup(torch.device("cpu"), ())
 
     def captured(work, device):
         logits = work()
@@ -199,7 +251,7 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
 
     monkeypatch.setattr(whole_steps, "captured", captured)
     monkeypatch.setattr(whole_steps, "replays", lambda graphs: [graph.us * len(seen) for graph in graphs])
-    case = replace(Bench(Config(10), []).case, tunable=tunable, tokens=3)
+    case = replace(Bench(Config(10), []).case, family=family, bucket="", tokens=3)
     with Generator.from_pretrained(device="cpu", random_weights=True, max_num_seqs=1, max_model_len=256) as generator:
         times = whole_steps.Steps(generator.model).seconds(case, [Config(10), Config(7)])
     vocabulary = generator.config.vocab_size
@@ -213,12 +265,12 @@ def test_the_cache_of_whole_steps_grows(kv_cache_dtype, monkeypatch):
     """Three sequences, then a prompt of more pages: no size shrinks. All values are finite, and scales are positive."""
     from minirt import Generator
     from minirt.engine.kv_cache import LayerKV
-    from minirt.kernels.compile.tuning import Tunable
 
     monkeypatch.setattr(whole_steps, "captured", lambda work, device: None)
     monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
     monkeypatch.setattr(whole_steps, "CONTEXT", 64)  # a page
-    case, sizes = replace(Bench(Config(10), []).case, tunable=Tunable("mine", Config, ()), tokens=3), []
+    family, sizes = Family("mine", Config, (), (), lambda facts, gpu: None), []
+    case = replace(Bench(Config(10), []).case, family=family, tokens=3)
     options = {"device": "cpu", "random_weights": True, "max_num_seqs": 1, "max_model_len": 512}
     with Generator.from_pretrained(**options, kv_cache_dtype=kv_cache_dtype) as generator:
         steps = whole_steps.Steps(generator.model)
@@ -253,19 +305,19 @@ def test_what_is_stored_is_listed_without_a_gpu(call, tmp_path, monkeypatch):
     assert call(*show) == (0, f"nothing is stored in {tmp_path / 'none'}\n", "")
     monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
     first, second = tmp_path / "tuned-a-triton-3.json", tmp_path / "tuned-b-triton-3.json"
-    tunable = tuning_cases.TUNABLES[0]
-    config = tunable.config(**{field.name: 8 for field in fields(tunable.config)})
-    tuning.store(tunable, first, {"N=3 K=64": config})
-    second.write_text(json.dumps({"schema": 1, "kernels": {tunable.name: {"source": "older", "configs": {"x": {}}}}}))
+    family = tuning_cases.FAMILIES[0]
+    config = family.config(**{field.name: 8 for field in fields(family.config)})
+    tuning.store(family, first, {"N=3 K=64": config})
+    second.write_text(json.dumps({"schema": 1, "kernels": {family.name: {"source": "older", "configs": {"x": {}}}}}))
     (tmp_path / "other.json").write_text("{")
     code, out, err = call(*show)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        str(first), f"  {tunable.name} N=3 K=64: {config}", str(second), "  nothing for the current source of the kernels",
+        str(first), f"  {family.name} N=3 K=64: {config}", str(second), "  nothing for the current source of the kernels",
     ]  # fmt: skip
     record = json.loads(call(*show, "--json")[1])
     assert [(file["path"], file["this_gpu"]) for file in record["files"]] == [(str(first), False), (str(second), False)]
-    assert record["files"][0]["kernels"][tunable.name] == {"N=3 K=64": asdict(config)}
+    assert record["files"][0]["kernels"][family.name] == {"N=3 K=64": asdict(config)}
 
 
 @pytest.mark.gpu
@@ -282,6 +334,6 @@ def test_tuning_a_model(tmp_path, monkeypatch, call):
     assert {row["kernel"] for row in rows} >= {"gemv", "gemm_small"}
     _, shown, _ = call("tune", "--show")
     device = torch.device("cuda", 0)
-    stored = tuning.load(gemv.TUNABLE, tuning.path(device))
-    assert all(config == gemv.TUNABLE.find(device, bucket) for bucket, config in stored.items())
+    stored = tuning.load(gemv.FAMILY, tuning.path(device))
+    assert all(config == gemv.FAMILY.find(device, bucket) for bucket, config in stored.items())
     assert shown.count("gemv N=") == len(stored)

@@ -10,10 +10,10 @@ from support.linear import gemm_small
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import ACTIVATIONS
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch as kernel
-from minirt.kernels.linear.gemm_small import GemmSmallConfig, choose_gemm_small_config
-from minirt.kernels.linear.product import RowMaxima
+from minirt.kernels.linear.gemm_small import GemmSmallConfig, rule
+from minirt.kernels.linear.product import ProductFacts, RowMaxima
 from minirt.kernels.norm import rms_norm_quantize
 from minirt.kernels.quantize import quantize
 
@@ -253,14 +253,14 @@ def test_the_configuration_knows_regimes_not_token_counts():
     for shape in ((4608, 3584), (3584, 18944), (96, 576)):
         for regime in (range(2, 17), range(17, 33), range(33, 65), range(65, 129)):
             for itemsize in (1, 2):
-                assert len({choose_gemm_small_config(T, *shape, itemsize, False, 90, 132) for T in regime}) == 1
+                assert len({rule(ProductFacts(T, *shape, itemsize), Gpu(90, 132)) for T in regime}) == 1
 
 
 def test_programs_that_run_at_once_share_the_work():
     """Shapes of Qwen2.5-7B on an H200: no second round of programs for a small rest of them."""
     for T in (8, 24, 64, 128):
         for N, K in ((4608, 3584), (3584, 3584), (3584, 18944)):
-            c = choose_gemm_small_config(T, N, K, 2, False, 90, 132)
+            c = rule(ProductFacts(T, N, K, 2), Gpu(90, 132))
             assert 66 * c.programs <= -(-N // c.block_n) * c.split <= 132 * c.programs
 
 

@@ -13,14 +13,15 @@ from support.linear import gemm, gemm_small, gemv, product
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch as kernel
 from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90
-from minirt.kernels.linear.gemm_small import GemmSmallConfig, choose_gemm_small_config
+from minirt.kernels.linear.gemm_small import GemmSmallConfig
 from minirt.kernels.linear.gemm_small import gemm_small as launch_small
+from minirt.kernels.linear.gemm_small import rule as small_rule
 from minirt.kernels.linear.gemv import GemvConfig
-from minirt.kernels.linear.product import RowMaxima
+from minirt.kernels.linear.product import ProductFacts, RowMaxima
 from minirt.kernels.norm import rms_norm_quantize
 from minirt.kernels.quantize import quantize
 
@@ -203,7 +204,7 @@ def test_tables_of_scales_that_fit_no_weight_are_named(make):
 def test_few_tokens_step_through_one_block_at_a_time(T):
     for cc in (80, 89, 90, 100, 120):
         for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (96, 577, False)):
-            assert 128 % choose_gemm_small_config(T, N, K, 1, gated, cc, 132, True).block_k == 0
+            assert 128 % small_rule(ProductFacts(T, N, K, 1, gated, blocks=True), Gpu(cc, 132)).block_k == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -211,8 +212,9 @@ def test_few_tokens_step_through_one_block_at_a_time(T):
 def test_no_strip_of_a_hopper_tile_reaches_into_a_second_block(T, gated):
     """The kernel reads one scale for each strip, at its first row."""
     for N, K in ((4608, 3584), (3584, 18944), (18944, 3584), (576, 1536)):
-        found = gemm_sm90.candidates(T, N, K, 1, gated, False, 132, splits=True, blocks=True)
-        assert gemm_sm90.choose_gemm_sm90_config(T, N, K, 1, gated, False, 132, splits=True, blocks=True)
+        facts = ProductFacts(T, N, K, 1, gated, blocks=True)
+        found = gemm_sm90.candidates(facts, Gpu(90, 132))
+        assert gemm_sm90.rule(facts, Gpu(90, 132))
         for c in found:
             assert c.promote == 0
             columns = (c.width + c.more) // (1 + gated)

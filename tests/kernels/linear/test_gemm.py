@@ -9,10 +9,10 @@ from support.linear import gemm, gemm_gated, product
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import ACTIVATIONS
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch, gemm_sm90
 from minirt.kernels.linear import gemm as kernel
-from minirt.kernels.linear.product import RowMaxima
+from minirt.kernels.linear.product import ProductFacts, RowMaxima
 
 LARGE = [(4608, 3584), (3584, 18944)]
 CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
@@ -99,18 +99,18 @@ def test_the_configuration_knows_regimes_not_token_counts():
     """A kernel compiled for each token count would stall serving."""
     for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
         for regime in (range(129, 257), range(257, 513), range(1025, 2049)):
-            assert len({kernel.choose_gemm_config(T, N, K, 2, gated, 90, 132) for T in regime}) == 1
+            assert len({kernel.rule(ProductFacts(T, N, K, 2, gated), Gpu(90, 132)) for T in regime}) == 1
 
 
 @pytest.mark.parametrize("T", [129, 256, 512, 2048])
 def test_configurations_fit_the_device(T):
     for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
         for cc, room in ((80, 163), (89, 99), (90, 227), (120, 99)):
-            c = kernel.choose_gemm_config(T, N, K, 2, gated, cc, 108)
+            c = kernel.rule(ProductFacts(T, N, K, 2, gated), Gpu(cc, 108))
             assert c.num_stages * (c.block_t + c.block_n * (1 + gated)) * c.block_k * 2 <= room * 1024
             assert c.tma == (cc >= 90)
-    assert not kernel.choose_gemm_config(T, 4608, 3583, 2, False, 90, 132).tma
-    assert kernel.choose_gemm_config(8192, 4608, 3584, 2, False, 90, 132).block_n == 256
+    assert not kernel.rule(ProductFacts(T, 4608, 3583, 2), Gpu(90, 132)).tma
+    assert kernel.rule(ProductFacts(8192, 4608, 3584, 2), Gpu(90, 132)).block_n == 256
 
 
 def test_no_tokens_and_wrong_arguments(make):

@@ -9,7 +9,9 @@ from support.linear import gemv
 from minirt.errors import UnsupportedError
 from minirt.kernels import launch, reference
 from minirt.kernels.checks import ACTIVATIONS
-from minirt.kernels.linear.gemv import GemvConfig, choose_gemv_config, chunk_size
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.gemv import GemvConfig, chunk_size, rule
+from minirt.kernels.linear.product import ProductFacts
 
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn
@@ -149,7 +151,7 @@ def test_the_configurations_of_well_known_shapes(itemsize, sms):
         shapes = [(q + 2 * kv, hidden), (hidden, q), (inter, hidden), (hidden, inter), (150_000, hidden)]
         for i, (N, K) in enumerate(shapes):
             gated = i == 2
-            config = choose_gemv_config(N, K, itemsize, gated, sms)
+            config = rule(ProductFacts(1, N, K, itemsize, gated), Gpu(90, sms))
             tile = 32 * config.num_warps * chunk_size(itemsize)
             loads = config.block_n * (1 + gated) * min(config.tiles, -(-K // tile))
             assert loads * chunk_size(itemsize) * itemsize / 4 <= (40 if config.registers else 80), (N, K, config)

@@ -8,11 +8,12 @@ from support.linear import product
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear import dispatch, int4
-from minirt.kernels.linear.gemv_int4 import GemvInt4Config, choose_gemv_int4_config, gemv_int4
-from minirt.kernels.linear.int4 import Int4Config, choose_int4_config
-from minirt.kernels.linear.product import Norm
+from minirt.kernels.linear.gemv_int4 import GemvInt4Config, gemv_int4
+from minirt.kernels.linear.gemv_int4 import rule as gemv_rule
+from minirt.kernels.linear.int4 import Int4Config
+from minirt.kernels.linear.product import Norm, ProductFacts
 
 EPS = 1e-6
 # (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
@@ -236,7 +237,7 @@ def test_configurations_of_one_token(sms):
     """A thread's loads in flight fit in its registers: a third of them at most."""
     for hidden, heads, inter in ((576, 960, 1536), (896, 1152, 4864), (3584, 4608, 18944), (8192, 10240, 29568)):
         for N, K, gated in ((heads, hidden, False), (inter, hidden, True), (hidden, inter, False), (150_000, hidden, False)):
-            c = choose_gemv_int4_config(N, K, gated, sms)
+            c = gemv_rule(ProductFacts(1, N, K, 2, gated), Gpu(90, sms))
             tiles = -(-K // 128) * 16 / (128 * c.num_warps)
             assert c.num_warps == 1 or tiles >= 1
             assert 4 * c.rows * (1 + gated) * min(c.tiles, -(-int(tiles) // 1) or 1) <= (c.registers or 255) // 3
@@ -250,7 +251,7 @@ def test_configurations_fit_the_workspace(sms):
         for N, K in ((heads, hidden), (hidden, hidden), (hidden, inter), (150_000, hidden)):
             for T in (1, 17, 64, int4.MAX_TOKENS):
                 for cc in (80, 89, 90):
-                    c = choose_int4_config(T, N, K, 2, False, cc, sms)
+                    c = int4.rule(ProductFacts(T, N, K, 2), Gpu(cc, sms))
                     assert c.split <= -(-K // 128)
                     tiles = -(-N // c.block_n) * -(-T // c.block_t)
                     if c.split > 1:

@@ -9,22 +9,23 @@ import torch
 from support.linear import product
 
 from minirt.kernels import reference
-from minirt.kernels.launch import Workspace
+from minirt.kernels.launch import Gpu, Workspace
 from minirt.kernels.linear.gemv_int4_sm90 import (
     GemvInt4Sm90Config,
-    choose_gemv_int4_sm90_config,
     fitting,
     gemv_int4_sm90,
     shared_bytes,
 )
+from minirt.kernels.linear.gemv_int4_sm90 import rule as gemv_rule
 from minirt.kernels.linear.int4_sm90 import (
     Int4Sm90Config,
-    choose_int4_sm90_config,
     gemm_int4_sm90,
+    rule,
     share_tiles,
     token_regime,
 )
 from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
+from minirt.kernels.linear.product import ProductFacts
 
 from .test_int4 import EPS, expected, four_bits
 
@@ -118,7 +119,7 @@ def test_rings_fit_into_shared_memory():
         (4608, 3584, False, True), (18944, 3584, True, True), (3584, 18944, False, False), (28672, 8192, True, True),
         (8192, 28672, False, False), (100, 12288, True, True), (64, 97, False, True), (7, 53248, False, False),
     ):  # fmt: skip
-        rule = choose_gemv_int4_sm90_config(N, K, gated, 132)
+        rule = gemv_rule(ProductFacts(1, N, K, 2, gated), Gpu(90, 132))
         for asked in (rule, GemvInt4Sm90Config(8, 16, 4), GemvInt4Sm90Config(4, 3, 2, None, True)):
             for group in (32, 64, 128):
                 c = fitting(asked, K, group, gated, normed)
@@ -164,7 +165,7 @@ def test_configurations_fit_the_workspace(sms):
     for hidden, heads, inter in ((896, 1152, 4864), (3584, 4608, 18944), (4096, 6144, 14336), (8192, 10240, 29568)):
         for N, K, gated in ((heads, hidden, False), (hidden, hidden, False), (inter, hidden, True), (hidden, inter, False)):
             for T in (9, 33, 65, 100, 130, 256, 300, 700, 2048):
-                c = choose_int4_sm90_config(token_regime(T), N, K, gated, sms)
+                c = rule(ProductFacts(token_regime(T), N, K, 2, gated), Gpu(90, sms))
                 assert 1 <= c.split <= -(-K // 128)
                 full, shared = share_tiles(c, T, N, gated, sms)
                 assert full + shared == -(-T // c.block_t) * -(-N // (64 if gated else 128))

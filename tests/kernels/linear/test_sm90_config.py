@@ -3,8 +3,11 @@ SMs idle where a measured form does not."""
 
 import pytest
 
+from minirt.kernels.launch import Gpu
 from minirt.kernels.linear import gemm_sm90
+from minirt.kernels.linear.product import ProductFacts
 
+H200 = Gpu(90, 132)
 MODELS = {"Qwen2.5-7B": (3584, 18944, 4608), "Llama-3.1-8B": (4096, 14336, 6144), "Qwen3-4B": (2560, 9728, 6144),
           "Qwen2.5-0.5B": (896, 4864, 1152), "SmolLM2-135M": (576, 1536, 960)}  # fmt: skip
 
@@ -25,8 +28,8 @@ def test_hopper_configurations(model, itemsize):
         for regime in (
             range(65, 129), range(129, 193), range(193, 257), range(257, 385), range(385, 513), range(4097, 8193, 64),
         ):  # fmt: skip
-            facts = (N, K, itemsize, gated, residual, 132, out_itemsize, splits)
-            chosen = {gemm_sm90.choose_gemm_sm90_config(T, *facts) for T in regime}
+            facts = ProductFacts(0, N, K, itemsize, gated, residual, False, out_itemsize, splits)
+            chosen = {gemm_sm90.rule(facts._replace(T=T), H200) for T in regime}
             assert len(chosen) == 1
             c = chosen.pop()
             rows = 64 * c.groups
@@ -50,7 +53,7 @@ def test_hopper_configurations(model, itemsize):
 def test_hopper_widths_fill_whole_rounds():
     """On 132 SMs: three strips wide where that leaves none idle, narrow where there are few tiles."""
     def columns(T, N, K, gated=False):
-        c = gemm_sm90.choose_gemm_sm90_config(T, N, K, 2, gated, False, 132)
+        c = gemm_sm90.rule(ProductFacts(T, N, K, 2, gated, splits=False), H200)
         return c.width + c.more
 
     assert columns(8192, 18944, 3584, True) == columns(8192, 3584, 18944) == 256
@@ -62,7 +65,8 @@ def test_hopper_widths_fill_whole_rounds():
 def test_hopper_rows_fit_the_tokens():
     """Three groups of warps where their tiles hold all tokens once or twice, in wide tiles; what was measured, as a whole."""
     def chosen(T, N, K, gated=False, itemsize=2, out_itemsize=2):
-        c = gemm_sm90.choose_gemm_sm90_config(T, N, K, itemsize, gated, not gated and N == 3584, 132, out_itemsize, splits=True)
+        residual = not gated and N == 3584
+        c = gemm_sm90.rule(ProductFacts(T, N, K, itemsize, gated, residual, out_itemsize=out_itemsize), H200)
         return c.groups, c.width, c.more, c.split
 
     for T in (129, 192):
@@ -84,7 +88,7 @@ def test_hopper_rows_fit_the_tokens():
 def test_hopper_splits_what_leaves_processors_idle():
     """In two parts, where both run at once and K is long: down at up to 384 tokens, never with an activation."""
     def split(T, N, K, gated=False, itemsize=2):
-        return gemm_sm90.choose_gemm_sm90_config(T, N, K, itemsize, gated, not gated, 132, splits=True).split
+        return gemm_sm90.rule(ProductFacts(T, N, K, itemsize, gated, not gated), H200).split
 
     assert all(split(T, 3584, 18944) == 2 for T in (128, 192, 256, 384))
     assert split(512, 3584, 18944) == split(256, 18944, 3584, True) == split(256, 3584, 1024) == 1

@@ -12,6 +12,8 @@ import torch
 
 from minirt.bench import bounds
 from minirt.kernels import reference
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe import experts_sm90
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.route import Routing, gather, most_tiles, route
@@ -266,10 +268,12 @@ def test_the_blocks_that_the_kernel_accepts(H, inter, up_rows, down_rows, accept
 @pytest.mark.parametrize(("itemsize", "blocks"), [(1, False), (1, True), (2, False)])
 def test_configurations_fit_on_an_sm(itemsize, blocks):
     for K in (256, 2048, 4096):
-        found = experts_sm90.candidates(K, itemsize, blocks)
+        facts, h200 = ProductFacts(16, 768, K, itemsize, blocks=blocks), Gpu(90, 132)
+        found = experts_sm90.candidates(facts, h200)
         assert max(c.rows for c in found) == (64 if blocks or (itemsize == 1 and K > 2048) else 160)
         for T in (2, 100, 2048):
-            assert experts_sm90.choose_config(experts_sm90.block_t(T, K, itemsize, blocks)) in found
+            rows = experts_sm90.block_t(T, K, itemsize, blocks)
+            assert experts_sm90.rule(facts._replace(rows=rows), h200) in found
         for c in found:
             stage = (c.rows + 2 * c.strip) * 128
             assert c.num_stages >= 3

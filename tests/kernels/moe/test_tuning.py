@@ -10,6 +10,7 @@ from minirt import models
 from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
+from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe import experts_sm90, one_token, tuning
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
@@ -30,9 +31,9 @@ def test_cases_of_one_token(stored, device, monkeypatch):
         check(case.default)
         other = one_token.OneTokenConfig(2, 1, 32, 1, 2)
         check(other)
-        with override_config(case.tunable, case.bucket, other):
-            facts = (shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, shape.blocks)
-            found = one_token.lookup_config(device, 5, 2, *facts)
+        with override_config(case.family, case.bucket, other):
+            facts = ProductFacts(1, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=5, k=2)
+            found = one_token.FAMILY.lookup(device, facts)
         assert found == other
     original = one_token.down
     monkeypatch.setattr(one_token, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
@@ -50,10 +51,12 @@ def test_cases_on_hopper(device, monkeypatch):
     for case in cases:
         assert {c.block_t for c in case.candidates} == {case.default.block_t}
         assert case.default in case.candidates
-    with override_config(cases[0].tunable, cases[0].bucket, cases[0].candidates[-1]):
-        found = experts_sm90.lookup_config(device, 16, 8, 5, 2, 12, 24, 2, True)
+    facts = ProductFacts(16, 12, 24, 2, True, E=5, k=2, rows=8)
+    with override_config(cases[0].family, cases[0].bucket, cases[0].candidates[-1]):
+        found = experts_sm90.FAMILY.lookup(device, facts)
+        assert experts_sm90.FAMILY.lookup(device, facts._replace(rows=16)) == experts_sm90.derive_config(16, 64, 2)
     assert found == cases[0].candidates[-1]
-    assert experts_sm90.lookup_config(device, 16, 8, 5, 2, 12, 24, 2, True) == cases[0].default
+    assert experts_sm90.FAMILY.lookup(device, facts) == cases[0].default
 
 
 def test_token_regimes_follow_each_other():
