@@ -10,55 +10,28 @@ A function with the name of its file is imported from that file: `from minirt.ke
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from minirt.kernels.attention.dispatch import (
-        paged_attention_decode,
-        paged_attention_prefill,
-        rope_paged_attention_decode,
-    )
-    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
-    from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear, row_maxima_tiles
-    from minirt.kernels.linear.product import RowMaxima
-    from minirt.kernels.moe.dispatch import mixture_residual
-    from minirt.kernels.norm import rms_norm, rms_norm_quantize
-    from minirt.kernels.sampling.sample import sample
+from minirt.kernels.operations import EXPORTED
 
-_HOMES = {
-    "RowMaxima": "linear.product",
-    "Workspace": "launch",
-    "linear_residual": "linear.dispatch",
-    "mixture_residual": "moe.dispatch",
-    "norm_gate_up": "linear.dispatch",
-    "norm_linear": "linear.dispatch",
-    "paged_attention_decode": "attention.dispatch",
-    "paged_attention_prefill": "attention.dispatch",
-    "qk_norm_rope_kv_write": "attention.rope_write",
-    "rms_norm": "norm",
-    "rms_norm_quantize": "norm",
-    "row_maxima_tiles": "linear.dispatch",
-    "rope_paged_attention_decode": "attention.dispatch",
-    "sample": "sampling.sample",
-}
-__all__ = [
-    "RowMaxima",
-    "Workspace",
-    "linear_residual",
-    "mixture_residual",
-    "norm_gate_up",
-    "norm_linear",
-    "paged_attention_decode",
-    "paged_attention_prefill",
-    "qk_norm_rope_kv_write",
-    "rms_norm",
-    "rms_norm_quantize",
-    "rope_paged_attention_decode",
-    "row_maxima_tiles",
-    "sample",
-]
+if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
+    from minirt.kernels.attention.dispatch import paged_attention_decode as paged_attention_decode
+    from minirt.kernels.attention.dispatch import paged_attention_prefill as paged_attention_prefill
+    from minirt.kernels.attention.dispatch import rope_paged_attention_decode as rope_paged_attention_decode
+    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write as qk_norm_rope_kv_write
+    from minirt.kernels.launch import Workspace as Workspace
+    from minirt.kernels.linear.dispatch import linear_residual as linear_residual
+    from minirt.kernels.linear.dispatch import norm_gate_up as norm_gate_up
+    from minirt.kernels.linear.dispatch import norm_linear as norm_linear
+    from minirt.kernels.linear.dispatch import row_maxima_tiles as row_maxima_tiles
+    from minirt.kernels.linear.product import RowMaxima as RowMaxima
+    from minirt.kernels.moe.dispatch import mixture_residual as mixture_residual
+    from minirt.kernels.norm import rms_norm as rms_norm
+    from minirt.kernels.norm import rms_norm_quantize as rms_norm_quantize
+    from minirt.kernels.sampling.sample import sample as sample
+
+__all__ = sorted(EXPORTED)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in EXPORTED:
         raise AttributeError(f"module 'minirt.kernels' has no attribute {name!r}")
-    return getattr(import_module(f"minirt.kernels.{_HOMES[name]}"), name)
+    return getattr(import_module(f"minirt.kernels.{EXPORTED[name]}"), name)

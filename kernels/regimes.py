@@ -34,6 +34,44 @@ SPECIAL_KERNELS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel computes. What is not declared goes to a later regime of the table.
+
+    Args:
+        formats: of the weight: "fp16" (16 bits, as x), "fp32", "fp8" with scales of rows, "fp8_blocks", "int4" with 16-bit
+            activations, "int4_fp32" with 32-bit ones.
+        norm: whether it normalizes x itself.
+        row_maxima: whether it stores row maxima of logits.
+        alignment: bytes of which the addresses and the rows of x and of the weight must be multiples; 1: any.
+    """
+
+    formats: tuple[str, ...]
+    norm: bool = False
+    row_maxima: bool = False
+    alignment: int = 1
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """The order in which a kernel adds the products of one output.
+
+    No kernel adds up values of two rows of x, so a row of the output does not depend on the values of other rows.
+
+    Args:
+        k: who adds along K: "steps": one MMA after the other, in ascending order; "warps": each warp does so for its part of K,
+            and the parts are added at the end; "threads": each thread for the columns that it loads, then a tree of threads.
+        splits: whether several programs may each compute a part of K. The last one to arrive adds the parts, in their order.
+        by_tokens: whether the order depends on the number of tokens of the step: through the split, or the length of a step in K.
+        accumulator: of the sums. "fp32"; "fp32 steps": for FP8, whose MMA keeps fewer bits, steps in K are added in fp32.
+    """
+
+    k: Literal["steps", "warps", "threads"]
+    splits: bool = False
+    by_tokens: bool = False
+    accumulator: Literal["fp32", "fp32 steps"] = "fp32"
+
+
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that a table of regimes is hashed in no time
 class Regime:
     """Sizes from `first` to `last` of a step for which an operation launches one kernel.
@@ -45,6 +83,7 @@ class Regime:
         variant: size → the largest size that launches the same compiled kernel (None: no limit). None: one kernel for the regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
         capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
+        limits, sums: what the kernel computes, and in which order it adds; None: not declared. Nothing chooses by them yet.
     """
 
     kernel: str
@@ -54,6 +93,8 @@ class Regime:
     variant: Callable[[int], int | None] | None = None
     padded: Callable[[int], int] | None = None
     capability: int | None = None
+    limits: Limits | None = None
+    sums: SumOrder | None = None
 
     def covers(self, size: int, capability: int | None = None) -> bool:
         """Whether `size` is in the regime, and the regime is for this compute capability (None: any)."""

@@ -14,6 +14,7 @@ from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.rope import rope_table
 
 _ROWS = 48  # rows of the result that are compared with the truth; fewer than elsewhere, because each row reads its whole context
@@ -90,8 +91,8 @@ class Heads:
 
 def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
     """Rotate (and optionally normalize) q and k of a prompt, and write K and V to the pages."""
-    from minirt.kernels.attention.rope_write import cost, qk_norm_rope_kv_write
-
+    own = OPERATIONS["qk_norm_rope_kv_write"]
+    kernel, cost = own.function, own.work
     inputs, T, config = Inputs(step), step.tokens, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     heads, pages = Heads(inputs, torch.arange(T, device=step.device), T, normalize), Pages(inputs, 1, T, fp8)
@@ -103,7 +104,7 @@ def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
         return q
 
     def triton() -> Tensor:
-        return qk_norm_rope_kv_write(
+        return kernel(
             heads.qkv, heads.cos_sin, heads.positions, slots, pages.k, pages.v, Nq, Nkv, heads.q_norm, heads.k_norm, heads.eps,
             out, check=False, **pages.scales,
         )  # fmt: skip
@@ -142,11 +143,10 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -
 
 def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     """Attention of T new tokens of one sequence on its pages, which hold `context` older tokens and the new ones."""
-    from minirt.kernels.attention.dispatch import paged_attention_prefill
     from minirt.kernels.attention.partial import workspace_floats
-    from minirt.kernels.attention.prefill import cost
     from minirt.kernels.launch import Workspace
 
+    kernel, cost = OPERATIONS["paged_attention_prefill"].function, OPERATIONS["paged_attention_prefill"].work
     inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, pages, scale = inputs.normal(T, Nq, D), Pages(inputs, 1, total, fp8), D**-0.5
@@ -166,7 +166,7 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
         )
 
     def triton() -> Tensor:
-        return paged_attention_prefill(
+        return kernel(
             q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, workspace=workspace, max_splits=splits,
             check=False, **pages.scales,
         )  # fmt: skip
@@ -184,10 +184,9 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
 def attention_decode(step: Step, fp8: bool = False) -> Problem:
     """Rotary embedding, KV write and attention of one new token for each of T sequences of `context` tokens, with the new one."""
     from minirt.kernels.attention.decode import splits_before, workspace_floats
-    from minirt.kernels.attention.dispatch import rope_paged_attention_decode
-    from minirt.kernels.attention.prefill import cost
     from minirt.kernels.launch import Workspace
 
+    kernel, cost = OPERATIONS["rope_paged_attention_decode"].function, OPERATIONS["rope_paged_attention_decode"].work
     inputs, B, total, config = Inputs(step), step.tokens, step.context, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     scale, pages = D**-0.5, Pages(inputs, B, total, fp8)
@@ -212,7 +211,7 @@ def attention_decode(step: Step, fp8: bool = False) -> Problem:
         )  # fmt: skip
 
     def triton() -> Tensor:
-        return rope_paged_attention_decode(
+        return kernel(
             heads.qkv, heads.cos_sin, pages.k, pages.v, pages.tables, pages.lens, starts, splits[-1], scale, workspace, Nq,
             heads.q_norm, heads.k_norm, heads.eps, out, check=False, **pages.scales,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from minirt.bench.report import Row
 from minirt.bench.summary import summarize
 from minirt.device import is_out_of_memory
 from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.config import ModelConfig
 
 _WARM = 2
@@ -39,89 +40,88 @@ _DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One entry of OPERATIONS.
+class Benchmark:
+    """One entry of BENCHMARKS: an operation of `minirt.kernels.operations` in one form.
 
     Attributes:
-        build: makes the operation's `Problem` for a step.
-        what: a description for the reader of a result.
+        operation: its name there.
+        build: makes the `Problem` for a step.
         points: (tokens, context) to measure by default.
-        context: what the context means for this operation; "": it has none.
+        form: what is special, for the reader of a result; "": nothing.
+        context: what the context means; "": there is none.
     """
 
+    operation: str
     build: Callable[[Step], Problem]
-    what: str
     points: tuple[tuple[int, int], ...]
+    form: str = ""
     context: str = ""
 
+    @property
+    def what(self) -> str:
+        """A description for the reader of a result."""
+        return self.form or OPERATIONS[self.operation].what
 
-def _operations() -> dict[str, Operation]:
+
+_FP8, _INT4, _BLOCKS = "FP8 weights, tokens quantized on the way", "4-bit weights", "FP8 weights in blocks of 128 x 128"
+_FORMATS = (None, ""), ("fp8", _FP8), ("int4", _INT4), ("fp8_blocks", _BLOCKS)
+
+
+def _benchmarks() -> dict[str, Benchmark]:
+    write, prefill, decode = "qk_norm_rope_kv_write", "paged_attention_prefill", "rope_paged_attention_decode"
+    before, each, pages = "cached before them", "tokens of each", "the same on FP8 pages"
     table = {
-        "embedding": Operation(ops.embedding, "rows of the embedding table", _ROWS),
-        "rms_norm": Operation(ops.rms_norm, "RMSNorm", _ROWS),
-        "rms_norm_quantize": Operation(partial(ops.rms_norm, quantized=True), "RMSNorm and FP8 quantization", _ROWS),
-        "quantize": Operation(ops.quantize, "FP8 quantization with one scale per token", _ROWS),
-        "rope_kv_write": Operation(partial(attention.rope_kv_write, normalize=False), "RoPE and KV write", _ROWS),
-        "rope_kv_write.fp8": Operation(
-            partial(attention.rope_kv_write, normalize=False, fp8=True), "RoPE and KV write to FP8 pages", _ROWS
+        "embedding": Benchmark("embedding", ops.embedding, _ROWS),
+        "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
+        "rms_norm_quantize": Benchmark("rms_norm_quantize", partial(ops.rms_norm, quantized=True), _ROWS),
+        "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
+        "rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=False), _ROWS, "RoPE and KV write"),
+        "rope_kv_write.fp8": Benchmark(
+            write, partial(attention.rope_kv_write, normalize=False, fp8=True), _ROWS, "RoPE and KV write to FP8 pages"
         ),
-        "qk_norm_rope_kv_write": Operation(
-            partial(attention.rope_kv_write, normalize=True), "RMSNorm of q and k, RoPE, KV write", _ROWS
+        "qk_norm_rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=True), _ROWS),
+        "mlp": Benchmark("norm_gate_up", ops.mlp, _LINEAR, "gated MLP: norm, gate/up, activation, down, residual"),
+        "mlp_gelu": Benchmark("norm_gate_up", partial(ops.mlp, activation="gelu"), _LINEAR, "gated MLP with GELU"),
+        "experts_route": Benchmark("route", mixture.route, _EXPERTS),
+        "experts": Benchmark("mixture_residual", mixture.experts, _EXPERTS),
+        "experts.fp8": Benchmark(
+            "mixture_residual", partial(mixture.experts, quantization="fp8"), _EXPERTS, f"the same with {_FP8}"
         ),
-        "mlp": Operation(ops.mlp, "gated MLP: norm, gate/up, activation, down, residual", _LINEAR),
-        "mlp_gelu": Operation(partial(ops.mlp, activation="gelu"), "gated MLP with GELU", _LINEAR),
-        "experts_route": Operation(mixture.route, "a mixture's choice of experts; tokens sorted by expert", _EXPERTS),
-        "experts": Operation(mixture.experts, "a mixture's chosen experts and the residual", _EXPERTS),
-        "experts.fp8": Operation(
-            partial(mixture.experts, quantization="fp8"), "the same with FP8 weights, tokens quantized on the way", _EXPERTS
+        "experts.fp8_blocks": Benchmark(
+            "mixture_residual", partial(mixture.experts, quantization="fp8_blocks"), _EXPERTS, f"the same with {_BLOCKS}"
         ),
-        "experts.fp8_blocks": Operation(
-            partial(mixture.experts, quantization="fp8_blocks"), "the same with FP8 weights in blocks of 128 x 128", _EXPERTS
+        "residual_norm": Benchmark("linear_residual", ops.residual_norm, _LINEAR, "down projection, residual, next norm"),
+        "attention_prefill": Benchmark(prefill, attention.attention_prefill, _PREFILL, context=before),
+        "attention_prefill.fp8": Benchmark(
+            prefill, partial(attention.attention_prefill, fp8=True), _PREFILL, pages, context=before
         ),
-        "residual_norm": Operation(ops.residual_norm, "down projection, residual, next norm", _LINEAR),
-        "attention_prefill": Operation(
-            attention.attention_prefill, "causal attention of new tokens on the pages", _PREFILL, "cached before them"
-        ),
-        "attention_prefill.fp8": Operation(
-            partial(attention.attention_prefill, fp8=True), "the same on FP8 pages", _PREFILL, "cached before them"
-        ),
-        "attention_decode": Operation(
-            attention.attention_decode, "RoPE, KV write and attention of a new token each", _DECODE, "tokens of each"
-        ),
-        "attention_decode.fp8": Operation(
-            partial(attention.attention_decode, fp8=True), "the same on FP8 pages", _DECODE, "tokens of each"
-        ),
-        "sample_greedy": Operation(partial(ops.draw, temperature=0.0), "argmax of the logits", _FEW),
-        "sample_top_p": Operation(partial(ops.draw, temperature=0.8, top_p=0.95), "a draw from the nucleus", _FEW),
+        "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
+        "attention_decode.fp8": Benchmark(decode, partial(attention.attention_decode, fp8=True), _DECODE, pages, context=each),
+        "sample_greedy": Benchmark("sample", partial(ops.draw, temperature=0.0), _FEW, "argmax of the logits"),
+        "sample_top_p": Benchmark("sample", partial(ops.draw, temperature=0.8, top_p=0.95), _FEW, "a draw from the nucleus"),
     }
     fused = {
         "qkv": "RMSNorm and QKV projection", "o": "output projection and residual", "gate_up": "RMSNorm, gate/up, SwiGLU",
         "down": "down projection and residual", "lm_head": "RMSNorm and LM head, fp32 logits",
     }  # fmt: skip
+    products = {
+        None: "product of {} alone", "fp8": "FP8 product of {}, tokens quantized before",
+        "fp8_blocks": "the same of {} in blocks of 128 x 128",
+    }  # fmt: skip
     for name, what in fused.items():
-        points = _FEW if name == "lm_head" else _LINEAR
-        table[name] = Operation(partial(ops.fused_linear, name=name, quantization=None), what, points)
-        table[f"{name}.fp8"] = Operation(
-            partial(ops.fused_linear, name=name, quantization="fp8"), f"{what}; FP8 weights, tokens quantized on the way", points
-        )
-        table[f"{name}.int4"] = Operation(
-            partial(ops.fused_linear, name=name, quantization="int4"), f"{what}; 4-bit weights", points
-        )
-        table[f"{name}.fp8_blocks"] = Operation(
-            partial(ops.fused_linear, name=name, quantization="fp8_blocks"), f"{what}; FP8 weights in blocks of 128 x 128", points
-        )
-        if name != "lm_head":
-            table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, quantization=None), f"product of {name} alone", _MANY)
-            table[f"gemm_{name}.fp8"] = Operation(
-                partial(ops.gemm, name=name, quantization="fp8"), f"FP8 product of {name}, tokens quantized before", _MANY
-            )
-            table[f"gemm_{name}.fp8_blocks"] = Operation(
-                partial(ops.gemm, name=name, quantization="fp8_blocks"), f"the same of {name} in blocks of 128 x 128", _MANY
-            )
+        operation = ops.OPERATION_OF[name]
+        for quantization, form in _FORMATS:
+            build = partial(ops.fused_linear, name=name, quantization=quantization)
+            points, text = _FEW if name == "lm_head" else _LINEAR, f"{what}; {form}" if form else what
+            table[f"{name}.{quantization}" if quantization else name] = Benchmark(operation, build, points, text)
+        for quantization, form in products.items() if name != "lm_head" else ():
+            build = partial(ops.gemm, name=name, quantization=quantization)
+            key = f"gemm_{name}.{quantization}" if quantization else f"gemm_{name}"
+            table[key] = Benchmark(operation, build, _MANY, form.format(name))
     return table
 
 
-OPERATIONS = _operations()
+BENCHMARKS = _benchmarks()
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Point:
     step: Step
 
     def __str__(self) -> str:
-        context = f" @ {self.step.context}" if OPERATIONS[self.name].context else ""
+        context = f" @ {self.step.context}" if BENCHMARKS[self.name].context else ""
         return f"{self.name} {self.model} {self.step.tokens}{context}"
 
 
@@ -166,9 +166,9 @@ def select(patterns: Sequence[str]) -> list[str]:
         InputError: a pattern matches no operation.
     """
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in OPERATIONS):
-            raise InputError("matches no kernel", where=pattern, expected=", ".join(OPERATIONS))
-    return [name for name in OPERATIONS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+        if not any(fnmatchcase(name, pattern) for name in BENCHMARKS):
+            raise InputError("matches no kernel", where=pattern, expected=", ".join(BENCHMARKS))
+    return [name for name in BENCHMARKS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
 
 
 def points(
@@ -184,15 +184,15 @@ def points(
     Raises:
         InputError: `contexts` is given, but no named operation has a context.
     """
-    if contexts is not None and not any(OPERATIONS[name].context for name in names):
+    if contexts is not None and not any(BENCHMARKS[name].context for name in names):
         raise InputError("none of the named kernels has a context", where="--context-len", expected="attention_*")
     result = []
     for model, config in models.items():
         for name in names:
-            own = OPERATIONS[name].points
+            own = BENCHMARKS[name].points
             if tokens is not None or contexts is not None:
                 first = tokens or tuple(dict.fromkeys(t for t, _ in own))
-                second = (contexts or tuple(dict.fromkeys(c for _, c in own))) if OPERATIONS[name].context else (0,)
+                second = (contexts or tuple(dict.fromkeys(c for _, c in own))) if BENCHMARKS[name].context else (0,)
                 own = tuple((t, c) for t in first for c in second)
             result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in own]
     return result
@@ -209,13 +209,13 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         a row. `fault` describes a broken bound; such a row has no times. `left_out` maps each implementation that PyTorch or the
         GPU does not support for this shape to the reason; the key "all" means that the Triton kernel itself is unsupported.
     """
-    operation, step = OPERATIONS[point.name], point.step
+    benchmark, step = BENCHMARKS[point.name], point.step
     row: Row = {
-        "kernel": point.name, "what": operation.what, "model": point.model, "tokens": step.tokens,
-        "context": step.context if operation.context else None, "dtype": str(step.dtype).removeprefix("torch."),
+        "kernel": point.name, "what": benchmark.what, "model": point.model, "tokens": step.tokens,
+        "context": step.context if benchmark.context else None, "dtype": str(step.dtype).removeprefix("torch."),
     }  # fmt: skip
     try:
-        problem = operation.build(step)
+        problem = benchmark.build(step)
         forms = dict(problem.forms)
         if compiled and problem.compiles:
             torch._dynamo.reset()  # otherwise the recompilation limit makes later shapes run eagerly

@@ -10,6 +10,7 @@ from minirt.bench.bounds import Floor, floor
 from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, wide
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
+from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.config import MoEConfig
 
 
@@ -21,9 +22,8 @@ def _sizes(step: Step, name: str) -> MoEConfig:
 
 def route(step: Step) -> Problem:
     """Choose the experts of each token, and sort the tokens by expert. All choices must equal those of the eager code."""
-    from minirt.kernels.moe.route import cost
-    from minirt.kernels.moe.route import route as kernel
-
+    own = OPERATIONS["route"]
+    kernel, cost = own.function, own.work
     moe = _sizes(step, "experts_route")
     E, k = moe.num_experts, moe.experts_per_token
     logits = Inputs(step).normal(step.tokens, E)
@@ -43,9 +43,9 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
     `quantization` of the weights: None; "fp8", a scale for each row; or "fp8_blocks", a scale for each block.
     """
     from minirt.kernels.launch import capability
-    from minirt.kernels.moe.dispatch import cost
-    from minirt.kernels.moe.dispatch import mixture_residual as kernel
 
+    own = OPERATIONS["mixture_residual"]
+    kernel, cost = own.function, own.work
     moe, inputs, T, H = _sizes(step, "experts"), Inputs(step), step.tokens, step.config.hidden_size
     E, k, inter, activation = moe.num_experts, moe.experts_per_token, moe.intermediate_size, step.config.hidden_act
     h, residual, logits = inputs.normal(T, H), inputs.normal(T, H), inputs.normal(T, E)

@@ -2,8 +2,8 @@
 
 Each function makes a `Problem` for one model and step. A problem has up to four implementations: the eager code, PyTorch's own
 kernel for the operation or for its core (matrix product, attention), the same with less precise FP8 accumulation, and the Triton
-kernel that a layer uses. The truth is the eager code in fp64. Bytes and operations come from the `cost` function beside each
-kernel. Attention is in `attention_operations`.
+kernel that a layer uses. The truth is the eager code in fp64. The Triton kernel, and the bytes and operations of the work, come
+from the table `minirt.kernels.operations`. Attention is in `attention_operations`.
 """
 
 import math
@@ -20,6 +20,7 @@ from minirt.bench.bounds import Floor, floor
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
+from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.config import ModelConfig
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -143,9 +144,8 @@ def wide(*tensors: Tensor | None) -> list[Any]:
 
 
 def embedding(step: Step) -> Problem:
-    from minirt.kernels.embedding import cost
-    from minirt.kernels.embedding import embedding as kernel
-
+    own = OPERATIONS["embedding"]
+    kernel, cost = own.function, own.work
     inputs, (V, H) = Inputs(step), (step.config.vocab_size, step.config.hidden_size)
     table, tokens, out = inputs.normal(V, H), inputs.integers(V, step.tokens), inputs.nan(step.tokens, H)
     forms = {
@@ -159,10 +159,8 @@ def embedding(step: Step) -> Problem:
 
 
 def rms_norm(step: Step, quantized: bool = False) -> Problem:
-    from minirt.kernels.norm import cost
-    from minirt.kernels.norm import rms_norm as kernel
-    from minirt.kernels.norm import rms_norm_quantize as fused
-
+    own = OPERATIONS["rms_norm_quantize" if quantized else "rms_norm"]
+    kernel, cost = own.function, own.work
     inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
     x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.nan(T, H)
     shape = f"H={H}"
@@ -178,7 +176,7 @@ def rms_norm(step: Step, quantized: bool = False) -> Problem:
     values, scale = torch.empty(T, H, dtype=FP8, device=step.device), inputs.nan(T, dtype=torch.float32)
     forms = {
         "eager": Form(lambda: reference.quantize_fp8(reference.rms_norm(x, weight, eps))),
-        "triton": Form(lambda: fused(x, weight, eps, values, scale, check=False)),
+        "triton": Form(lambda: kernel(x, weight, eps, values, scale, check=False)),
     }
     return Problem(
         shape, forms,
@@ -189,9 +187,8 @@ def rms_norm(step: Step, quantized: bool = False) -> Problem:
 
 def quantize(step: Step) -> Problem:
     """Quantize the inputs of the down projection, the widest of a model. The first value of each row is an outlier."""
-    from minirt.kernels.quantize import cost
-    from minirt.kernels.quantize import quantize as kernel
-
+    own = OPERATIONS["quantize"]
+    kernel, cost = own.function, own.work
     inputs, (T, K) = Inputs(step), (step.tokens, step.config.intermediate_size)
     x, values = inputs.normal(T, K, scale=3.0), torch.empty(T, K, dtype=FP8, device=step.device)
     x[:, 0] *= 1000
@@ -208,7 +205,7 @@ def quantize(step: Step) -> Problem:
 
 def draw(step: Step, **settings: Any) -> Problem:
     """Sample one token from each of T rows of logits. All tokens must equal those of the eager sampler."""
-    from minirt.kernels.sampling.sample import SamplingWorkspace, cost
+    from minirt.kernels.sampling.sample import SamplingWorkspace
 
     inputs, (B, V) = Inputs(step), (step.tokens, step.config.vocab_size)
     logits, out = inputs.normal(B, V, scale=3.0, dtype=torch.float32), inputs.integers(1, B)
@@ -219,7 +216,8 @@ def draw(step: Step, **settings: Any) -> Problem:
         "triton": Form(lambda: sample(logits, batch, "triton", workspace, out)),
     }
     return Problem(
-        f"V={V}", forms, lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1), cost(B, V), step.dtype,
+        f"V={V}", forms, lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1),
+        OPERATIONS["sample"].work(B, V), step.dtype,
         Floor(0.0, 0.0), lambda tokens: tokens.double().unsqueeze(1), lambda: out.fill_(-7), compiles=False,
     )  # fmt: skip
 
@@ -238,6 +236,12 @@ class Linear:
     activation: str | None = None
     residual: bool = False
     out_dtype: torch.dtype | None = None
+
+
+# The operation that computes each linear layer of a model.
+OPERATION_OF = {
+    "qkv": "norm_linear", "o": "linear_residual", "gate_up": "norm_gate_up", "down": "linear_residual", "lm_head": "norm_linear",
+}  # fmt: skip
 
 
 def linears(config: ModelConfig) -> dict[str, Linear]:
@@ -328,10 +332,9 @@ class Operands:
         return f"N={linear.N}{' (gate, up)' if linear.activation else ''} K={linear.K}"
 
     def cost(self) -> tuple[int, int]:
-        from minirt.kernels.linear.dispatch import cost
-
         linear, item = self.linear, self.x.itemsize
         gated = linear.activation is not None
+        cost = OPERATIONS["norm_linear"].work
         nbytes, flops = cost(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
         weights = self.weight.nbytes + (self.scale.nbytes if self.scale is not None and self.scale.ndim == 2 else 0)
         return nbytes - linear.N * (2 if gated else 1) * linear.K * item + weights, flops
@@ -340,19 +343,17 @@ class Operands:
 def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
     """Compute a linear layer as the layers call it: norm, quantization, product, activation, residual."""
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear import dispatch as kernels
 
     o, workspace = Operands(step, linears(step.config)[name], quantization), Workspace(step.device)
+    kernel = OPERATIONS[OPERATION_OF[name]].function
     options: dict[str, Any] = {"scale": o.scale, "check": False}
 
     def triton() -> Tensor:
         if o.linear.activation is not None:
-            return kernels.norm_gate_up(
-                o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, workspace=workspace, **options
-            )
+            return kernel(o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, workspace=workspace, **options)
         if o.residual is not None:
-            return kernels.linear_residual(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
-        return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
+            return kernel(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
+        return kernel(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
 
     forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
     return _linear_problem(step, o, forms, quantization in ("fp8", "fp8_blocks"))

@@ -36,7 +36,7 @@ from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, in
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.regimes import Regime, covering
+from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
 
 
 def _any(product: Product) -> bool:
@@ -78,28 +78,52 @@ def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int 
 # The first regime that covers the tokens and accepts the product computes it. Those of one token also compute the norm; with more
 # tokens, kernels before the product normalize and quantize x (`_prepared`).
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
+_FP8 = ("fp8", "fp8_blocks")
+_INT4 = ("int4", "int4_fp32")
 REGIMES = (
-    _of(gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts),
-    _of(int4_small.gemm_int4_small, int4_small.FAMILY, 1, int4_small.MAX_TOKENS, capability=90, accepts=int4_small.accepts),
+    _of(
+        gemv_int4_sm90.gemv_int4_sm90, gemv_int4_sm90.FAMILY, 1, 1, capability=90, accepts=gemv_int4_sm90.accepts,
+        limits=Limits(("int4",), norm=True, alignment=16), sums=SumOrder("warps"),
+    ),
+    _of(
+        int4_small.gemm_int4_small, int4_small.FAMILY, 1, int4_small.MAX_TOKENS, capability=90, accepts=int4_small.accepts,
+        limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
+    ),
     _of(
         int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
-        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
+        variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
+        sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, accepts=int4.accepts),
     _of(
-        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, accepts=int4.accepts, variant=int4.token_block, padded=int4.token_block
+        gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, accepts=int4.accepts, limits=Limits(_INT4, norm=True),
+        sums=SumOrder("threads"),
     ),
-    LinearRegime("gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts),
-    _of(vector.gemv, vector.FAMILY, 1, 1),
+    _of(
+        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, accepts=int4.accepts, variant=int4.token_block, padded=int4.token_block,
+        limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
+    ),
+    LinearRegime(  # its order is that of the kernel that multiplies the unpacked weight
+        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts, limits=Limits(_INT4),
+        sums=SumOrder("steps", splits=True, by_tokens=True),
+    ),
+    _of(
+        vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads"),
+    ),
     _of(
         sm90.gemm_sm90, sm90.FAMILY, _SM90, capability=90, accepts=sm90.accepts, variant=sm90.token_regime,
         padded=sm90.padded_tokens, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
+        limits=Limits(("fp16", *_FP8), row_maxima=True, alignment=16),
+        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
     _of(
         small.gemm_small, small.FAMILY, 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
-        row_maxima_tiles=small.row_maxima_tiles,
+        row_maxima_tiles=small.row_maxima_tiles, limits=Limits(("fp16", "fp32", *_FP8), row_maxima=True),
+        sums=SumOrder("steps", splits=True, by_tokens=True, accumulator="fp32 steps"),
     ),
-    _of(tiled.gemm, tiled.FAMILY, small.MAX_TOKENS + 1, variant=tiled.token_regime),
+    _of(
+        tiled.gemm, tiled.FAMILY, small.MAX_TOKENS + 1, variant=tiled.token_regime, limits=Limits(("fp16", "fp32", *_FP8)),
+        sums=SumOrder("steps", accumulator="fp32 steps"),
+    ),
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
 # are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the

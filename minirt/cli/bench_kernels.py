@@ -75,17 +75,17 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from error
     if listing and options["output_format"] == "json":
-        write(json_line({name: benchmark.OPERATIONS[name].what for name in chosen}))
+        write(json_line({name: benchmark.BENCHMARKS[name].what for name in chosen}))
         return
     if listing:
         width = max(map(len, chosen))
-        write("".join(f"{name:{width}}  {benchmark.OPERATIONS[name].what}\n" for name in chosen))
+        write("".join(f"{name:{width}}  {benchmark.BENCHMARKS[name].what}\n" for name in chosen))
         return
     configs = {name: _config(name) for name in options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))}
     tokens, contexts = options["tokens"], options["context_len"]
     if not cuda:
         tokens = tokens or _CPU_TOKENS
-        contexts = contexts or (_CPU_CONTEXTS if any(benchmark.OPERATIONS[name].context for name in chosen) else None)
+        contexts = contexts or (_CPU_CONTEXTS if any(benchmark.BENCHMARKS[name].context for name in chosen) else None)
     points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
     with torch.random.fork_rng(devices=[]):
         rows, shared = _measure(points, device, dtype, options, ["minirt", *(ctx.find_root().obj or [])])

@@ -49,7 +49,7 @@ def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", bench.OPERATIONS)
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (5, 70)])
 def test_every_kernel_holds_its_bound(name, tokens, context):
     row = once(point(name, tokens, context))
@@ -232,7 +232,7 @@ def test_a_form_that_cannot_run_is_left_out_with_its_reason(monkeypatch):
 
         return replace(problem, forms=problem.forms | {"library": Form(fails)})
 
-    monkeypatch.setitem(bench.OPERATIONS, "rms_norm", replace(bench.OPERATIONS["rms_norm"], build=built))
+    monkeypatch.setitem(bench.BENCHMARKS, "rms_norm", replace(bench.BENCHMARKS["rms_norm"], build=built))
     row = once(point("rms_norm"))
     assert row["left_out"] == {"library": "RuntimeError: no such kernel for this shape"}
     assert set(row["seconds"]) == {"eager", "triton"}
@@ -386,7 +386,7 @@ def test_pictures(on_gpu, tmp_path):
 
 def test_names():
     assert bench.select(["gemm_*.fp8"]) == [f"gemm_{name}.fp8" for name in ("qkv", "o", "gate_up", "down")]
-    assert bench.select([]) == list(bench.OPERATIONS)
+    assert bench.select([]) == list(bench.BENCHMARKS)
     with pytest.raises(InputError, match="matches no kernel"):
         bench.select(["qkv", "nothing"])
 
@@ -397,7 +397,7 @@ def test_points():
         ("qkv", "a", 3, 0), ("qkv", "a", 4, 0), ("attention_decode", "a", 3, 7), ("attention_decode", "a", 4, 7),
     ]  # fmt: skip
     assert len(own) == 8
-    assert len(bench.points(["qkv"], {"a": CONFIG}, torch.float32, CPU)) == len(bench.OPERATIONS["qkv"].points)
+    assert len(bench.points(["qkv"], {"a": CONFIG}, torch.float32, CPU)) == len(bench.BENCHMARKS["qkv"].points)
 
 
 def test_pages_are_read_where_the_tables_say():
