@@ -38,7 +38,6 @@ class Gpu(NamedTuple):
     sms: int
 
 
-@functools.lru_cache
 def gpu_of(device: torch.device) -> Gpu:
     """The facts of `device` that launch configurations depend on."""
     return Gpu(capability(device), sm_count(device))

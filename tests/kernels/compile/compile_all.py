@@ -19,11 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from minirt.kernels import embedding, launch, norm
-from minirt.kernels.attention import decode, prefill
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
-from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
+from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
@@ -76,7 +75,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
         records = {name: record._asdict() for name, record in given.items() if hasattr(record, "_fields")}
-        given |= {field if name == "C" else f"{name}.{field}": x for name, fields in records.items() for field, x in fields.items()}
+        given |= {k if name == "C" else f"{name}.{k}": x for name, fields in records.items() for k, x in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
@@ -106,9 +105,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, moe):
-        module.capability = lambda device: cc
+    launch._INTERPRETER, launch._INTERPRETER_SMS = cc, 132  # on a CPU, kernels are configured for this GPU, with an H200's SMs
+    launch.capability.cache_clear()
 
 
 @dataclass(frozen=True)

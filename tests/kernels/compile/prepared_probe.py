@@ -24,11 +24,8 @@ from triton.runtime import JITFunction, driver
 
 from minirt import kernels
 from minirt.kernels import bandwidth, block_tables, launch, prepared
-from minirt.kernels.attention import decode, dispatch, prefill
 from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
-from minirt.kernels.linear import gemm, gemm_small
-from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
 from minirt.kernels.sampling.process import process, record
 from minirt.kernels.sampling.sample import sample
@@ -311,9 +308,8 @@ def main() -> None:
     driver.set_active(device)
     triton.compiler.compile = number
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
-    launch._INTERPRETER_SMS = 132
-    for module in (gemm_small, gemm, linear, dispatch, prefill, decode, moe):
-        module.capability = lambda device: CC
+    launch._INTERPRETER, launch._INTERPRETER_SMS = CC, 132
+    launch.capability.cache_clear()
     prepared._MOST_MAPS = 9  # so that they are forgotten now and then
     differences, seen = list[str](), set[str]()
     everything(differences, seen)

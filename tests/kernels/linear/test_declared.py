@@ -104,10 +104,13 @@ def test_whether_the_order_depends_on_the_number_of_tokens(name):
         assert "T" not in regime.family.facts  # a tuned configuration must not depend on it either
 
 
-INTERPRETED = [regime for regime in REGIMES if regime.capability is None and regime.last != 1]
+INTERPRETED = [
+    (regime.kernel, stored)
+    for regime in REGIMES if regime.capability is None and regime.last != 1 for stored in regime.limits.formats
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stored"), [(regime.kernel, stored) for regime in INTERPRETED for stored in regime.limits.formats])
+@pytest.mark.parametrize(("name", "stored"), INTERPRETED)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_row_does_not_depend_on_the_values_of_others(name, stored, make, device):
     """Bit by bit: other tokens change, by factors that would change a scale that they shared, and the row stays."""
