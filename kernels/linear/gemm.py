@@ -251,11 +251,12 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmConfig:
 
 def gemm(product: Product, config: GemmConfig | None = None) -> None:
     """Write the output of a product of one or more tokens, of 16 or 32 bits, or fp8 with scales. `dispatch` checks it before."""
-    x, weight, out, ep, (T, N, K) = product.x, product.weight, product.out, product.epilogue, product.shape
+    x, weight, out, ep, T = product.x, product.weight, product.out, product.epilogue, product.x.shape[0]
     eight, blocks = x.dtype == torch.float8_e4m3fn, product.scale_rows is not None
     if eight:
         require_fp8(x.device)
-    c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
+    facts = product.facts(token_regime(T))
+    N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
     if blocks and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)

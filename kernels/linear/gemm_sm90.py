@@ -714,9 +714,9 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     Without a workspace, K is not split. Row maxima are stored only for products without a residual and an activation.
     """
     x, weight, out, ep, workspace = product.x, product.weight, product.out, product.epilogue, product.workspace
-    (T, N, K) = product.shape
-    residual, row_maxima, gated, scale_rows = ep.residual, ep.row_maxima, product.gated, product.scale_rows
+    residual, row_maxima, scale_rows, T = ep.residual, ep.row_maxima, product.scale_rows, x.shape[0]
     facts = product.facts(token_regime(T))
+    N, K, gated = facts.N, facts.K, facts.gated
     plan = _lookup_plan(weight.device, facts) if config is None else _plan(config, facts)
     c, columns, few_rows, rows, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)

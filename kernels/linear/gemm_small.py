@@ -269,11 +269,12 @@ def row_maxima_tiles(product: Product) -> int:
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
-    x, weight, ep, (T, N, K) = product.x, product.weight, product.epilogue, product.shape
+    x, weight, ep, T = product.x, product.weight, product.epilogue, product.x.shape[0]
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t, scale_rows = token_block(T), product.scale_rows
-    c = config or FAMILY.lookup(x.device, product.facts(block_t))
+    facts = product.facts(block_t)
+    N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
     if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)

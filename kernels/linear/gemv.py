@@ -218,11 +218,12 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
 
     x is not quantized: an fp8 weight multiplies 16- or 32-bit activations.
     """
-    x, weight, out, (_, N, K) = product.x, product.weight, product.out, product.shape
+    x, weight, out, facts = product.x, product.weight, product.out, product.facts(1)
+    N, K = facts.N, facts.K
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    config = config or FAMILY.lookup(x.device, product.facts(1))
-    chunk = chunk_size(weight.element_size())
+    config = config or FAMILY.lookup(x.device, facts)
+    chunk = chunk_size(facts.itemsize)
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
         chunk = 1  # unaligned rows: each thread loads and sums single values
