@@ -76,7 +76,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
         records = {name: record._asdict() for name, record in given.items() if hasattr(record, "_fields")}
-        given |= {field if name == "C" else f"{name}.{field}": x for name, fields in records.items() for field, x in fields.items()}
+        for name, fields in records.items():
+            given |= {field if name == "C" else f"{name}.{field}": value for field, value in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
