@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -157,13 +158,13 @@ def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) ->
         UnsupportedError: one refers to what has not been checked.
         InputError: one refers to nothing.
     """
-    anchors = _anchors([own for own, _ in checked.values()])
+    target = References(root)
     targets = dict[str, Any]()
     for own, place in checked.values():
         if "$ref" not in own or own["$ref"] in targets:
             continue
         reference = own["$ref"]
-        found = targets[reference] = target(root, anchors, reference)
+        found = targets[reference] = target(reference)
         shown = shortened(json.dumps(reference))
         if found is None:
             expected = "the place of a schema, such as #/$defs/NAME"
@@ -182,19 +183,34 @@ def _anchors(schemas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: schema for schema, name in names if isinstance(name, str)}
 
 
-def target(root: Any, anchors: Mapping[str, Any], reference: str) -> Any:
-    """What a "$ref" within the document `root` leads to; None: nothing."""
-    if reference in anchors:
-        return anchors[reference]
-    pointer = unquote(reference[1:])
-    own = root if reference.startswith("#") and pointer[:1] in ("", "/") else None
-    for name in pointer.split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(own, list):
-            own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
-        else:
-            own = own.get(key) if isinstance(own, dict) else None
-    return own
+class References:
+    """What a "$ref" within the document `root`, which need not be checked, leads to. Calls give a schema, or None: nothing."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    @cached_property
+    def _names(self) -> dict[str, Any]:
+        todo, schemas = [self._root], dict[int, dict[str, Any]]()
+        while todo:
+            own = todo.pop()
+            if isinstance(own, dict) and id(own) not in schemas:
+                schemas[id(own)] = own
+                todo += [value for _, value in subschemas(own)]
+        return _anchors(schemas.values())
+
+    def __call__(self, reference: str) -> Any:
+        if reference in self._names:
+            return self._names[reference]
+        pointer = unquote(reference[1:])
+        own = self._root if reference.startswith("#") and pointer[:1] in ("", "/") else None
+        for name in pointer.split("/")[1:]:
+            key = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(own, list):
+                own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
+            else:
+                own = own.get(key) if isinstance(own, dict) else None
+        return own
 
 
 def _is_draft_4(schema: Any) -> bool:
@@ -213,12 +229,13 @@ def normalized(schema: dict[str, Any], root: str = "") -> dict[str, Any]:
     """
     copies = dict[int, dict[str, Any]]()
     own = _copied(schema, 0, copies)
-    anchors = _anchors(copies.values())
-    referring = [(part, target(own, anchors, part["$ref"])) for part in copies.values() if isinstance(part.get("$ref"), str)]
+    target = References(own)
+    referring = [(part, target(part["$ref"])) for part in copies.values() if isinstance(part.get("$ref"), str)]
     draft_4 = _is_draft_4(schema)
     for part in copies.values():
         for keyword in ("$schema", "$id", "id", "$anchor"):
-            part.pop(keyword, None)
+            if part is own or str(part.get(keyword)).startswith("#") or keyword[-2:] != "id":
+                part.pop(keyword, None)  # what is left changes what "$ref" is, which `check_schema` refuses
         for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if draft_4 and isinstance(part.get(exclusive), bool) and part.pop(exclusive) and bound in part:
                 part[exclusive] = part.pop(bound)

@@ -187,6 +187,11 @@ def space_end(text: str, start: int = 0, more: str = "") -> int:
     return end
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
 def json_text(value: Any) -> str:
     """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -11,7 +11,7 @@ import pytest
 
 from minirt.errors import InputError
 from minirt.text.json_checker import JsonChecker, completed, escaped
-from minirt.text.tools import call_schema, chosen, read_tools, typed, types
+from minirt.text.tools import call_schema, chosen, read_tools, typed_json, types
 
 
 def tool(name="f", **parameters):
@@ -48,9 +48,9 @@ def test_what_is_no_tool_is_named(value, where):
 def test_a_tool_without_parameters_has_none():
     (found,) = read_tools([{"type": "function", "function": {"name": "a.b/c-d_1"}}])
     assert found.parameters == {"type": "object", "properties": {}}
-    assert found.parameter("x") is None
+    assert found.types("x") == ()
     (found,) = read_tools([tool(properties={"x": {"type": "string"}}, additionalProperties={"type": "integer"})])
-    assert (found.parameter("x"), found.parameter("y")) == ({"type": "string"}, {"type": "integer"})
+    assert (found.types("x"), found.types("y")) == (("string",), ("integer",))
 
 
 @pytest.mark.parametrize("kind", ["object", ["object"], ["null", "object"]])
@@ -106,7 +106,7 @@ def test_arguments_are_an_object(kind):
     ],
 )
 def test_values_by_their_schema(schema, text, value):
-    found = typed(text, schema)
+    found = json.loads(typed_json(text, types(schema)))
     assert (type(found), found) == (type(value), value)
 
 
