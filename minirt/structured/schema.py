@@ -252,9 +252,8 @@ def normalized(schema: dict[str, Any], root: str = "") -> dict[str, Any]:
             pointers[id(part)] = pointer
             todo += [(value, f"{pointer}/{name}") for name, value in subschemas(part)]
     for part, found in referring:
-        pointer = pointers.get(id(found), "")
-        if id(found) in pointers and unquote(part["$ref"]) != f"#{pointer}":
-            part["$ref"] = "#" + quote(pointer, safe="/~$")
+        if id(found) in pointers:
+            part["$ref"] = "#" + quote(pointers[id(found)], safe="/~$")  # llguidance refuses "[" and the like
         if root and part["$ref"].startswith("#"):
             part["$ref"] = f"#{root}{part['$ref'][1:]}"
     return own
