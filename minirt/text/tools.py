@@ -134,7 +134,7 @@ class _Types:
         self._arguments: dict[str, tuple[str, ...]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> list[str] | None:
-        """The types in the schema's order, with repetitions; None: it does not say."""
+        """The types in the schema's order; None: it does not say."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return None
         if id(schema) not in self._known:
@@ -153,7 +153,7 @@ class _Types:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
         limits = [own for own in limits if own] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        found = reduce(_common, limits) if limits else None
+        found = [*dict.fromkeys(reduce(_common, limits))] if limits else None
         return [*(found or ()), "null"] if schema.get("nullable") is True else found
 
     def of_argument(self, name: str) -> tuple[str, ...]:

@@ -139,12 +139,23 @@ def test_every_cut_gives_what_transformers_reads(spec, prompt, text):
         (QWEN3, '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu'),
         (LIST, "TOOLS[1]END x", "TOOLS[1]ENDx"),
         (LIST, 'TOOLS[{"call": "f"}]END', 'TOOLS[{"call": "f"}]END'),
+        (LIST, 'TOOLS[{"call": "\\ud83d", "with": {}}]END', 'TOOLS[{"call": "\\ud83d", "with": {}}]END'),
+        (LIST, 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END', 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END'),
+        (LIST, "TOOLS" + "[" * 300 + "]" * 300 + "END", None),
     ],
 )
 def test_damage_is_content(spec, text, content):
     for pieces in cuts(text):
         reply = run(spec, START if spec is QWEN3 else "<bot>", pieces)
         assert (reply.content, reply.tool_calls) == (text if content is None else content, ()), pieces
+
+
+def test_arguments_can_be_sent():
+    """A half of a surrogate pair, which JSON may have as an escape, is no text in UTF-8: it stays an escape."""
+    (call,) = run(LIST, "<bot>", ['TOOLS[{"call": "g", "with": {"\\ud83d": ["\\udc00é"]}}]END']).tool_calls
+    assert call.arguments == '{"\\ud83d": ["\\udc00é"]}'
+    (call,) = run(QWEN35, START, [CODER.replace("a < b", '["\\ud83d"]') + "</function>\n</tool_call>"]).tool_calls
+    call.arguments.encode()
 
 
 def test_random_answers_do_not_depend_on_the_cut():
