@@ -384,6 +384,8 @@ def _is_exact(number: float) -> bool:
     whole = int("".join(map(str, own)))
     if abs(int(exponent)) > 308 or (isinstance(number, int) and whole > MAX_NUMBER):
         return False
+    if abs(number) > MAX_NUMBER and Decimal(repr(number)) != Decimal(number):
+        return False  # the digits that are written are those of another integer
     power = float(f"1e{abs(int(exponent))}")
     return (whole * power if int(exponent) >= 0 else whole / power) == abs(number)
 
