@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, shortened
@@ -153,7 +153,10 @@ class _Types:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
         limits = [own for own in limits if own] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        found = [*dict.fromkeys(reduce(_common, limits))] if limits else None
+        found = limits[0] if limits else None
+        for own in limits[1:]:
+            found = _common(found or [], own)
+        found = None if found is None else [*dict.fromkeys(found)]
         return [*(found or ()), "null"] if schema.get("nullable") is True else found
 
     def of_argument(self, name: str) -> tuple[str, ...]:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (schemas stand on one line each)
 """A list of JSON schemas, by keyword: most are accepted and all of their outputs are valid; the others are refused by name.
 
 Catches a keyword that is accepted and not enforced, an output that the schema does not accept, and a refusal that does not say

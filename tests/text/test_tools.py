@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (schemas stand on one line each)
 """The tools of a request: what is refused, values by their schema, schemas that force calls; and the incremental JSON checker.
 
 Catches values of a wrong type in calls, references that break when schemas are put together, and JSON that differs from Python's.
@@ -13,7 +14,6 @@ from support.structured import compiled, constraints
 from minirt.errors import InputError, UnsupportedError
 from minirt.text.json_checker import JsonChecker, completed, escaped
 from minirt.text.tools import call_schema, chosen, read_tools, typed_json, types
-
 
 OWN = constraints()
 
