@@ -198,7 +198,7 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("text", ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo"])
+@pytest.mark.parametrize("text", ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo", '{"n": 1e999}', '{"s": "\\ud83d"}'])
 def test_arguments_that_are_no_object_stay_texts(text: str) -> None:
     """An answer that was cut off, or whose call is wrong, must not end the conversation: each style shows its text."""
     expected = {"text": text, "tojson": json.dumps(text), "items()": f"arguments={text}", "items": f"arguments={text}"}
