@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from minirt.errors import MinirtError
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
-    from minirt.outputs import Completion, Piece, Samples
+    from minirt.outputs import Completion, Piece, Samples, Score
     from minirt.sampling_params import SamplingParams
     from minirt.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams",
+    "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams", "Score",
     "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ _HOMES = {
     "Piece": "minirt.outputs",
     "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
+    "Score": "minirt.outputs",
     "StructuredOutputsParams": "minirt.structured.params",
 }
 

@@ -29,7 +29,7 @@ from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
@@ -232,6 +232,47 @@ class Generator:
                 if stream.completion.error is not None:
                     raise stream.completion.error
                 yield piece, stream.completion
+
+    @overload
+    def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """The log-probability of a completion after a prompt (→ `Score`), or of many in one batch (→ list of `Score`).
+
+        Two texts are encoded together, and split after as many tokens as the prompt alone has, without the white space at its
+        end; see `Processor.encode_pair`. Token ids are taken as they are. Nothing is generated.
+
+        Args:
+            prompts, completions: a text or token ids each, or a list of both; or one prompt with a list of its completions.
+            priority, progress: as in `generate`.
+        Raises:
+            InputError, ContextLengthError: a completion has no token, or nothing before it; both are too long together.
+        """
+        self._engine.wake()
+        call = self._processor.prepare_scores(prompts, completions, priority)
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call, hold=_hold(call))) as pieces, bar as advance:
+            for stream, _ in pieces:
+                if advance is not None:
+                    advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
+        return call.scores()
 
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
