@@ -4,6 +4,8 @@ import json
 import math
 import re
 import sys
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,34 +64,60 @@ def note(text: str) -> None:
     click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
-def completion_record(completion: "Completion") -> dict[str, Any]:
-    """The fields that --json prints for a completion, in addition to its request. Missing values are null."""
+def template_note(generator: "Generator") -> None:
+    """Say that prompts are not chat messages, if the model has a chat template."""
+    if generator.tokenizer is not None and generator.tokenizer.has_chat_template:
+        note("the model has a chat template, and the prompts are continued without it; --chat applies it")
+
+
+def warn_if_empty(generator: "Generator", completions: Iterable["Completion"]) -> None:
+    """Warn of texts that end before they begin, if the model has a chat template that was not applied."""
+    if generator.tokenizer is None or not generator.tokenizer.has_chat_template:
+        return
+    done = [c for c in completions if c.finish_reason == "stop" and c.sampling.detokenize]
+    if empty := sum(not completion.text.strip() for completion in done):
+        what = "the text is empty" if len(done) == 1 else f"{empty} of {len(done)} texts are empty"
+        reason = "the model ended it at once, maybe because its chat template was not applied"
+        warnings.warn(f"{what}: {reason}; --chat applies it", stacklevel=2)
+
+
+def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]:
+    """The fields that --json prints for a completion, in addition to its request. Missing values are null.
+
+    `verbose`: with all sampling values and their sources; otherwise only the seed of random draws.
+    """
     names = ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens")
     record = {name: getattr(completion, name) for name in names}
     for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
         record[name] = getattr(completion, name) or None
     if completion.error is not None:
         record["error"] = str(completion.error)
+    if completion.logprobs is not None:
+        record["cumulative_logprob"] = finite(completion.cumulative_logprob)
     for name in ("logprobs", "prompt_logprobs"):
         rows = getattr(completion, name)
         if rows is not None:
             record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
-    record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
-    if effective.structured_outputs is not None:
-        record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
-    record["sampling_sources"] = effective.sources
+    if effective.temperature > 0:
+        record["seed"] = effective.seed
+    if verbose:
+        record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
+        if effective.structured_outputs is not None:
+            record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
+        record["sampling_sources"] = effective.sources
     return record
 
 
 def logprobs_record(row: "TokenLogprobs") -> dict[str, Any]:
-    """The log-probabilities of one token. Minus infinity, which JSON does not have, is null."""
+    """The log-probabilities of one token."""
+    top = [[token, finite(logprob)] for token, logprob in row.top]
+    return {"token_id": row.token_id, "logprob": finite(row.logprob), "rank": row.rank, "top": top}
 
-    def number(logprob: float) -> float | None:
-        return logprob if math.isfinite(logprob) else None
 
-    top = [[token, number(logprob)] for token, logprob in row.top]
-    return {"token_id": row.token_id, "logprob": number(row.logprob), "rank": row.rank, "top": top}
+def finite(number: float | None) -> float | None:
+    """A number for JSON, which has no infinity: null in its place."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def load_summary(generator: "Generator") -> str:
@@ -110,10 +138,10 @@ def load_summary(generator: "Generator") -> str:
 
 def completion_summary(generator: "Generator", completion: "Completion") -> str:
     """The times, rates and settings of one completion. The bandwidth counts weight bytes only."""
-    first, rate = completion.time_to_first_token_s, completion.decode_tokens_per_s
+    first, rate, prompt = completion.time_to_first_token_s, completion.decode_tokens_per_s, len(completion.prompt_token_ids)
+    speed = f"first token {first:.3f} s · prompt {prompt} tokens, {prompt / first:.1f} tokens/s" if first else f"prompt {prompt} tokens"
     lines = [
-        f"{load_summary(generator)} · first token {first:.3f} s · prompt {len(completion.prompt_token_ids)} tokens, "
-        f"{len(completion.prompt_token_ids) / first:.1f} tokens/s",
+        f"{load_summary(generator)} · {speed}",
         f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
         f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
         f"peak memory {format_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
