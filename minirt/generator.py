@@ -33,7 +33,7 @@ from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
@@ -401,7 +401,7 @@ class Generator:
         kinds = Counter(row.implementation for row in self.plan.rows)
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         dtypes = " · ".join(sorted({row.dtype for row in self.plan.rows} | set(self.plan.formats)))
-        size = f"weights {format_bytes(self.plan.weight_bytes)} · KV cache {format_bytes(self.kv_cache_bytes)}"
+        size = f"weights {format_size(self.plan.weight_bytes)} · KV cache {format_size(self.kv_cache_bytes)}"
         return f"<minirt.Generator {name} · {self.plan.title} · {dtypes} · layers: {layers} · {size} · {self.max_len} positions>"
 
     def _repr_html_(self) -> str:

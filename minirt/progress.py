@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from minirt.sizes import format_size
+
 LoadProgress = Callable[[str, int, int], None]  # (stage, done, total); stage "weights" counts bytes, other stages steps
 
 
@@ -23,7 +25,7 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
                 tasks[stage] = bars.add_task(stage, total=total, amount="")
             amount = f"{done}/{total}"
             if stage == "weights":
-                amount = f"{done / 1e9:.1f}/{total / 1e9:.1f} GB"
+                amount = f"{format_size(done)}/{format_size(total)}"
                 speed = next(task.speed for task in bars.tasks if task.id == tasks[stage])
                 amount += f" {speed / 1e9:.1f} GB/s" if speed else ""
             bars.update(tasks[stage], completed=done, total=total, amount=amount)

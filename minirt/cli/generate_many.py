@@ -21,7 +21,7 @@ from minirt.cli.output import (
 from minirt.cli.process import finishing
 from minirt.errors import InputError
 from minirt.progress import prompt_bar
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     from minirt.cli.request_file import PromptLine
@@ -145,7 +145,7 @@ class _Results:
         text = f"{len(done)} prompts of {sum(len(completion.prompt_token_ids) for completion in done)} tokens"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
         if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
-            text += f" · peak memory {format_bytes(peak)}"
+            text += f" · peak memory {format_size(peak)}"
         lines = [text, *sorted({not_applied(completion) for completion in done} - {""})]
         open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
         for what, begun in (("unfinished", True), ("left out", False)):

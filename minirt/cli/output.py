@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.errors import MinirtError, printable
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     from minirt.engine.logprobs import TokenLogprobs
@@ -125,7 +125,7 @@ def load_summary(generator: "Generator") -> str:
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
-        text += f" ({format_bytes(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
+        text += f" ({format_size(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
     if generator.warm_up_time_s > 0.01:
         text += f", warm-up {generator.warm_up_time_s:.2f} s"
     if generator.device.type == "cpu":
@@ -144,7 +144,7 @@ def completion_summary(generator: "Generator", completion: "Completion") -> str:
         f"{load_summary(generator)} · {speed}",
         f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
         f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
-        f"peak memory {format_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
+        f"peak memory {format_size(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]
