@@ -63,4 +63,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'minirt.kernels' has no attribute {name!r}")
-    return getattr(import_module(f"minirt.kernels.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"minirt.kernels.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        hint = "pip install triton, and without a GPU also numpy, for Triton's interpreter"
+        raise ModuleNotFoundError(f"minirt.kernels.{name} is a Triton kernel, and Triton is missing: {hint}", name="triton") from error

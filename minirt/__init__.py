@@ -47,13 +47,14 @@ for _part in ("kernels", "models", "bench"):
         )
 
 
+# PyTorch's, while it is imported without NumPy, which nothing here needs.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'minirt' has no attribute {name!r}")
     from minirt.threads import limit_spinning
 
     limit_spinning()  # before PyTorch is imported, which has an effect only then
-    with warnings.catch_warnings():
-        # PyTorch's, while it is imported without NumPy, which nothing here needs.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-        return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -10,7 +10,6 @@ from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -121,7 +120,8 @@ class Generator:
         Args:
             model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
-            progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
+            progress: called with ("weights", bytes read, total bytes), then on a GPU with ("kernels", ready, total), or with
+                ("compiling kernels", …) if some are not in Triton's cache, and with ("CUDA graphs", captured, total).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
                 max_waiting, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
@@ -147,7 +147,7 @@ class Generator:
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
             with out_of_memory_while("warming up", generator.device):
-                generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
+                generator._engine.engine.warm_up(progress)
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)

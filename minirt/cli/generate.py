@@ -21,7 +21,7 @@ from minirt.cli.options import (
     text_format_option,
     warm_prompt_option,
 )
-from minirt.cli.output import completion_record, completion_summary, json_line, note, template_note, warn_if_empty, write
+from minirt.cli.output import completion_record, completion_summary, json_line, note, note_template, write
 from minirt.errors import MinirtError, inside
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
@@ -86,8 +86,6 @@ def generate(
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
     with open_model(options, quiet) as generator:
-        if not (chat or quiet):
-            template_note(generator)
         inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
             with inside(place):
@@ -118,7 +116,7 @@ def generate(
                 if not quiet:
                     note(completion_summary(generator, completion))
         if not chat:
-            warn_if_empty(generator, done)
+            note_template(generator, done, quiet)
 
 
 def _piped() -> str:

@@ -14,8 +14,7 @@ from minirt.cli.output import (
     load_summary,
     not_applied,
     note,
-    template_note,
-    warn_if_empty,
+    note_template,
     write,
 )
 from minirt.cli.process import finishing
@@ -60,8 +59,6 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
             if getattr(request.params, key) is not None:
                 raise InputError(f"{key} needs --json, which prints them", where=request.where)
     with open_model(options, printing.quiet) as generator:
-        if not (chat or printing.quiet) and any(request.kind == "prompt" for request in requests):
-            template_note(generator)
         inputs = [request.encode(generator, chat, system) for request in requests]
         results = _Results(requests, printing, texts=generator.tokenizer is not None)
         started = time.perf_counter()
@@ -74,7 +71,7 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
                 if results.all and not printing.quiet:
                     note(f"{load_summary(generator)} · {results.summary(seconds)}")
                 if not chat:
-                    warn_if_empty(generator, results.plain)
+                    note_template(generator, results.plain, printing.quiet)
     failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)

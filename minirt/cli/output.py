@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,21 +64,17 @@ def note(text: str) -> None:
     click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
-def template_note(generator: "Generator") -> None:
-    """Say that prompts are not chat messages, if the model has a chat template."""
-    if generator.tokenizer is not None and generator.tokenizer.has_chat_template:
-        note("the model has a chat template, and the prompts are continued without it; --chat applies it")
-
-
-def warn_if_empty(generator: "Generator", completions: Iterable["Completion"]) -> None:
-    """Warn of texts that end before they begin, if the model has a chat template that was not applied."""
-    if generator.tokenizer is None or not generator.tokenizer.has_chat_template:
+def note_template(generator: "Generator", completions: Sequence["Completion"], quiet: bool) -> None:
+    """After prompts that were not chat messages: say so if the model has a chat template. Warn if texts are empty."""
+    if not completions or generator.tokenizer is None or not generator.tokenizer.has_chat_template:
         return
-    done = [c for c in completions if c.finish_reason == "stop" and c.sampling.detokenize]
-    if empty := sum(not completion.text.strip() for completion in done):
-        what = "the text is empty" if len(done) == 1 else f"{empty} of {len(done)} texts are empty"
-        reason = "the model ended it at once, maybe because its chat template was not applied"
-        warnings.warn(f"{what}: {reason}; --chat applies it", stacklevel=2)
+    texts = [own for own in completions if own.sampling.detokenize]
+    empty = sum(own.finish_reason == "stop" and not own.text.strip() for own in texts)
+    if empty:
+        what = "the text is empty" if len(texts) == 1 else f"{empty} of {len(texts)} texts are empty"
+        warnings.warn(f"{what}; the model has a chat template that was not applied: --chat applies it", stacklevel=2)
+    elif not quiet:
+        note("the model has a chat template that was not applied: --chat applies it")
 
 
 def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model, Observer
+from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
-ProgressCallback = Callable[[int, int], None]  # (done, total)
+ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class Scores(NamedTuple):
@@ -208,7 +209,8 @@ class Runner:
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel that a step can need and capture every CUDA graph. Does nothing on a CPU.
 
-        Dry runs of each kind of step find the kernels. The cache's pages must not be in use.
+        Dry runs of each kind of step find the kernels. The cache's pages must not be in use. The stages of `progress` are
+        COMPILING ("kernels", if Triton's cache has all of them) and "CUDA graphs".
         """
         if not self._cuda or not isinstance(self._model, Model):
             return
@@ -222,16 +224,13 @@ class Runner:
             last = self._max_seq_len - 1
             contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
             steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
-        kernels = 0
 
-        def compiled(done: int, total: int) -> None:
-            nonlocal kernels
-            kernels = total
+        def ready(done: int, total: int, compiles: bool) -> None:
             if progress is not None:
-                progress(done, total + len(buckets))
+                progress(COMPILING if compiles else "kernels", done, total)
 
         with on_device(self._device):
-            with compile_ahead(self._device, compiled):
+            with compile_ahead(self._device, ready):
                 for chunks in steps:
                     self._run_dry(self._model, chunks)
                 if static is not None:
@@ -241,10 +240,10 @@ class Runner:
                     self._sample(params)
                 self._stages.compile()
             if static is not None:
-                for done, bucket in enumerate(buckets, kernels + 1):
+                for done, bucket in enumerate(buckets, 1):
                     self._capture(static, bucket, compiled=True)
                     if progress is not None:
-                        progress(done, kernels + len(buckets))
+                        progress("CUDA graphs", done, len(buckets))
                 stored = [batch.row_maxima.values for batch in static.graphs.batches if batch.row_maxima is not None]
                 for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
                     self._sample(SamplingParams(temperature=0.0), row_maxima)
