@@ -1,6 +1,7 @@
 """`minirt eval`: measures the quality of a model."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -97,6 +98,8 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
         warmup=False,
     )  # fmt: skip
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
         plain = stack.enter_context(open_generator(load, quiet))
         require_tokenizer(plain, "--text")
         if plain.plan.formats:
