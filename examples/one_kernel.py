@@ -17,7 +17,7 @@ if missing := [name for name in needed if find_spec(name) is None]:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, so before the first kernel
 
-from minirt.kernels import norm_gate_up, reference
+from minirt.kernels import norm_gate_up, reference  # noqa: E402
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"minirt.kernels.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "triton":
+        if error.name not in ("triton", "numpy"):  # Triton's interpreter needs NumPy
             raise
-        hint = "pip install triton, and without a GPU also numpy, for Triton's interpreter"
-        raise ModuleNotFoundError(f"minirt.kernels.{name} is a Triton kernel, and Triton is missing: {hint}", name="triton") from error
+        what = f"minirt.kernels.{name} is a Triton kernel, and {error.name} is missing: pip install {error.name}"
+        raise ModuleNotFoundError(what, name=error.name) from error

@@ -15,7 +15,6 @@ from minirt.sampling_params import EffectiveSampling
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
 
-
 _SHOWN = 60  # characters of a text in a repr
 
 

@@ -152,8 +152,8 @@ class Processor:
         if single:
             completions = [completions]
         elif not isinstance(completions, list | tuple) or is_single(completions):
-            expected, found = "a list, as the prompts are, or one prompt", type(completions).__name__
-            raise InputError("not a completion, or a list of completions", where="completions", expected=expected, found=found)
+            expected, kind = "a list, as the prompts are, or one prompt", type(completions).__name__
+            raise InputError("not a completion, or a list of completions", where="completions", expected=expected, found=kind)
         if is_single(prompts):
             prompts = [prompts] * len(completions)
         elif not isinstance(prompts, list | tuple) or len(prompts) != len(completions):

@@ -1,4 +1,4 @@
-"""Progress on stderr. Catches a first start on a GPU that seems to hang while kernels are compiled, and a line for each kernel."""
+"""Progress on stderr. Catches a first start on a GPU that seems to hang while kernels are compiled, and a line for each."""
 
 import io
 import sys

@@ -204,15 +204,14 @@ def test_scores_of_nan_logits(hf_folder, tmp_path):
     weights = load_file(copy / "model.safetensors")
     weights["model.norm.weight"][3] = math.nan
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    with Generator.from_pretrained(copy, device="cpu", kv_cache_memory=CACHE) as damaged:
-        with pytest.raises(NumericsError):
-            damaged.score([3, 4], [5])
+    with Generator.from_pretrained(copy, device="cpu", kv_cache_memory=CACHE) as damaged, pytest.raises(NumericsError):
+        damaged.score([3, 4], [5])
 
 
 def test_results_show_themselves_in_a_line(generator):
     done = generator.generate("hello", SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
     pair = generator.generate("hello", SamplingParams(max_tokens=3, n=2, seed=1))
-    for shown in (repr(done), repr(pair), repr(pair[1]), repr(generator.score("hello", "!")), repr(replace(done, error=InputError("x")))):
+    for shown in map(repr, (done, pair, pair[1], generator.score("hello", "!"), replace(done, error=InputError("x")))):
         assert len(shown) < 300
         assert "\n" not in shown
     assert "100 tokens, length" in repr(done)

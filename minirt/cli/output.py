@@ -135,7 +135,9 @@ def load_summary(generator: "Generator") -> str:
 def completion_summary(generator: "Generator", completion: "Completion") -> str:
     """The times, rates and settings of one completion. The bandwidth counts weight bytes only."""
     first, rate, prompt = completion.time_to_first_token_s, completion.decode_tokens_per_s, len(completion.prompt_token_ids)
-    speed = f"first token {first:.3f} s · prompt {prompt} tokens, {prompt / first:.1f} tokens/s" if first else f"prompt {prompt} tokens"
+    speed = f"prompt {prompt} tokens"
+    if first:  # else no token was asked for
+        speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
     lines = [
         f"{load_summary(generator)} · {speed}",
         f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "

@@ -88,7 +88,7 @@ class Plan:
         for (prefix, suffix, *cells, size), same in groups.items():
             numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
             times = f"{len(same)} × " if len(same) > 1 else ""
-            rows.append((f"{prefix}{numbers}{suffix}", *cells, times + format_size(size)))
+            rows.append((f"{prefix}{numbers}{suffix}", *map(str, cells), times + format_size(size)))
         return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_size(self.weight_bytes))]]
 
     def render(self, name: str = "", *, terminal: bool = False) -> str:
@@ -98,8 +98,8 @@ class Plan:
         from rich.table import Table
 
         table, rows, below = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), self._cells(), list[str]()
-        for column, cells in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
-            whole = column != "why" and max(map(len, cells)) <= _WIDTH // 2  # the reason is wrapped first
+        for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+            whole = column != "why" and max(map(len, values)) <= _WIDTH // 2  # the reason is wrapped first
             table.add_column(column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=whole)
         for layer, implementation, reason, *cells in rows:
             if len(reason) > _SHORT:

@@ -105,8 +105,9 @@ def test_json(run, folder, expected):
         record = json.loads(run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 9, option, "hello")[1])
         assert record["sampling"]["max_tokens"] == 9
         assert record["sampling_sources"]["max_tokens"] == "user"
-    drawn = json.loads(run("generate", "-m", folder, *CACHE, "--json", "-q", "--temperature", 0.9, "hello")[1])
-    again = json.loads(run("generate", "-m", folder, *CACHE, "--json", "-q", "--temperature", 0.9, "--seed", drawn["seed"], "hello")[1])
+    base = ("generate", "-m", folder, *CACHE, "--json", "-q", "--temperature", 0.9, "hello")
+    drawn = json.loads(run(*base)[1])
+    again = json.loads(run(*base, "--seed", drawn["seed"])[1])
     assert drawn["token_ids"] == again["token_ids"], "without its seed, a result cannot be had again"
 
 

@@ -407,4 +407,5 @@ def test_a_prompt_that_is_only_scored(run, folder, file):
     assert (code, record["token_ids"], record["text"], record["finish_reason"]) == (0, [], "", "length")
     assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
     assert f"1 prompts of {len(record['prompt_token_ids'])} tokens" in err
-    refused(run("generate", "-m", folder, "--json", "--prompts", file({"prompt": "x", "max_tokens": 0})), '"max_tokens"', "line 1")
+    path = file({"prompt": "x", "max_tokens": 0})
+    refused(run("generate", "-m", folder, "--json", "--prompts", path), '"max_tokens"', "line 1")
