@@ -193,7 +193,7 @@ def test_rows_of_a_plan_that_differ_stand_alone():
     assert max(map(len, text.splitlines())) <= 80
     first = [line.split()[0] for line in text.splitlines() if "triton" in line and "[1] auto" not in line]
     assert first[:5] == ["layers.0-2,4,9.mlp", "layers.3.mlp", "layers.7.mlp", "layers.11.mlp", "head"]
-    assert "5 × 5B" in text
+    assert "5B × 5" in text
     assert f"[1] {why}" in text
     assert long in "".join(line.split("  ")[0].strip() for line in text.splitlines())
     assert f"<td>{long}</td>" in plan.html()

@@ -87,8 +87,8 @@ class Plan:
         rows = []
         for (prefix, suffix, *cells, size), same in groups.items():
             numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
-            times = f"{len(same)} × " if len(same) > 1 else ""
-            rows.append((f"{prefix}{numbers}{suffix}", *map(str, cells), times + format_size(size)))
+            times = f" × {len(same)}" if len(same) > 1 else ""
+            rows.append((f"{prefix}{numbers}{suffix}", *map(str, cells), format_size(size) + times))
         return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_size(self.weight_bytes))]]
 
     def render(self, name: str = "", *, terminal: bool = False) -> str:
