@@ -217,8 +217,8 @@ def test_stages_of_a_warm_up(monkeypatch):
     buckets = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8, all=lambda: ["small", "large"])
     own = SimpleNamespace(
         _cuda=True, _model=object.__new__(Model), _buckets=buckets, _static=static, _max_seq_len=64, _device=torch.device("cpu"),
-        _run_dry=lambda *_: None, _dry_run=lambda *_: None, _sample=lambda *_: None, _capture=lambda *_, **__: None,
-        _reserve=lambda *_: None, _stages=SimpleNamespace(compile=lambda: None),
+        _sample=lambda *_: None, _capture=lambda *_, **__: None,
+        _reserve=lambda *_: None, launch_all=lambda _: None,
     )  # fmt: skip
     Runner.warm_up(own, lambda *step: calls.append(step))
     kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
