@@ -1,6 +1,6 @@
 """Compares the speed of two installed builds: decode steps and prompts, in alternation on one GPU.
 
-python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--quantize int4] [--pairs 12] [--repeats 5]   random weights; prints JSON
+python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--quantize int4] [--pairs 12] [--repeats 5]   random weights; JSON
 
 OLD and NEW are folders made by `pip install --target FOLDER`. Each build runs in its own process, and both keep their model on
 the GPU. They measure in turns, and each goes first in every second pair. A result is NEW's time divided by OLD's: the median of
@@ -124,7 +124,8 @@ def main() -> None:
         medians = {build: statistics.median(run[build][name] for run in runs) for build in builds}
         ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
         rows.append({"what": name, "old_s": medians["old"], "new_s": medians["new"], **ratio})
-    print(json.dumps({"model": options.model, "quantization": options.quantization, "pairs": options.pairs, "results": rows}, indent=1))
+    about = {"model": options.model, "quantization": options.quantization, "pairs": options.pairs}
+    print(json.dumps(about | {"results": rows}, indent=1))
 
 
 if __name__ == "__main__":
