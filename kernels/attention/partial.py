@@ -86,7 +86,7 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     QUERIES: tl.constexpr = C.BLOCK_M // GROUP
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    parts, _ = parts_of(new, lens, C.SPLIT)
+    parts = parts_of(new, lens, C.SPLIT)[0]
     ends = tl.cumsum(parts * ((new + QUERIES - 1) // QUERIES), 0)
     rows = tl.cumsum(parts * new, 0)
     for item in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):

@@ -91,7 +91,7 @@ def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C)
     limit = tl.load(sequences.seq_lens + b)
     works = (first_query < length) & (length >= C.SHORTEST)
     if C.PARTIAL:
-        parts, _ = parts_of(length, limit, C.PARTIAL)
+        parts = parts_of(length, limit, C.PARTIAL)[0]
         works = works & (parts == 0)
     if works:
         context = limit - length

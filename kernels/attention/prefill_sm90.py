@@ -72,7 +72,7 @@ def _tile(turn, sequences, sizes, C):
     before = limit - length + first
     works = (index < tiles) & (queries > 0) & (length >= C.SHORTEST)
     if C.PARTIAL:
-        parts, _ = parts_of(length, limit, C.PARTIAL)
+        parts = parts_of(length, limit, C.PARTIAL)[0]
         works = works & (parts == 0)
     return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 

@@ -44,7 +44,7 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
     new, lens = lengths(sequences, B, C.BLOCK_B)
     meant = (new >= C.SHORTEST) & (new > 0)
     if C.PARTIAL:
-        parts, _ = parts_of(new, lens, C.PARTIAL)
+        parts = parts_of(new, lens, C.PARTIAL)[0]
         meant = meant & (parts == 0)
     ends = tl.cumsum(tl.where(meant, (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
     d = tl.arange(0, D)[None, :]
