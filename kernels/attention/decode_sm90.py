@@ -303,6 +303,6 @@ def launch(a: AttentionInput) -> None:
         STAGES=STAGES, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
-        a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B, a.table_width,
-        C=constants, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
+        a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Attention on the paged KV cache: `attention`, the public functions, and which kernel computes what.
 
-`attention` launches all kernels of one attention layer's step. In steps in which each sequence has one new token, `decode` computes
-attention, fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for
-sequences with one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the
-others. `combine` adds the parts of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
+`attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
+fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for sequences with
+one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the others.
+`combine` adds the KV splits of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
 can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
 """
 

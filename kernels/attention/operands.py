@@ -1,8 +1,8 @@
 """`AttentionInput`: the operands of one attention layer's step. Every attention kernel's launch takes one.
 
-Its parts `KVPages`, `Rope`, `Sequences` and `Scores`, and `Results`, are records: kernels take them whole and read their fields by
-name. So a new setting of the scores is a field of `Scores`, and its computation in `online_softmax.score` or `hide`. This file
-imports no Triton.
+`KVPages`, `Rope`, `Sequences`, `Scores` and `Results` are records: kernels take them whole and read their fields by name. So a
+new setting of the scores is a field of `Scores`, and its computation in `online_softmax.score` or `hide`. This file imports no
+Triton.
 """
 
 from typing import NamedTuple
@@ -114,9 +114,8 @@ class AttentionInput(NamedTuple):
     """Attention of the new tokens of B sequences on all their cached tokens, the new ones included.
 
     Attributes:
-        heads: with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v, whose k and v are not in the pages yet; else q [T, Nq, D].
+        heads: q [T, Nq, D]; with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v. Their k and v are not in the pages yet.
         out: [T, Nq, D].
-        rope: None: `heads` are q.
         positions, slots: [T] int64: rows of `cos_sin`, and the new tokens' slots. Only needed with `rope` and `query_starts`.
         workspace: of partial results. None: contexts of several new tokens are not divided, and no sequence has a single one.
         max_splits: upper bound of the number of KV splits of all sequences, incomplete ones included; 0: unknown.

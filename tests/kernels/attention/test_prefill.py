@@ -241,7 +241,8 @@ def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
         q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
         where = torch.zeros(1, 1, dtype=torch.int32)
         sequences = Sequences(where, where[0], query_starts=where[0])
-        return dispatch.prefill_regime(AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q)).kernel == "prefill_sm90"
+        a = AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q)
+        return dispatch.prefill_regime(a).kernel == "prefill_sm90"
 
     assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
     assert not suits(2048, 128, torch.float32, torch.float32)
