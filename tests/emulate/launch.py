@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,11 @@ def _program(ptx: str, without: tuple[str, ...]) -> tuple[Kernel, Callable[..., 
 def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: int, without: tuple[str, ...]) -> None:
     kernel, function, path = _program(compiled.asm["ptx"], without)
     packed, memory = [], []
-    for name, kind in compiled.src.signature.items():
+    for value, kind in _flat(values, compiled.src.signature):
         if kind != "constexpr":
-            bytes_, tensors = _packed(values[name], kind)
+            bytes_, tensor = _packed(value, kind)
             packed += bytes_
-            memory += [tensor.untyped_storage() for tensor in tensors]
+            memory += [tensor.untyped_storage()] if tensor is not None else []
     packed += [bytes(size) for _, size in kernel.parameters[len(packed) :]]  # Triton's scratch pointers, which no kernel uses
     end = sum(kernel.parameters[-1])
     buffer = ctypes.create_string_buffer(end + 64)
@@ -105,22 +105,28 @@ def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: 
         raise EmulationError(f"{compiled.name}, grid {grid}, {kept}:\n{findings}")
 
 
-def _packed(value: Any, kind: Any) -> tuple[list[bytes], list[torch.Tensor]]:
-    """An argument as bytes of the kernel's parameters, and the tensors it refers to."""
-    if isinstance(kind, tuple):  # a record
-        fields = [_packed(field, own) for field, own in zip(value, kind, strict=True) if own != "constexpr"]
-        return [bytes_ for parts, _ in fields for bytes_ in parts], [tensor for _, tensors in fields for tensor in tensors]
+def _flat(values: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """Each argument with its type; of a record, each field."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            yield from zip(values[name], kind, strict=True)
+        else:
+            yield values.get(name), kind
+
+
+def _packed(value: Any, kind: str) -> tuple[list[bytes], torch.Tensor | None]:
+    """An argument as bytes of the kernel's parameters, and the tensor it refers to."""
     if kind.startswith("tensordesc"):  # block.h's Descriptor, then shape and strides
         tensor, (rows, columns) = value.base, value.shape
         size, swizzle = tensor.element_size(), value.layout.swizzle_byte_width
         box = (min(value.block_shape[0], 256), min(value.block_shape[1], swizzle // size))
         descriptor = struct.pack("Qqqqiiii", tensor.data_ptr(), rows, columns, value.strides[0], *box, size, swizzle)
         sizes = [*(struct.pack("i", n) for n in value.shape), *(struct.pack("q", n) for n in value.strides)]
-        return [descriptor.ljust(128, b"\0"), *sizes], [tensor]
+        return [descriptor.ljust(128, b"\0"), *sizes], tensor
     if kind.startswith("*"):
         tensor = getattr(value, "base", value)
-        return [struct.pack("Q", tensor.data_ptr())], [tensor]
-    return [struct.pack(FORMATS[kind], value)], []
+        return [struct.pack("Q", tensor.data_ptr())], tensor
+    return [struct.pack(FORMATS[kind], value)], None
 
 
 if "MINIRT_EMULATE" in os.environ:
