@@ -98,20 +98,8 @@ def _rope_apart(original: Replacement, a: Any) -> Tensor:
     from minirt.kernels.attention.rope_write import launch
 
     q = torch.empty_like(a.out)
-    launch(a.heads, a.rope, a.pages, *_places(a.sequences.block_tables, a.sequences.seq_lens, a.pages.page_size), q, a.pdl)
+    launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
     return original(a._replace(heads=q, rope=None))
-
-
-_PLACES: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id of `lens`; the value keeps `lens` alive, so ids stay unique
-
-
-def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return position and slot of each sequence's last token, which the fused kernel does not take as arguments."""
-    if id(lens) not in _PLACES:
-        last = lens.long() - 1
-        slots = tables.gather(1, (last // page_size).unsqueeze(1)).squeeze(1).long() * page_size + last % page_size
-        _PLACES[id(lens)] = last, slots, lens
-    return _PLACES[id(lens)][:2]
 
 
 def _combined(original: Replacement, a: Any) -> Tensor:
@@ -312,7 +300,6 @@ def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
         own = variants(model, sequence, step) | greedy(model, sequence, step)
         seconds = timing.step_times(own, sequence, step)
         launched = timing.launched_time(own["all"], sequence, step)
-    _PLACES.clear()
     best, row_maxima, logits = seconds.pop("all"), seconds.pop("row_maxima", None), seconds.pop("logits", None)
     rows = {name: {"without_s": s, "brings_s": s - best} for name, s in seconds.items()}
     rows["graph"] = {"without_s": launched, "brings_s": launched - best}

@@ -3,24 +3,16 @@
 Flash-Decoding, Dao et al. 2023.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.launch import cdiv, launch_options, sm_count
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
-BLOCK_S = 32  # partial results that a program loads at once
+BLOCK_S = tl.constexpr(32)  # partial results that a program loads at once
 PROGRAMS = 12  # programs that fit on an SM
-
-
-@compile_time
-class _Constants(NamedTuple):
-    NQ: int
-    D: int
-    BLOCK_S: int
 
 
 @triton.jit
@@ -33,8 +25,8 @@ def merge(results, first, step, count, head, C):
     row_max = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, C.D), tl.float32)
-    for begin in range(0, count, C.BLOCK_S):
-        s = begin + tl.arange(0, C.BLOCK_S)
+    for begin in range(0, count, BLOCK_S):
+        s = begin + tl.arange(0, BLOCK_S)
         at = (first + s * step).to(tl.int64) * C.NQ + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
         totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
@@ -78,8 +70,8 @@ def combine(a: AttentionInput) -> None:
 
     Few programs are launched: if every sequence has one split, they have nothing to do.
     """
-    Nq, _, D = a.head_shape
+    Nq = a.head_shape[0]
     heads = cdiv(a.num_seqs * Nq, PROGRAMS * sm_count(a.out.device))
     _combine_kernel[(a.num_seqs, cdiv(Nq, heads))](
-        a.sequences, a.results(a.max_splits), heads, C=_Constants(Nq, D, BLOCK_S), **launch_options(1, 1, a.pdl)
+        a.sequences, a.results(a.max_splits), heads, C=Constants.of(a), **launch_options(1, 1, a.pdl)
     )

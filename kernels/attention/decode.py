@@ -9,13 +9,13 @@ grid nor a CUDA graph depends on the contexts. A second kernel combines the spli
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from minirt.errors import InputError
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
     attend,
@@ -31,7 +31,7 @@ from minirt.kernels.attention.operands import FEW_SEQS, AttentionInput, decode_l
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.pdl import wait_inside_loop
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,6 @@ CASES = [
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (1300,), "split": 64},
     {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 256, "seq_lens": (0, 0, 130, 0, 64, 1, 0), "split": 64},
 ]
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in. BLOCK_B: sequences that are searched at once. BLOCK_M: heads, padded."""
-
-    NQ: int
-    NKV: int
-    D: int
-    PAGE_SIZE: int
-    SPLIT: int
-    BLOCK_B: int
-    BLOCK_M: int
-    BLOCK_N: int
 
 
 @triton.jit
@@ -286,13 +272,13 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
 
 def launch(a: AttentionInput, config: DecodeConfig | None = None) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
-    (Nq, Nkv, D), pages, B = a.head_shape, a.pages, a.num_seqs
+    Nkv, pages, B = a.head_shape[1], a.pages, a.num_seqs
     config = config or choose_decode_config(a.out.element_size(), pages.k_scale is not None, a.split, B)
     if config.block_n > a.split:
         raise InputError("too large", where="config.block_n", expected=f"at most the split, {a.split}", found=config.block_n)
     at_once = config.programs * sm_count(a.out.device)
     registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # at most this many, so that `programs` fit
-    constants = _Constants(Nq, Nkv, D, pages.page_size, a.split, decode_lookup_size(B), MAX_GROUP, config.block_n)
+    constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split)
     _decode_kernel[(max(1, min(a.max_splits, at_once // Nkv)) * Nkv,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=min(255, registers), enable_fp_fusion=fuses(a.out.dtype),

@@ -8,7 +8,6 @@ The device decides which sequences this kernel computes, from their numbers of n
 depend on the other sequences.
 """
 
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,28 +15,14 @@ import triton.language as tl
 
 from minirt.kernels.attention import combine
 from minirt.kernels.attention.combine import merge
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.launch import sm_count
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 _ROWS = 4  # a sequence has at most this many partial results (parts × new tokens) for each KV split of its context
 MOST = tl.constexpr(256)  # most new tokens; with more, there are enough tiles
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What both kernels compile in. BLOCK_B: sequences, padded. BLOCK_M: queries × heads of a tile."""
-
-    NQ: int
-    NKV: int
-    D: int
-    PAGE_SIZE: int
-    SPLIT: int
-    BLOCK_B: int
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_S: int = combine.BLOCK_S
 
 
 @triton.jit
@@ -86,14 +71,14 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     QUERIES: tl.constexpr = C.BLOCK_M // GROUP
     kv_head = tl.program_id(0) % C.NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    parts = parts_of(new, lens, C.SPLIT)[0]
+    parts = parts_of(new, lens, C.PARTIAL)[0]
     ends = tl.cumsum(parts * ((new + QUERIES - 1) // QUERIES), 0)
     rows = tl.cumsum(parts * new, 0)
     for item in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         b, first_item = _place(ends, item)
         start, limit = tl.load(sequences.query_starts + b), tl.load(sequences.seq_lens + b)
         count = tl.load(sequences.query_starts + b + 1) - start
-        num_parts, tokens = parts_of(count, limit, C.SPLIT)
+        num_parts, tokens = parts_of(count, limit, C.PARTIAL)
         tiles = (count + QUERIES - 1) // QUERIES
         part, first_query = (item - first_item) // tiles, (item - first_item) % tiles * QUERIES
         row = tl.arange(0, C.BLOCK_M)
@@ -125,7 +110,7 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
 def _combine_chunks_kernel(sequences, results, B, C):
     """Store the weighted mean of the parts, in order. One warp computes one token and head at a time."""
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    parts = parts_of(new, lens, C.SPLIT)[0]
+    parts = parts_of(new, lens, C.PARTIAL)[0]
     rows = tl.cumsum(parts * new, 0)
     ends = tl.cumsum(tl.where(parts > 0, new * C.NQ, 0), 0)
     d = tl.arange(0, C.D)[None, :]
@@ -133,7 +118,7 @@ def _combine_chunks_kernel(sequences, results, B, C):
         b, first_item = _place(ends, item)
         start = tl.load(sequences.query_starts + b)
         count = tl.load(sequences.query_starts + b + 1) - start
-        num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.SPLIT)[0]
+        num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.PARTIAL)[0]
         first_row = _before(rows, b, C.BLOCK_B)
         query, head = (item - first_item) // C.NQ, (item - first_item) % C.NQ
         acc, total = merge(results, first_row + query, count, num_parts, head, C)
@@ -151,12 +136,12 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
 
 def launch(a: AttentionInput) -> None:
     """Write `out` of the sequences that `parts_of` divides into parts of `a.partial` tokens or more."""
-    (Nq, Nkv, D), pages, B, programs = a.head_shape, a.pages, a.num_seqs, sm_count(a.heads.device)
+    (Nq, Nkv, _), B, programs = a.head_shape, a.num_seqs, sm_count(a.heads.device)
     block_m, block_n, warps = (64, 64, 4) if a.heads.element_size() == 2 else (32, 32, 8)
     results = a.results(_ROWS * a.max_splits)
-    constants = _Constants(Nq, Nkv, D, pages.page_size, a.partial, prefill_lookup_size(B), block_m, block_n)
+    constants = Constants.of(a, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), PARTIAL=a.partial)
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](
-        a.heads, pages.for_kernel(torch.int16), a.sequences, results, a.scores.in_base_2(), B, a.table_width, C=constants,
+        a.heads, a.pages.for_kernel(torch.int16), a.sequences, results, a.scores.in_base_2(), B, a.table_width, C=constants,
         num_warps=warps, num_stages=2, enable_fp_fusion=fuses(a.heads.dtype),
     )  # fmt: skip
     grid = (min(a.heads.shape[0] * Nq, combine.PROGRAMS * programs),)

@@ -6,17 +6,17 @@ The query heads that share a KV head are computed together as rows of one matrix
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import capability
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 CASES = [  # contexts: tokens cached before each sequence's new ones
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "lens": (1,), "contexts": (0,)},
@@ -37,27 +37,6 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     registers: int | None = None  # the most registers of a thread, so that more programs fit on an SM
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in.
-
-    Args:
-        BLOCK_B: sequences, padded. BLOCK_M: queries × heads of a tile.
-        SHORTEST: leaves out sequences with fewer new tokens.
-        PARTIAL: tokens of a KV split; leaves out the sequences that `partial` computes. 0: leaves out none.
-    """
-
-    NQ: int
-    NKV: int
-    D: int
-    PAGE_SIZE: int
-    BLOCK_B: int
-    BLOCK_M: int
-    BLOCK_N: int
-    SHORTEST: int
-    PARTIAL: int
 
 
 @triton.jit
@@ -132,8 +111,8 @@ def launch(a: AttentionInput, config: AttentionConfig | None = None) -> None:
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     config = config or choose_prefill_config(q.element_size(), D, pages.k_scale is not None, capability(q.device))
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
-    constants = _Constants(
-        Nq, Nkv, D, pages.page_size, prefill_lookup_size(B), config.block_m, config.block_n, a.shortest, a.partial
+    constants = Constants.of(
+        a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
     )
     _prefill_kernel[(blocks * Nkv,)](
         q, pages.for_kernel(torch.int16), a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, C=constants,

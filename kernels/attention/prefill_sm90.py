@@ -8,7 +8,6 @@ The sizes below were measured (docs/decisions/attention-prefill.md). `k` and `v`
 `hopper.ring`, and `sizes` is (B, table_width, tiles).
 """
 
-from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import hide, score
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
@@ -26,26 +26,13 @@ from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_em
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
 from minirt.kernels.launch import sm_count
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 TEAMS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
 BLOCK_N = gl.constexpr(128)  # tokens of K and V in a block
 STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in. BLOCK_B: sequences, padded. SHORTEST, PARTIAL: as in `prefill`."""
-
-    NQ: int
-    NKV: int
-    D: int
-    PAGE_SIZE: int
-    BLOCK_B: int
-    SHORTEST: int
-    PARTIAL: int
 
 
 @gluon.jit
@@ -279,7 +266,7 @@ def launch(a: AttentionInput) -> None:
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
     k, v = (tma_descriptor(x.view(-1, Nkv * D), min(pages.page_size, BLOCK_N.value), CHANNELS.value) for x in pages[:2])
-    constants = _Constants(Nq, Nkv, D, pages.page_size, prefill_lookup_size(B), a.shortest, a.partial)
+    constants = Constants.of(a, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
         q, k, v, a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
     )

@@ -1,7 +1,6 @@
 """Between the QKV projection and attention, in one kernel: per-head RMSNorm (Qwen3), rotary embedding, KV write."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -9,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import HEAD_DIMS
 from minirt.kernels.attention.operands import KVPages, Rope
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import capability, cdiv, launch_options
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import Regime
 
 CASES = [
@@ -39,24 +39,16 @@ REGIMES = (
 )
 
 
-@compile_time
-class _Constants(NamedTuple):
-    NQ: int
-    NKV: int
-    D: int
-    BLOCK_T: int
-
-
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, PDL: tl.constexpr):
-    """One head (of q, k or v) of BLOCK_T tokens."""
+    """One head (of q, k or v) of BLOCK_M tokens."""
     NQ: tl.constexpr = C.NQ
     NKV: tl.constexpr = C.NKV
     D: tl.constexpr = C.D
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
-    t = tl.program_id(0).to(tl.int64) * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+    t = tl.program_id(0).to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     inside = t < T
     d = tl.arange(0, HALF)[None, :]
     if PDL:
@@ -207,7 +199,7 @@ def launch(
         return
     block_t = next(regime.block_t for regime in REGIMES if regime.covers(T))
     _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
-        heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T, C=_Constants(Nq, Nkv, D, block_t),
+        heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T, C=Constants(Nq, Nkv, D, pages.page_size, BLOCK_M=block_t),
         **launch_options(1 if block_t == 1 else 4, 1, pdl),
     )  # fmt: skip
 

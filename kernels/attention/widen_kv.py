@@ -3,34 +3,21 @@
 Many tiles read the same values. To convert each value once, instead of in every tile, takes little time beside the products.
 """
 
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.operands import AttentionInput, KVPages, prefill_lookup_size
 from minirt.kernels.attention.partial import lengths, parts_of
 from minirt.kernels.launch import sm_count
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
     {"Nkv": 2, "D": 128, "page_size": 128, "lens": (130, 3), "contexts": (0, 700), "shortest": 1},
 ]
-
-
-@compile_time
-class _Constants(NamedTuple):
-    """What a launch compiles in. ROWS: tokens that a program converts at once. SHORTEST, PARTIAL: as in `prefill`."""
-
-    NKV: int
-    D: int
-    PAGE_SIZE: int
-    BLOCK_B: int
-    ROWS: int
-    SHORTEST: int
-    PARTIAL: int
 
 
 @prepared
@@ -55,8 +42,8 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
         source = tl.load(sequences.block_tables + at).to(tl.int64) * PAGE_SIZE
         if kv_head == 0:
             tl.store(wide_tables_ptr + at, page)
-        for first in range(0, PAGE_SIZE, C.ROWS):
-            row = first + tl.arange(0, C.ROWS)
+        for first in range(0, PAGE_SIZE, C.BLOCK_N):
+            row = first + tl.arange(0, C.BLOCK_N)
             old = (source + row) * NKV + kv_head
             new_row = (tl.cast(page, tl.int64) * PAGE_SIZE + row) * NKV + kv_head
             k = tl.load(pages.k + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -79,7 +66,9 @@ def widen(a: AttentionInput) -> AttentionInput:
     wide = KVPages(*(torch.empty(num_pages, page_size, Nkv, D, dtype=q.dtype, device=q.device) for _ in range(2)))
     wide_tables = torch.empty_like(tables)
     programs = min(num_pages, max(1, 8 * sm_count(q.device) // Nkv))
-    constants = _Constants(Nkv, D, page_size, prefill_lookup_size(B), min(page_size, 64), a.shortest, a.partial)
+    constants = Constants.of(
+        a, BLOCK_N=min(page_size, 64), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
+    )
     _widen_kernel[(programs * Nkv,)](
         pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, B, a.table_width, C=constants, num_warps=4
     )
