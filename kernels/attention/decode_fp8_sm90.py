@@ -9,8 +9,8 @@ still reads (triton#11781). `mma.sync` is slower, but memory bandwidth limits th
 
 A narrow item has one tile of 128 channels. A wide item has four; it is used with several sequences and few queries per KV head.
 The fixed cost of an item is then spent once for four times the bytes, and every byte of a memory sector with scales is used.
-Each head has its own columns in the MMA. A tile is multiplied by the queries of all columns, and only the results of its own
-heads are kept. If a tile has two heads of 64 channels, the queries of each are zero in the channels of the other. MMA columns
+Each head has separate columns in the MMA. A tile is multiplied by the queries of all columns, and only the results of its heads
+are kept. If a tile has two heads of 64 channels, the queries of each are zero in the channels of the other. MMA columns
 are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
 other half with zeros.
 

@@ -149,7 +149,7 @@ def inverse(x):
 
 def fuses(dtype: torch.dtype) -> bool:
     """Whether kernels that call `attend` may fuse multiplications with additions. In fp32 they may not. There, a sum over a row
-    adds the products of neighbouring lanes. A lane that fuses its own product into the addition of its neighbour's rounded one
+    adds the products of neighbouring lanes. A lane that fuses its product into the addition of its neighbour's rounded one
     gets another sum than that neighbour, but both store it as the same number.
     """
     return dtype != torch.float32
