@@ -199,7 +199,8 @@ def launch(
         return
     block_t = next(regime.block_t for regime in REGIMES if regime.covers(T))
     _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
-        heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T, C=Constants(Nq, Nkv, D, pages.page_size, BLOCK_M=block_t),
+        heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T,
+        C=Constants(Nq, Nkv, D, pages.page_size, BLOCK_M=block_t),
         **launch_options(1 if block_t == 1 else 4, 1, pdl),
     )  # fmt: skip
 
