@@ -91,7 +91,7 @@ def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
     assert [batch_bucket(seqs) for seqs in (69, 75, 85, 91)] == [80, 80, 90, 96]
     known = Buckets(100, 8192).all()
     assert {Bucket(80), Bucket(90), Bucket(1, 80), Bucket(1, 90)} <= set(known)
-    monkeypatch.setattr(attention, "DECODE", (attention.DecodeRegime("made_up", "sequences", 3, 5), *attention.DECODE))
+    monkeypatch.setattr(attention, "DECODE", (attention.AttentionRegime("made_up", "sequences", 3, 5), *attention.DECODE))
     assert [len(step) for step in warm_up_steps(8192, 32768, 64) if 3 <= len(step) <= 5]
     assert batch_bucket(5) == 5
 
