@@ -24,19 +24,19 @@ from minirt.kernels.linear.int4_sm90 import (
     share_tiles,
     token_regime,
 )
-from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
+from minirt.kernels.linear.int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
 
 from .test_int4 import EPS, expected, four_bits
 
 # (T, N, K, group, activation, norm, configuration): chunks that the warps do not divide, columns that no chunk fills, rows past
 # the last, more tiles in flight than there are.
 SMALL = [
-    (1, 24, 640, 128, None, True, Int4SmallConfig(16, 4, 2)),
-    (1, 19, 456, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
-    (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
-    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
-    (7, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1, None, 2)),
-    (2, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
+    (1, 24, 640, 128, None, True, Int4SmallSm90Config(16, 4, 2)),
+    (1, 19, 456, 32, "silu", True, Int4SmallSm90Config(16, 2, 1)),
+    (5, 40, 1000, 64, None, False, Int4SmallSm90Config(32, 4, 9)),
+    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallSm90Config(16, 1, 2)),
+    (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
+    (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
 ]
 
 
@@ -63,10 +63,10 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
     truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
-    gemm_int4_small(made, config)
+    gemm_int4_small_sm90(made, config)
     agrees(out, eager, truth)
     if residual is not None:  # in place
-        gemm_int4_small(made._replace(out=residual), config)
+        gemm_int4_small_sm90(made._replace(out=residual), config)
         assert torch.equal(residual, out)
 
 
