@@ -464,10 +464,10 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
         sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
     else:
         whole, shared = whole + shared, 0
-    x, weight = Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(product.weight, tma_tile(32 if gated else _ROWS, 32, 2))
+    x_tiles, w_tiles = tma_tile(c.block_t, 64, 2), tma_tile(32 if gated else _ROWS, 32, 2)
     registers = 240 if c.programs == 1 else 112
     constants = _Constants(K, gated, int4_group(K, ep.scale.shape[0]) // 32, c.block_t, c.num_stages, split, registers)
     _gemm_int4_sm90_kernel[(whole + shared * split,)](
-        x, weight, ep, product.out, sums, counters, T, N, whole, C=constants,
+        Tiled(x, x_tiles), Tiled(product.weight, w_tiles), ep, product.out, sums, counters, T, N, whole, C=constants,
         maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, product.pdl),
     )  # fmt: skip
