@@ -43,7 +43,7 @@ class GemvInt4Sm90Config:
     """A launch configuration of `gemv_int4_sm90`.
 
     Args:
-        num_warps: warps of a program, each with its own part of K.
+        num_warps: warps of a program, each with a separate part of K.
         stages: chunks of 128 columns in flight for each warp.
         unroll: chunks in a step of the loop. Divides `stages`, unless a warp's whole part is in flight.
         registers: the most registers of a thread; None for no limit.
@@ -421,8 +421,8 @@ def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) ->
     """Shared memory that a program declares."""
     count = cdiv(cdiv(K, INT4_CHUNK), config.num_warps)
     slot = (1024 + 64 * (128 // group)) * (2 if gated else 1)
-    own = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count
-    return config.num_warps * own
+    of_warp = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count
+    return config.num_warps * of_warp
 
 
 def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed: bool) -> GemvInt4Sm90Config:

@@ -38,7 +38,7 @@ class Int4SmallSm90Config:
 
     Args:
         rows: outputs of a program: 16 or 32. A gated program reads two weight rows for each.
-        num_warps: warps of a program, each with its own part of K.
+        num_warps: warps of a program, each with a separate part of K.
         tiles: tiles of each warp in flight.
         chains: sums that the products of a group are added to in turn: 1 or 2.
         registers: the most registers of a thread; None for no limit.

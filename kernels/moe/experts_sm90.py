@@ -313,7 +313,7 @@ def _finish(left, right, ep, out_ptr, order_ptr, tile, N, C):
 def _multiply_tiles(ring, ep, out_ptr, routing, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
     """Task of one group of four warps."""
     x_tiles = ring[0]
-    most, columns, N = sizes
+    columns, N = sizes[1], sizes[2]
     if C.SCALE_ROWS is not None:
         gl.static_assert(C.MORE == 0, "tiles with scales of blocks have no further rows")
     BLOCK_T: gl.constexpr = x_tiles.shape[1]

@@ -12,7 +12,7 @@ class Mixture(NamedTuple):
     """out = residual + Σ_j w_j · expert_j(norm(h)) + sigmoid(shared_gate) · shared, over a token's `top_k` experts j.
 
     Attributes:
-        h: [T, H]. residual, out: [T, H]; out may be neither of the others.
+        h: [T, H]. residual, out: [T, H]; they may be the same tensor.
         logits: [T, E], of the router, or their parts (`dispatch.router_logits`).
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn.
         top_k, normalize: experts of a token, and whether to divide their weights by the sum.

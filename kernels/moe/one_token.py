@@ -82,8 +82,8 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
     bits = ()  # of the shares, ordered like them; 0 if one is NaN
     for i in tl.static_range(PIECES):
         share = tl.div_rn(shares[i], tl.broadcast(total, shares[i])[0])
-        own = tl.where(total == total, share, 0.0).to(tl.int32, bitcast=True)
-        bits += (tl.where(i * PIECE + lane < E, own, -1),)
+        share = tl.where(total == total, share, 0.0).to(tl.int32, bitcast=True)
+        bits += (tl.where(i * PIECE + lane < E, share, -1),)
     experts, weights = (), ()
     for _ in tl.static_range(TOP_K):
         best = tl.full((PIECE,), -1, tl.int32)
@@ -266,7 +266,7 @@ def _one_down_kernel(
             w += (_load_tile(ptrs, k[None, :], (i + C.TILES) % PARTS, C, "evict_first"),)
             if SCALED:
                 scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % PARTS, C),)
-        if i % PARTS == PARTS - 1:  # the last tile of an expert. Threads add their own sums; one reduction at the end is enough.
+        if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]
             out += sums * shares[i % COUNT // PARTS]

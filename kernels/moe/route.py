@@ -6,7 +6,7 @@ normalized and quantized on the way. All shapes depend only on the number of tok
 token and one of its k experts: pair t · k + j is token t with its j-th expert.
 
 With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
-copy triggers after its wait: so the kernel after it finds the lists complete before its own wait.
+copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What `minirt tune` tries for the experts of a mixture: each family's own rule, and configurations around it."""
+"""What `minirt tune` tries for the experts of a mixture: each family's rule, and configurations around it."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -25,7 +25,7 @@ from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
-from minirt.kernels.moe import experts_sm90, route
+from minirt.kernels.moe import experts_sm90, products, route
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
@@ -73,6 +73,10 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
             kernel = kernel.result()
         ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
+        for name, arg in list(given.items()):
+            if hasattr(arg, "_asdict"):  # of records, the fields: of a norm "norm.eps", of others "bias"
+                prefix = "norm." if name == "norm" else ""
+                given |= {prefix + field: getattr(value, "value", value) for field, value in arg._asdict().items()}
         given = {name: arg for name, arg in given.items() if arg is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
@@ -93,9 +97,9 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
-                "rows_before_loop": ("scale_ptr" in given and "SCALE_ROWS" not in given) or "bias_ptr" in given,
-                "bias": "bias_ptr" in given,
-                "norm": "norm_ptr" in given,
+                "rows_before_loop": ("scale" in given and "SCALE_ROWS" not in given) or "bias" in given,
+                "bias": "bias" in given,
+                "norm": "norm" in given,
                 "flushes_denormals": bool(re.search(r"\b(fma|mul|add)(\.rn)?\.ftz", ptx)),
                 "options": {k: v for k, v in given.items() if isinstance(v, int | str)},
             }
@@ -103,7 +107,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
 
     jit.JITFunction.run = warm_up
     launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, moe):
+    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, products, moe):
         module.capability = lambda device: cc
 
 
@@ -264,8 +268,9 @@ def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
                 elif stored == "blocks":
                     scales, x_scale = (empty(*shape, K // 128, like=torch.float32) for shape in ((16, rows // 128), (64,)))
                 for pdl in (True, False):
-                    rest = (routing, config, activation, scales, x_scale, pdl)
-                    experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
+                    epilogue = Epilogue(scales, x_scale, activation=activation)
+                    product = Product(empty(64, K, like=like), weight, empty(64, N), epilogue=epilogue, pdl=pdl)
+                    experts_sm90.launch(product, routing, config)
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:

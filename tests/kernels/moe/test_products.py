@@ -6,6 +6,7 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import experts_sm90, products
 from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
 from minirt.kernels.moe.products import CASES
@@ -65,8 +66,9 @@ def test_unused_experts_are_not_read_and_every_row_is_written(T, make, nan):
     h = make(T, H, dtype=torch.float32)
     routing = route(logits, 2, True, products.block_t(T))
     config = products.choose_config(T, 4, True, 80)
-    inner = products.gate_up(h, gate_up, routing, "silu", nan(2 * T, inter, dtype=torch.float32), config)
-    rows = products.down(inner, down, routing, nan(2 * T, H, dtype=torch.float32), config)
+    inner = nan(2 * T, inter, dtype=torch.float32)
+    products.launch(Product(h, gate_up, inner, epilogue=Epilogue(activation="silu")), routing, config)
+    rows = products.launch(Product(inner, down, nan(2 * T, H, dtype=torch.float32)), routing, config)
     out = products.combine(h, rows, routing.weights, nan(T, H, dtype=torch.float32))
     torch.testing.assert_close(out, expected(h, logits, gate_up, down, h, 2, True), rtol=1e-5, atol=1e-5)
     # Rows of `inner` stand in the order of experts: those of expert 2, each token's second, come first.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import router
 from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 from minirt.kernels.moe.route import gather, route
@@ -69,7 +70,7 @@ def test_gather_normalizes(quantized, dtype, make):
     T, E, k, H = 9, 5, 2, 72
     x, norm, weight = operands(make, {"T": T, "E": E, "H": H}, dtype)
     routing = route(router_logits(x, norm, EPS, weight), k, True, 8)
-    rows, scale = gather(x, routing, quantized, norm, EPS)
+    rows, scale = gather(x, routing, quantized, Norm(norm, EPS))
     expected = rms_norm(x, norm, EPS)[routing.order.long() // k]
     if not quantized:
         torch.testing.assert_close(rows, expected, rtol=0, atol=0)
