@@ -13,9 +13,20 @@ from pathlib import Path
 
 import pytest
 
+# Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
+FIRST = {("linear", "attention"): 11, ("int4", "experts"): 13}
+FP8 = FIRST | {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
+HOPPER = {
+    ("linear",): 6, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention",): 10,
+    ("experts",): 11, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
+}  # fmt: skip
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
 # float32 has the same kernels on all targets.
-TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(80, "float32")]
+TARGETS = {
+    (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8, (100, "bfloat16"): FP8, (120, "bfloat16"): FP8,
+    (80, "float32"): FIRST,
+}  # fmt: skip
+CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_int4_kernel", "_gemm_int4_sm90_kernel", "_gemm_sm90_kernel", "_prefill_kernel",
@@ -42,20 +53,24 @@ READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logi
 )  # fmt: skip
 
 
-def compile_all(cc: int, dtype: str) -> list[dict]:
+def compile_all(cc: int, dtype: str, *families: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(cc), dtype]
+    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(cc), dtype, *families]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    return json.loads(done.stdout.splitlines()[-1])["results"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"sm{t[0]}-{t[1]}")
-def test_compiles_as_meant(target):
-    cc, dtype = target
-    results = compile_all(*target)
-    assert len({r["kernel"] for r in results}) == (33 if cc == 90 else 24 if cc >= 89 else 21)
+@pytest.mark.parametrize(
+    ("cc", "dtype", "families"), CASES, ids=[f"sm{cc}-{dtype}-{'+'.join(families)}" for cc, dtype, families in CASES]
+)
+def test_compiles_as_meant(cc, dtype, families):
+    """Each family of the target is compiled by one of the cases."""
+    found = compile_all(cc, dtype, *families)
+    results, groups = found["results"], TARGETS[cc, dtype]
+    assert sorted(found["families"]) == sorted(family for group in groups for family in group)
+    assert len({r["kernel"] for r in results}) == groups[families]
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
