@@ -130,19 +130,11 @@ def mixture_residual(
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]; see `reference.route` and `reference.mixture`.
-
-    `mixture` of separate operands.
+    """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]: `mixture` of separate operands.
 
     Args:
-        h: [T, H], the normalized activations; with `norm_weight`, they are normalized first. residual: [T, H].
-        logits: [T, E], of the router, or their parts (`router_logits`).
-        gate_up: [E, 2I, H], gate rows first. down: [E, H, I].
-        norm_weight, eps: [H], of RMSNorm, or None.
-        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
-            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128.
-        shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
-        pdl: whether the kernels overlap with the kernel before them in the stream (see `minirt.kernels.pdl`).
+        norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized.
+        check: as for `mixture`. The others are the fields of `Mixture`.
     """
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return mixture(
@@ -155,7 +147,7 @@ def mixture_residual(
 
 
 def mixture(m: Mixture, *, check: bool = True) -> Tensor:
-    """Compute a mixture of experts. Returns `m.out`.
+    """Compute a mixture of experts, see `reference.route` and `reference.mixture`. Returns `m.out`.
 
     Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of two or more tokens are
     quantized, each token with a separate scale or, if the weights have scales of blocks, with one for each 128 channels.

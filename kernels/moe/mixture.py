@@ -18,7 +18,8 @@ class Mixture(NamedTuple):
         top_k, normalize: experts of a token, and whether to divide their weights by the sum.
         activation: "silu", "gelu" or "gelu_tanh".
         norm: of h. None: h is normalized.
-        gate_up_scale, down_scale: of FP8 weights, fp32 [E, rows], or [E, ⌈rows / g⌉, ⌈K / 128⌉] for blocks of g rows.
+        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
+            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128.
         shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """

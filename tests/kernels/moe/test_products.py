@@ -8,7 +8,8 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import experts_sm90, products
-from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
+from minirt.kernels.moe.dispatch import REGIMES, mixture, mixture_residual
+from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.products import CASES
 from minirt.kernels.moe.route import FEW, route
 
@@ -74,6 +75,16 @@ def test_unused_experts_are_not_read_and_every_row_is_written(T, make, nan):
     # Rows of `inner` stand in the order of experts: those of expert 2, each token's second, come first.
     gate, up = (h @ gate_up[2].T).chunk(2, -1)
     torch.testing.assert_close(inner[:T], torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 19])
+def test_the_output_may_be_the_residual(T, make):
+    """Catches a residual that is read after it was overwritten."""
+    gate_up, down = weights(make, 6, 40, 24, torch.float32)
+    h, residual, logits = (make(T, n, dtype=torch.float32) for n in (40, 40, 6))
+    other = mixture_residual(h, logits, gate_up, down, residual, 2, True, "silu")
+    assert mixture(Mixture(h, logits, gate_up, down, residual, residual, 2, True, "silu")) is residual
+    assert torch.equal(residual, other)
 
 
 def test_nan_of_an_expert_stays_with_its_tokens(make):
