@@ -268,10 +268,10 @@ def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, 
     token = gl.arange(0, C.BLOCK_T, gl.SliceLayout(0, ENDS))[None, :]
     at = token.to(gl.int64) * N + n
     stored = (n < N) & (token < T)
-    rows, residual = load_rows(ep, n, n < N, N, False), load_residual(ep, at, stored)
     result = gl.sum(acc, 0) * inverse_rms
     result_up = gl.sum(acc_up, 0) * inverse_rms if GATED else result
-    result = finish(result, result_up, rows, (), residual, ep)
+    rows = load_rows(ep, n, n < N, N, False)
+    result = finish(result, result_up, rows, (), load_residual(ep, at, stored), ep)
     gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 

@@ -197,7 +197,7 @@ def _one_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, 
     for i in tl.static_range(C.BLOCKS * COUNT):
         column = n + i // COUNT * C.BLOCK_N
         if i % COUNT == 0:  # of this block: loaded before its products, used after them
-            rows = load_rows(ep, expert.to(tl.int64) * 2 * N + column, column < N, N, not SCALED)
+            rows = load_rows(ep, _rows(expert, n, N, i // COUNT, C), True, N, not SCALED)
         products = chunk_products(gate[i], xs[i % COUNT], C.CHUNK)
         gate_sums += products * gate_scales[i] if SCALED else products
         products = chunk_products(up[i], xs[i % COUNT], C.CHUNK)
