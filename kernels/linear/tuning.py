@@ -13,7 +13,16 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
+from minirt.kernels.linear import (
+    gemm_sm90,
+    gemm_small,
+    gemv,
+    gemv_int4,
+    gemv_int4_sm90,
+    int4,
+    int4_sm90,
+    int4_small_sm90,
+)
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.quantize import quantize
@@ -21,9 +30,9 @@ from minirt.kernels.reference import FP8_BLOCK
 
 TUNABLES = (
     gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, gemv_int4_sm90.TUNABLE, int4.TUNABLE,
-    int4_small.TUNABLE, int4_sm90.TUNABLE,
+    int4_small_sm90.TUNABLE, int4_sm90.TUNABLE,
 )  # fmt: skip
-_FOUR_BITS = (gemv_int4_sm90.accepts, int4.accepts, int4_small.accepts, int4_sm90.accepts)  # of the regimes of 4-bit weights
+_FOUR_BITS = (gemv_int4_sm90.accepts, int4.accepts, int4_small_sm90.accepts, int4_sm90.accepts)  # of the regimes of 4-bit weights
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
@@ -105,17 +114,17 @@ def gemv_int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], d
 
 def int4_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of few tokens with 4-bit weights on Hopper."""
-    few = [T for T in tokens if "gemm_int4_small" in _kernels(T, device)]
+    few = [T for T in tokens if "gemm_int4_small_sm90" in _kernels(T, device)]
     for shape in shapes if few else ():
         if shape.int4 and shape.dtype.itemsize == 2:
             key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
-            rule = int4_small.choose_int4_small_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            rule = int4_small_sm90.choose_int4_small_sm90_config(shape.N, shape.K, shape.gated, _sm_count(device))
             around = [
-                int4_small.Int4SmallConfig(16, warps, tiles, registers, chains)
+                int4_small_sm90.Int4SmallSm90Config(16, warps, tiles, registers, chains)
                 for warps in _around(rule.num_warps, 8) for tiles in (2, 4, 7) for registers in {None, 128, rule.registers}
                 for chains in (1, 2)
             ]  # fmt: skip
-            yield _case(int4_small.TUNABLE, key, rule, around, shape, min(few), device)
+            yield _case(int4_small_sm90.TUNABLE, key, rule, around, shape, min(few), device)
 
 
 def int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -204,7 +213,8 @@ def _prepare(
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
         gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
         gemv_int4_sm90.GemvInt4Sm90Config: gemv_int4_sm90.gemv_int4_sm90,
-        int4_small.Int4SmallConfig: int4_small.gemm_int4_small, int4_sm90.Int4Sm90Config: int4_sm90.gemm_int4_sm90,
+        int4_small_sm90.Int4SmallSm90Config: int4_small_sm90.gemm_int4_small_sm90,
+        int4_sm90.Int4Sm90Config: int4_sm90.gemm_int4_sm90,
     }  # fmt: skip
     kernel = kernels[config_type]
 

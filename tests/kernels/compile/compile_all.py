@@ -26,7 +26,7 @@ from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
-from minirt.kernels.moe import experts_sm90, route
+from minirt.kernels.moe import experts_sm90, products, route
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 LARGE = ((200, 3000), (500, INTER), (8192, INTER))  # tokens and width: every tile of the tables of `gemm`
@@ -108,7 +108,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
 
     jit.JITFunction.run = warm_up
     launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, moe):
+    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, products, moe):
         module.capability = lambda device: cc
 
 
@@ -323,8 +323,9 @@ def experts_other_tiles(calls: Calls) -> None:
                 elif stored == "blocks":
                     scales, x_scale = (empty(*shape, K // 128, like=torch.float32) for shape in ((16, rows // 128), (64,)))
                 for pdl in (True, False):
-                    rest = (routing, config, activation, scales, x_scale, pdl)
-                    experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
+                    epilogue = Epilogue(scales, x_scale, activation=activation)
+                    product = Product(empty(64, K, like=like), weight, empty(64, N), epilogue=epilogue, pdl=pdl)
+                    experts_sm90.launch(product, routing, config)
 
 
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:

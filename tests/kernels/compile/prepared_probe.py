@@ -29,6 +29,7 @@ from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_small
 from minirt.kernels.moe import dispatch as moe
+from minirt.kernels.moe import products
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
 from minirt.kernels.sampling.process import process, record
 from minirt.kernels.sampling.sample import sample
@@ -324,7 +325,7 @@ def main() -> None:
     triton.compiler.compile = number
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
     launch._INTERPRETER_SMS = 132
-    for module in (gemm_small, gemm, linear, dispatch, prefill, decode, moe):
+    for module in (gemm_small, gemm, linear, dispatch, prefill, decode, products, moe):
         module.capability = lambda device: CC
     prepared._MOST_MAPS = 9  # so that they are forgotten now and then
     differences, seen = list[str](), set[str]()
