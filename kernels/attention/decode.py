@@ -27,7 +27,7 @@ from minirt.kernels.attention.online_softmax import (
     split_channels,
     whole,
 )
-from minirt.kernels.attention.operands import FEW_SEQS, AttentionInput, decode_lookup_size
+from minirt.kernels.attention.operands import FEW_SEQS, AttentionInput, Rope, decode_lookup_size
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.pdl import wait_inside_loop
@@ -157,13 +157,17 @@ def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, C):
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
 
 
+_NO_ROPE = Rope(None)  # type: ignore[arg-type]  # Triton 3.6 cannot tell a record from None if one of its fields is None
+
+
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_width, C, PDL: tl.constexpr):
     """Attention of one KV head on every n-th work item, n being the number of programs per head.
 
-    For a sequence with one split it stores the final result, else a partial one. With `rope`, `heads` holds raw q, k and v heads,
-    and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are skipped.
+    For a sequence with one split it stores the final result, else a partial one. With `rope.cos_sin`, `heads` holds raw q, k and v
+    heads, and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are
+    skipped.
     """
     NQ: tl.constexpr = C.NQ
     NKV: tl.constexpr = C.NKV
@@ -172,7 +176,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     BLOCK_M: tl.constexpr = C.BLOCK_M
     GROUP: tl.constexpr = NQ // NKV
     FP8: tl.constexpr = pages.k_scale is not None
-    RAW: tl.constexpr = rope is not None
+    RAW: tl.constexpr = rope.cos_sin is not None
     ALL: tl.constexpr = sequences.query_starts is None  # whether each sequence has one new token
     HEADS: tl.constexpr = NQ + 2 * NKV if RAW else NQ
     kv_head = tl.program_id(0) % NKV
@@ -280,7 +284,7 @@ def launch(a: AttentionInput, config: DecodeConfig | None = None) -> None:
     registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # at most this many, so that `programs` fit
     constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split)
     _decode_kernel[(max(1, min(a.max_splits, at_once // Nkv)) * Nkv,)](
-        a.heads, a.rope, pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.heads, a.rope or _NO_ROPE, pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
         a.table_width, C=constants, maxnreg=min(255, registers), enable_fp_fusion=fuses(a.out.dtype),
         **launch_options(config.num_warps, config.num_stages, a.pdl),
     )  # fmt: skip
