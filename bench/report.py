@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import minirt
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:  # `minirt bench serve` reports without PyTorch
     import torch
@@ -209,14 +210,14 @@ def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
 
 _SHARED_COLUMNS: list[Column] = [
     ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"),
-    ("size", lambda r: f"{r['weight_bytes'] / 1e9:.2f} GB"),
+    ("size", lambda r: format_size(r["weight_bytes"])),
     ("params", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
     ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"),
     ("test", lambda r: r["test"]),
 ]
 _FIRST_AND_PEAK: list[Column] = [
     ("first token ms", lambda r: _number(r["time_to_first_token_s"], 1e3)),
-    ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+    ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
 ]
 _EXPERT_COLUMNS: list[Column] = [  # of a model with mixtures of experts
     ("experts a layer", lambda r: _experts(r["experts"])),
@@ -242,7 +243,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1)),
         ("of the product rate", lambda r: _number(r["share_of_matmul_ceiling"], 100, 1, " %")),
         ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
-        ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],
     "latency": [
         ("t/s", lambda r: _number(r["output_tokens_per_s"])),
@@ -257,7 +258,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
         ("first token p50 / p99 ms", lambda r: _ends(r["time_to_first_token_s"])),
         ("per output token p50 / p99 ms", lambda r: _ends(r["time_per_output_token_s"])),
-        ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],
 }
 

@@ -1,16 +1,23 @@
 """A Triton kernel without a model: RMSNorm, gate/up projection and SwiGLU in one call on plain tensors, beside eager PyTorch.
 
 python examples/one_kernel.py     on a GPU, or without one in Triton's interpreter, which computes the same but is slow
+
+It needs Triton, which CUDA builds of PyTorch bring along, and for the interpreter NumPy.
 """
 
 import os
+import sys
+from importlib.util import find_spec
 
 import torch
 
+needed = ("triton",) if torch.cuda.is_available() else ("triton", "numpy")
+if missing := [name for name in needed if find_spec(name) is None]:
+    sys.exit(f"this example runs a Triton kernel, and {' and '.join(missing)} is missing: pip install {' '.join(missing)}")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, so before the first kernel
 
-from minirt.kernels import norm_gate_up, reference
+from minirt.kernels import norm_gate_up, reference  # noqa: E402
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

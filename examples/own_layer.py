@@ -5,8 +5,6 @@ python examples/own_layer.py [MODEL]
 
 import sys
 
-import torch
-
 from minirt import Generator
 from minirt.kernels import reference
 from minirt.layers import register
@@ -23,7 +21,7 @@ def sparse_mlp(n):
             gate_up = reference.linear(h, layer.gate_up.weight, layer.gate_up.bias, layer.gate_up.scale)
             h = reference.gated(gate_up, layer.config.hidden_act)
             least = h.abs().topk(h.shape[-1] // n, dim=-1).values[:, -1:]
-            h = torch.where(h.abs() >= least, h, 0)
+            h = h * (h.abs() >= least)
             return x + reference.linear(h, layer.down.weight, layer.down.bias, layer.down.scale)
 
         return forward

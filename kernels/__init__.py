@@ -34,4 +34,10 @@ __all__ = sorted(EXPORTED)
 def __getattr__(name: str) -> Any:
     if name not in EXPORTED:
         raise AttributeError(f"module 'minirt.kernels' has no attribute {name!r}")
-    return getattr(import_module(f"minirt.kernels.{EXPORTED[name]}"), name)
+    try:
+        return getattr(import_module(f"minirt.kernels.{EXPORTED[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("triton", "numpy"):  # Triton's interpreter needs NumPy
+            raise
+        what = f"minirt.kernels.{name} is a Triton kernel, and {error.name} is missing: pip install {error.name}"
+        raise ModuleNotFoundError(what, name=error.name) from error

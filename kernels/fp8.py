@@ -2,9 +2,6 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from minirt.kernels.reference import block_rows
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -63,11 +60,3 @@ def block_scales(
     else:
         n = first + tl.minimum(n0 + tl.arange(0, COUNT), N - 1)
         return tl.expand_dims(tl.load(ptr + n // ROWS * BLOCKS + block), AXIS)
-
-
-def expert_scale_rows(weight: Tensor, scale: Tensor | None) -> int | None:
-    """g, the rows of the blocks of experts [E, rows, K], a power of two up to 128; None: they have no blocks.
-
-    `scale`: of FP8 experts, [E, rows] or [E, ⌈rows / g⌉, ⌈K / 128⌉].
-    """
-    return None if scale is None or scale.ndim == 2 else block_rows(weight.shape[1], scale.shape[1])

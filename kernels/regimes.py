@@ -28,7 +28,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
 # Triton.
 SPECIAL_KERNELS = {
     90: (
-        "decode_fp8_sm90", "decode_sm90", "experts_sm90", "gemm_int4_sm90", "gemm_int4_small", "gemm_sm90", "gemv_int4_sm90",
+        "decode_fp8_sm90", "decode_sm90", "experts_sm90", "gemm_int4_sm90", "gemm_int4_small_sm90", "gemm_sm90", "gemv_int4_sm90",
         "prefill_sm90",
     ),
 }  # fmt: skip

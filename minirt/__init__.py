@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from minirt.errors import MinirtError
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
-    from minirt.outputs import Completion, Piece, Samples
+    from minirt.outputs import Completion, Piece, Samples, Score
     from minirt.sampling_params import SamplingParams
     from minirt.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams",
+    "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams", "Score",
     "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ _HOMES = {
     "Piece": "minirt.outputs",
     "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
+    "Score": "minirt.outputs",
     "StructuredOutputsParams": "minirt.structured.params",
 }
 
@@ -46,13 +47,14 @@ for _part in ("kernels", "models", "bench"):
         )
 
 
+# PyTorch's, while it is imported without NumPy, which nothing here needs.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'minirt' has no attribute {name!r}")
     from minirt.threads import limit_spinning
 
     limit_spinning()  # before PyTorch is imported, which has an effect only then
-    with warnings.catch_warnings():
-        # PyTorch's, while it is imported without NumPy, which nothing here needs.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-        return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -20,7 +20,7 @@ from minirt.engine.request import TokenOutput
 from minirt.errors import InputError, MinirtError, SlowReaderError
 from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
-from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
 from minirt.sampling_params import SamplingParams
 
@@ -91,6 +91,32 @@ class AsyncGenerator:
             async for _ in pieces:
                 pass
         return call.result()
+
+    @overload
+    async def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0) -> Score: ...
+
+    @overload
+    async def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[Score]: ...
+
+    async def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Score | list[Score]:
+        """The log-probabilities of completions after their prompts, as `Generator.score`."""
+        call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
+        async with aclosing(self._run(call)) as pieces:
+            async for _ in pieces:
+                pass
+        return call.scores()
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""

@@ -10,7 +10,6 @@ from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -29,11 +28,11 @@ from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
@@ -122,7 +121,8 @@ class Generator:
         Args:
             model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
-            progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
+            progress: called with ("weights", bytes read, total bytes), then on a GPU with ("kernels", ready, total), or with
+                ("compiling kernels", …) if some are not in Triton's cache, and with ("CUDA graphs", captured, total).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
                 max_waiting, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
@@ -148,7 +148,7 @@ class Generator:
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
             with out_of_memory_while("warming up", generator.device):
-                generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
+                generator._engine.engine.warm_up(progress)
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
@@ -233,6 +233,47 @@ class Generator:
                 if stream.completion.error is not None:
                     raise stream.completion.error
                 yield piece, stream.completion
+
+    @overload
+    def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    def score(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """The log-probability of a completion after a prompt (→ `Score`), or of many in one batch (→ list of `Score`).
+
+        Two texts are encoded together, and split after as many tokens as the prompt alone has, without the white space at its
+        end; see `Processor.encode_pair`. Token ids are taken as they are. Nothing is generated.
+
+        Args:
+            prompts, completions: a text or token ids each, or a list of both; or one prompt with a list of its completions.
+            priority, progress: as in `generate`.
+        Raises:
+            InputError, ContextLengthError: a completion has no token, or nothing before it; both are too long together.
+        """
+        self._engine.wake()
+        call = self._processor.prepare_scores(prompts, completions, priority)
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call, hold=_hold(call))) as pieces, bar as advance:
+            for stream, _ in pieces:
+                if advance is not None:
+                    advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
+        return call.scores()
 
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
@@ -361,7 +402,7 @@ class Generator:
         kinds = Counter(row.implementation for row in self.plan.rows)
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         dtypes = " · ".join(sorted({row.dtype for row in self.plan.rows} | set(self.plan.formats)))
-        size = f"weights {format_bytes(self.plan.weight_bytes)} · KV cache {format_bytes(self.kv_cache_bytes)}"
+        size = f"weights {format_size(self.plan.weight_bytes)} · KV cache {format_size(self.kv_cache_bytes)}"
         return f"<minirt.Generator {name} · {self.plan.title} · {dtypes} · layers: {layers} · {size} · {self.max_len} positions>"
 
     def _repr_html_(self) -> str:

@@ -34,6 +34,13 @@ class AbsentGPU:
         return max(0, self.memory - CONTEXT_BYTES)
 
 
+    @property
+    def assumption(self) -> str:
+        """What to do about a compute capability that nobody stated."""
+        low = f"{self.capability[0]}.{self.capability[1]}"
+        return f"Compute capability {low} is assumed, which has no FP8; --gpu {self.name}:8.9 states it."
+
+
 CONTEXT_BYTES = 1 << 30
 _LOWEST = (8, 0)  # the oldest compute capability that the kernels run on; assumed for a GPU of which only the memory is known
 # Name: memory in MiB as the driver reports it (`nvidia-smi`, ECC on where that is the default: less than the datasheet says), and

@@ -1,15 +1,21 @@
-"""`Completion` and `Piece`: the results of a request. `CompletionStream` builds them token by token. Imports no torch."""
+"""`Completion`, `Samples`, `Score` and `Piece`: the results of requests. `CompletionStream` builds completions token by token.
 
+Imports no torch.
+"""
+
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from minirt.engine.request import TokenLogprobs, TokenOutput
-from minirt.errors import MinirtError
+from minirt.errors import MinirtError, shortened
 from minirt.sampling_params import EffectiveSampling
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
+
+_SHOWN = 60  # characters of a text in a repr
 
 
 class Piece(NamedTuple):
@@ -24,10 +30,11 @@ class Piece(NamedTuple):
     sample: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class Completion:
     """The result of one prompt.
 
+    `index`: which of the prompt's `n` samples it is.
     `finish_reason`: "stop" (an EOS token, a stop token or a stop string), "length", "error" (see `error`), or None while the
     request runs.
     `token_times_s`: when each token reached Python, in seconds since the start of the request.
@@ -47,6 +54,22 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: MinirtError | None = None
+    index: int = 0
+
+    @property
+    def outputs(self) -> "list[Completion]":
+        """[self]: a result has this list whatever `n` is, as in vLLM."""
+        return [self]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None without `logprobs`."""
+        return None if self.logprobs is None else math.fsum(row.logprob for row in self.logprobs)
+
+    def __repr__(self) -> str:
+        which = f"index={self.index}, " if self.index else ""
+        what = f"{len(self.token_ids)} tokens, {self.finish_reason or 'running'}"
+        return f"<minirt.Completion {which}{shortened(self.text, _SHOWN)!r}, {what}{f': {self.error}' if self.error else ''}>"
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -60,9 +83,12 @@ class Completion:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Samples:
-    """The result of one prompt with `n` > 1. `outputs`: a `Completion` for each sample, in the order of their seeds."""
+    """The result of one prompt with `n` > 1: a sequence of its samples.
+
+    `outputs`: a `Completion` for each sample, in the order of their seeds.
+    """
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -71,6 +97,60 @@ class Samples:
     def error(self) -> MinirtError | None:
         """The error of the first sample that failed, if any."""
         return next((completion.error for completion in self.outputs if completion.error is not None), None)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Those of the prompt, which the first sample has."""
+        return self.outputs[0].prompt_logprobs
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self.outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> Completion: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Completion]: ...
+
+    def __getitem__(self, index: int | slice) -> Completion | list[Completion]:
+        return self.outputs[index]
+
+    def __repr__(self) -> str:
+        texts = ", ".join(repr(shortened(completion.text, _SHOWN)) for completion in self.outputs[:3])
+        return f"<minirt.Samples {len(self)}: {texts}{', …' if len(self) > 3 else ''}>"
+
+
+@dataclass(frozen=True, repr=False)
+class Score:
+    """How probable a completion is after a prompt.
+
+    Attributes:
+        prompt_token_ids, token_ids: the tokens of the prompt, and those that were scored.
+        logprobs: of each scored token, with the most probable token in its place.
+        cached_tokens: tokens of the prompt whose KV values were found in the prefix cache.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    cached_tokens: int = 0
+
+    @property
+    def logprob(self) -> float:
+        """The natural logarithm of the completion's probability: the sum over its tokens."""
+        return math.fsum(row.logprob for row in self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have generated these tokens. Of equal logits it takes the token with the lowest id."""
+        return all(row.top[0][0] == row.token_id for row in self.logprobs)
+
+    def __repr__(self) -> str:
+        greedy = "greedy" if self.is_greedy else "not greedy"
+        return f"<minirt.Score {self.logprob:.4f}, {len(self.token_ids)} tokens, {greedy}>"
 
 
 @dataclass

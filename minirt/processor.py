@@ -4,16 +4,18 @@
 another one. Imports no torch.
 """
 
+import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from minirt.engine.request import Request, TokenOutput
-from minirt.errors import InputError, TokenizerError, inside, shortened
-from minirt.outputs import Completion, CompletionStream, Piece, Samples
+from minirt.engine.request import Request, TokenLogprobs, TokenOutput
+from minirt.errors import InputError, NumericsError, TokenizerError, inside, shortened
+from minirt.outputs import Completion, CompletionStream, Piece, Samples, Score
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
@@ -159,6 +161,66 @@ class Processor:
             call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
         return call
 
+    def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0) -> "Call":
+        """The requests that score completions after their prompts; see `Generator.score`. `Call.scores` has the results."""
+        single = is_single(prompts) and is_single(completions)
+        if single:
+            completions = [completions]
+        elif not isinstance(completions, list | tuple) or is_single(completions):
+            expected, kind = "a list, as the prompts are, or one prompt", type(completions).__name__
+            raise InputError("not a completion, or a list of completions", where="completions", expected=expected, found=kind)
+        if is_single(prompts):
+            prompts = [prompts] * len(completions)
+        elif not isinstance(prompts, list | tuple) or len(prompts) != len(completions):
+            found = len(prompts) if isinstance(prompts, list | tuple) else type(prompts).__name__
+            expected = f"one prompt, or a list of {len(completions)}, a prompt for each completion"
+            raise InputError("not the prompts of the completions", where="prompts", expected=expected, found=found)
+        pairs = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
+                pairs.append(self.encode_pair(prompt, completion))
+        params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1)
+        whole: Any = [tokens for tokens, _ in pairs]
+        call = self.prepare(whole[0] if single else whole, params, priority, single=single)
+        leaders: dict[tuple[int, ...], int] = {}  # by prompt: the request that computes it for all
+        for i, (tokens, count) in enumerate(pairs):
+            group = leaders.setdefault(tuple(tokens[:count]), call.requests[i].id)
+            call.requests[i] = replace(call.requests[i], num_unscored=count, group=group)
+        return call
+
+    def encode_pair(self, prompt: Prompt, completion: Prompt) -> tuple[list[int], int]:
+        """Token ids of a prompt with its completion, and the number of those that belong to the prompt.
+
+        Two texts are encoded together, since a tokenizer may split a text in another way than its two parts. As many tokens as
+        the prompt alone has belong to it, without the white space at its end: that belongs to the completion, as tokens begin
+        with spaces (the rule of lm-evaluation-harness).
+
+        Raises:
+            InputError: a text beside token ids; no token before the completion, or none in it.
+        """
+        both = isinstance(prompt, str) + isinstance(completion, str)
+        if both == 1:
+            found = f"{type(prompt).__name__} and {type(completion).__name__}"
+            raise InputError("not a prompt and its completion", expected="two texts, or token ids for both", found=found)
+        if not both:
+            tokens = self.encode(prompt)
+            count, tokens = len(tokens), tokens + self.encode(completion)
+        else:
+            text, limit = self.text(), self._backend.max_len
+            tokens, alone = text.encode(f"{prompt}{completion}", limit), text.encode(str(prompt).rstrip(), limit)
+            count = len(alone)
+            if tokens[:count] != alone and len(tokens) > count:
+                what = "the tokenizer joins the end of the prompt and the beginning of the completion in one token"
+                quoted = f"{shortened(str(prompt)[-20:])!r} and {shortened(completion, 20)!r}"
+                warnings.warn(f"{what}; the tokens after the first {count} are scored: {quoted}", stacklevel=2)
+        if not count:
+            hint = "give a prompt, such as the model's beginning-of-sequence token"
+            raise InputError("there is no token before the completion, which its first token needs", hint=hint)
+        if len(tokens) <= count:
+            what = "the completion has no token of its own after the prompt"
+            raise InputError(what, found=shortened(repr(completion), 80), hint="give token ids for both")
+        return tokens, count
+
     def _sample(self, first: Request, sample: int) -> Request:
         """The request of a further sample. The first one scores the prompt."""
         sampling = replace(first.sampling, seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
@@ -169,7 +231,8 @@ class Processor:
         tokens: Any = request.prompt_token_ids
         if self._tokenizer is not None and sampling.detokenize:
             decoder = decoder_after(self._tokenizer, sampling, tokens)
-        completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
+        logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        completion = Completion(tokens, [], "", None, sampling, logprobs=logprobs, index=sample)
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output, self._stop_tokens(sampling))
         return CompletionStream(completion, decoder, stops, self._peak_memory, prompt, sample)
 
@@ -187,7 +250,9 @@ class Processor:
     def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
         own = params if isinstance(params, EffectiveSampling) else _one(params)
-        return self._backend.max_len - 1 if own is None or own.truncate_prompt_tokens is None else None
+        if own is None or own.truncate_prompt_tokens is None:
+            return self._backend.max_len - (own is None or own.max_tokens != 0)
+        return None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
@@ -290,6 +355,22 @@ class Call:
             if (error := result.error) is not None:
                 raise error if self.single else error.within(f"prompts[{i}]")
         return self.results[0] if self.single else self.results
+
+    def scores(self) -> Any:
+        """What `score` returns, once all requests of `Processor.prepare_scores` have ended. Raises as `result`."""
+        self.result()
+        scores = [_score(stream.completion, own.num_unscored) for stream, own in zip(self.streams, self.requests, strict=True)]
+        return scores[0] if self.single else scores
+
+
+def _score(completion: Completion, count: int) -> Score:
+    """The score of a prompt's tokens after the first `count`."""
+    tokens = completion.prompt_token_ids
+    rows = [row for row in completion.prompt_logprobs or () if row is not None]
+    if any(math.isnan(row.logprob) for row in rows):
+        hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+        raise NumericsError("the logits are NaN or +inf", where="score", hint=hint)
+    return Score(tokens[:count], tokens[count:], rows, completion.cached_tokens)
 
 
 def is_single(prompts: Any) -> bool:

@@ -1,34 +1,63 @@
-"""Progress bars on stderr, for loading and for many prompts. Nothing is drawn if stderr is not a terminal."""
+"""Progress on stderr, for loading and for many prompts. Bars are drawn only on a terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from minirt.errors import printable
+from minirt.sizes import format_size
+
 LoadProgress = Callable[[str, int, int], None]  # (stage, done, total); stage "weights" counts bytes, other stages steps
+COMPILING = "compiling kernels"  # the stage of kernels that Triton's cache does not hold
 
 
 @contextmanager
 def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
-    """Yield `progress(stage, done, total)`, which draws one bar per stage; or None if nothing is drawn."""
-    if not enabled or not sys.stderr.isatty():
+    """Yield `progress(stage, done, total)`, or None if nothing is wanted.
+
+    It draws one bar per stage on a terminal. When kernels are compiled, it says once that this does not happen at every start.
+    """
+    if not enabled:
         yield None
+        return
+    if not sys.stderr.isatty():
+        said = False
+
+        def say(stage: str, done: int, total: int) -> None:
+            nonlocal said
+            if stage == COMPILING and not said:
+                said = True
+                sys.stderr.write(f"{_compiling()}\n")
+
+        yield say
         return
     tasks: dict[str, Any] = {}
     with _bars() as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
+                if stage == COMPILING:
+                    bars.console.print(_compiling(), markup=False, highlight=False)
                 tasks[stage] = bars.add_task(stage, total=total, amount="")
             amount = f"{done}/{total}"
             if stage == "weights":
-                amount = f"{done / 1e9:.1f}/{total / 1e9:.1f} GB"
+                amount = f"{format_size(done)}/{format_size(total)}"
                 speed = next(task.speed for task in bars.tasks if task.id == tasks[stage])
                 amount += f" {speed / 1e9:.1f} GB/s" if speed else ""
             bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
         yield progress
+
+
+def _compiling() -> str:
+    """What is done, and that it happens once."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    once = f"once for this GPU, model shape and version; later starts find them in {printable(folder)}"
+    return f"compiling the model's Triton kernels: {once} (--no-warmup compiles at first use)"
 
 
 class PromptBar:

@@ -50,7 +50,7 @@ _RANGES = {
     "presence_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
     "frequency_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
     "repetition_penalty": _Range(1e-3, 1e3, "a number from 0.001 to 1,000 (1 is off)"),
-    "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
+    "max_tokens": _Range(0, math.inf, "an integer >= 1, or 0 with prompt_logprobs", integer=True),
     "min_tokens": _Range(0, math.inf, "an integer >= 0", integer=True),
     "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),
     "logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
@@ -132,7 +132,7 @@ class SamplingParams:
         top_p: keep the most probable tokens whose total probability reaches top_p; 1 is off.
         min_p: keep tokens with at least min_p times the probability of the most probable token; 0 is off.
         seed: seed of the random draws, 0 to 2**64 - 1. The same seed, prompt and settings give the same draws.
-        max_tokens: maximum number of new tokens.
+        max_tokens: maximum number of new tokens. 0, with `prompt_logprobs`: none, the prompt is only scored.
         min_tokens: before this number of new tokens, neither an end-of-sequence token nor one of `stop_token_ids` is drawn, and
             no stop string ends the text.
         stop: a string or several strings; generation ends where one of them appears. A special token is a stop token.
@@ -215,6 +215,13 @@ class SamplingParams:
         if self.n > 1 and self.temperature == 0:
             where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
             raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
+        if self.max_tokens == 0:
+            expected = _RANGES["max_tokens"].text
+            if self.prompt_logprobs is None:
+                _contradiction("max_tokens", "asks for nothing without prompt_logprobs", expected, 0)
+            for name, unset in (("n", 1), ("structured_outputs", None)):
+                if (value := getattr(self, name)) != unset:
+                    _contradiction(name, "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more", value)
         if self.truncate_prompt_tokens == 0:
             _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _RANGES["truncate_prompt_tokens"].text, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -361,5 +368,6 @@ def _from_file(name: str, value: object) -> Any:
     where = f"{_FILE}: {_IN_FILE.get(name, name)}"
     if name == "stop":
         return _strings(value, where, ConfigError)
-    number = _RANGES[name].check(value, where, ConfigError, f"correct the file, or set {name} yourself")
+    accepted = _Range(1, math.inf, "an integer >= 1", integer=True) if name == "max_tokens" else _RANGES[name]
+    number = accepted.check(value, where, ConfigError, f"correct the file, or set {name} yourself")
     return max(number, 0) if name == "top_k" else number

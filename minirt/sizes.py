@@ -1,4 +1,4 @@
-"""Sizes in bytes as text: in the form that options take ("4GiB"), and as results ("4.29 GB")."""
+"""Sizes in bytes as text, in the form that options take: "4GiB"."""
 
 import math
 import re
@@ -28,12 +28,3 @@ def format_size(count: int, *, up: bool = False) -> str:
     value = math.ceil(value * 100) / 100 if up else value
     number = f"{value:.2f}".rstrip("0").rstrip(".")
     return number + ("B" if exponent == 0 else "KMGT"[exponent - 1] + "iB")
-
-
-def format_bytes(count: float) -> str:
-    """1234567 → "1.23 MB", for results; units are powers of 1000."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

@@ -163,11 +163,13 @@ def test_what_a_generator_and_its_plan_show(folder):
         assert "\n" not in shown
         assert "M parameters · cpu" in table
         lines = table.splitlines()
-        for row in generator.plan.rows:
-            assert any(row.layer in line and row.implementation in line and row.reason in line for line in lines), row
+        assert len(generator.plan.rows) == 9
+        names = ("embedding", "layers.0-2.attention", "layers.0-2.mlp", "select", "head")
+        for name in names:
+            assert any(name in line and "eager" in line and "auto: the device is cpu" in line for line in lines), name
         for html in (generator._repr_html_(), generator.plan._repr_html_()):
-            assert html.count("<tr>") == len(generator.plan.rows) + 2
-            assert "<td>layers.0.mlp</td><td>eager</td>" in html
+            assert html.count("<tr>") == len(names) + 2
+            assert "<td>layers.0-2.mlp</td><td>eager</td>" in html
         assert generator.name in generator._repr_html_()
     assert repr(generator).endswith("closed>")
     assert "closed" in generator._repr_html_()
@@ -177,6 +179,26 @@ def test_what_a_generator_and_its_plan_show(folder):
     assert "<b>" not in plan.html("<i>")
     assert "<i>" not in plan.html("<i>")
     assert "\x1b" not in plan.html() + str(plan)
+
+
+def test_rows_of_a_plan_that_differ_stand_alone():
+    """Catches a layer that is counted to others of another size, reason or kind, and a long name or reason that is cut."""
+    def row(layer, size=5, reason="auto", formats=("fp8",)):
+        return PlanRow(layer, "mlp", "triton", reason, "bfloat16", formats, size, True)
+
+    why = "auto: triton cannot: compute capability 8.0 is below 8.9 for fp8 weights"
+    long = "an.own.layer.of.a.model.with.a.name.that.is.very.long.indeed.and.goes.on.and.on.3.mlp"
+    rows = [row(f"layers.{i}.mlp", size=6 if i == 3 else 5, reason=why if i == 7 else "auto") for i in (0, 1, 2, 3, 4, 7, 9)]
+    plan = Plan((*rows, row("layers.11.mlp", formats=()), row("head"), row(long)), "cpu", None)
+    text = str(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    first = [line.split()[0] for line in text.splitlines() if "triton" in line and "[1] auto" not in line]
+    assert first[:5] == ["layers.0-2,4,9.mlp", "layers.3.mlp", "layers.7.mlp", "layers.11.mlp", "head"]
+    assert "5B × 5" in text
+    assert f"[1] {why}" in text
+    assert long in "".join(line.split("  ")[0].strip() for line in text.splitlines())
+    assert f"<td>{long}</td>" in plan.html()
+    assert why in plan.html()
 
 
 def test_parameters_for_each_prompt(generator):
@@ -254,6 +276,11 @@ def test_samples(folder, prefix_cache):
         assert len({tuple(c.token_ids) for c in alone}) > 2
         assert [c.cached_tokens for c in many[0].outputs] == ([0, 128, 128, 128] if prefix_cache else [0] * 4)
         assert [c.sampling.seed for c in many[0].outputs] == [last, last + 1, 0, 1]
+        assert [c.index for c in many[0]] == [0, 1, 2, 3]
+        assert (len(many[0]), many[0][-1], many[0][1:3]) == (4, many[0].outputs[3], many[0].outputs[1:3])
+        assert many[1].outputs[0] is many[1], "vLLM's request_output.outputs[0]"
+        with pytest.raises(IndexError):
+            many[0][4]
         assert many[1].token_ids == small.generate("hello", params(3)).token_ids
         pieces = list(small.stream(prompt, own))
         for i in range(4):

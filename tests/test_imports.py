@@ -203,6 +203,28 @@ def test_modules_that_only_unix_has_are_not_needed():
 
 def test_pytorch_does_not_complain_of_a_missing_numpy():
     """Nothing here needs NumPy, so the warning would only puzzle a new user."""
-    script = "import sys; sys.modules['numpy'] = None; import minirt; minirt.Generator; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
-    assert (out.stdout, out.stderr) == ("True\n", "")
+    uses = ("import minirt; minirt.Generator", "from minirt.layers import MLP", "from minirt.kernels import reference")
+    for use in (*uses, "import minirt, torch", "from minirt.cli.app import main; import torch"):
+        script = f"import sys; sys.modules['numpy'] = None; {use}; print('torch' in sys.modules)"
+        out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+        assert (out.stdout, out.stderr) == ("True\n", ""), use
+
+
+def test_a_kernel_without_triton_says_what_to_install():
+    """In the example and in the reader's own code, instead of "No module named 'triton'"."""
+    script = (
+        "import sys; sys.meta_path.insert(0, type('', (), {'find_spec': lambda self, name, *_: "
+        "(_ for _ in ()).throw(ModuleNotFoundError(name, name=name)) if name in ('triton', 'numpy') else None})())\n"
+    )
+    kernel = script + "from minirt.kernels import reference\nfrom minirt.kernels import gemm"
+    out = subprocess.run([sys.executable, "-P", "-c", kernel], capture_output=True, text=True)
+    assert out.returncode == 1
+    assert "minirt.kernels.gemm is a Triton kernel, and triton is missing: pip install triton" in out.stderr
+    example = (
+        "import importlib.util, runpy; found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *_: None if name == 'triton' else found(name)\n"
+        f"runpy.run_path({str(ROOT / 'examples' / 'one_kernel.py')!r})"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", example], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (1, "")
+    assert out.stderr == "this example runs a Triton kernel, and triton is missing: pip install triton\n"

@@ -62,7 +62,7 @@ def test_accepted_values_are_kept(name: str, accepted: list) -> None:
         ("top_p", [0, 0.0, -0.5, 1.0000001, 2, math.inf], "above 0 and at most 1"),
         ("min_p", [-1e-9, 1.1, math.inf], "from 0 to 1"),
         ("seed", [-1, 2**64, 0.0], r"from 0 to 2\*\*64 - 1"),
-        ("max_tokens", [0, -1, 1.0], "an integer >= 1"),
+        ("max_tokens", [-1, 1.0], "an integer >= 1, or 0 with prompt_logprobs"),
         ("min_tokens", [-1, 1.0], "an integer >= 0"),
         ("presence_penalty", [-2.1, 2.01, math.inf], "a number from -2 to 2"),
         ("frequency_penalty", [-2.1, 2.01, -math.inf], "a number from -2 to 2"),

@@ -101,37 +101,18 @@ def _activation_apart(
     return reference.gated(norm_linear(x, norm_weight, eps, weight, options.pop("bias"), **options), activation)
 
 
-def _rope_apart(
-    original: Replacement, qkv: Tensor, cos_sin: Tensor, k: Tensor, v: Tensor, tables: Tensor, lens: Tensor, starts: Tensor,
-    max_splits: int, scale: float, workspace: Any, Nq: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    from minirt.kernels.attention.dispatch import paged_attention_decode
-    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
+def _rope_apart(original: Replacement, a: Any) -> Tensor:
+    from minirt.kernels.attention.rope_write import launch
 
-    positions, slots = _places(tables, lens, k.shape[1])
-    scales = {name: options[name] for name in ("k_scales", "v_scales")}
-    own = {"pdl": options["pdl"], "check": False}
-    q = qk_norm_rope_kv_write(qkv, cos_sin, positions, slots, k, v, Nq, k.shape[2], q_norm, k_norm, eps, **scales, **own)
-    return paged_attention_decode(q, k, v, tables, lens, starts, max_splits, scale, workspace, **options)
+    q = torch.empty_like(a.out)
+    launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
+    return original(a._replace(heads=q, rope=None))
 
 
-_PLACES: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id of `lens`; the value keeps `lens` alive, so ids stay unique
-
-
-def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return position and slot of each sequence's last token, which the fused kernel does not take as arguments."""
-    if id(lens) not in _PLACES:
-        last = lens.long() - 1
-        slots = tables.gather(1, (last // page_size).unsqueeze(1)).squeeze(1).long() * page_size + last % page_size
-        _PLACES[id(lens)] = last, slots, lens
-    return _PLACES[id(lens)][:2]
-
-
-def _combined(original: Replacement, *args: Any, max_seq_len: int, **options: Any) -> Tensor:
-    if max_seq_len > KV_SPLIT:
+def _combined(original: Replacement, a: Any) -> Tensor:
+    if a.max_seq_len > a.split:
         raise Untouched
-    return original(*args, **options)
+    return original(a._replace(max_seq_len=None))
 
 
 def _tensor_cores(original: Replacement, product: Any) -> Any:
@@ -200,11 +181,9 @@ TRICKS = {
         "the residual in the product's epilogue", f"{_KERNELS}.linear.dispatch", "linear_residual", _residual_apart
     ),
     "activation": Trick("SwiGLU in the product's epilogue", f"{_KERNELS}.linear.dispatch", "norm_gate_up", _activation_apart),
-    "rope": Trick(
-        "rotation and KV write inside attention", f"{_KERNELS}.attention.dispatch", "rope_paged_attention_decode", _rope_apart
-    ),
+    "rope": Trick("rotation and KV write inside attention", f"{_KERNELS}.attention.dispatch", "attention", _rope_apart),
     "combine": Trick(
-        "nothing combined where no sequence is split", f"{_KERNELS}.attention.dispatch", "rope_paged_attention_decode", _combined
+        "nothing combined where no sequence is split", f"{_KERNELS}.attention.dispatch", "attention", _combined
     ),
     "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.dispatch", "regime", _tensor_cores),
     "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear.dispatch", "regime", _k_whole),
@@ -342,7 +321,6 @@ def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
         own = variants(model, sequence, step) | greedy(model, sequence, step)
         seconds = timing.step_times(own, sequence, step)
         launched = timing.launched_time(own["all"], sequence, step)
-    _PLACES.clear()
     best, row_maxima, logits = seconds.pop("all"), seconds.pop("row_maxima", None), seconds.pop("logits", None)
     rows = {name: {"without_s": s, "brings_s": s - best} for name, s in seconds.items()}
     rows["graph"] = {"without_s": launched, "brings_s": launched - best}

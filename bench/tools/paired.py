@@ -1,6 +1,6 @@
 """Compares the speed of two installed builds: decode steps and prompts, in alternation on one GPU.
 
-python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--fp8] [--pairs 12] [--repeats 5]     random weights; prints JSON
+python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--quantize int4] [--pairs 12] [--repeats 5]   random weights; JSON
 
 OLD and NEW are folders made by `pip install --target FOLDER`. Each build runs in its own process, and both keep their model on
 the GPU. They measure in turns, and each goes first in every second pair. A result is NEW's time divided by OLD's: the median of
@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BATCHES, PROMPTS = ((1, 128), (8, 128), (64, 128), (1, 8000)), (128, 512, 2048)  # (sequences, context), tokens
+BATCHES = ((1, 128), (8, 128), (64, 128), (256, 128), (1, 8000))  # (sequences, context)
+PROMPTS = (128, 512, 2048, 8192)  # tokens
 STEPS = 128
 KV_BYTES = 4 << 30
 
 
-def child(model: str, fp8: bool, repeats: int) -> None:
+def child(model: str, quantization: str | None, repeats: int) -> None:
     """Load a model, then measure once for each line on stdin and print a line of JSON."""
     import time
 
     from minirt import Generator, SamplingParams
 
-    options: dict[str, Any] = {"quantization": "fp8"} if fp8 else {}
-    generator = Generator.from_pretrained(model, random_weights=True, kv_cache_memory=KV_BYTES, **options)
+    generator = Generator.from_pretrained(model, random_weights=True, quantization=quantization, kv_cache_memory=KV_BYTES)
     vocab, serial = generator.config.vocab_size, 0
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -59,9 +59,9 @@ def child(model: str, fp8: bool, repeats: int) -> None:
         print(json.dumps(measure()), flush=True)
 
 
-def start(site: str, model: str, fp8: bool, repeats: int) -> subprocess.Popen:
+def start(site: str, model: str, quantization: str | None, repeats: int) -> subprocess.Popen:
     command = [sys.executable, __file__, site, site, "--model", model, "--repeats", str(repeats), "--child"]
-    command += ["--fp8"] if fp8 else []
+    command += ["--quantize", quantization] if quantization else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -97,18 +97,18 @@ def main() -> None:
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--model", default="Qwen2.5-7B")
-    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--quantize", choices=("fp8", "int4"), dest="quantization")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5, help="decode runs in each measurement; prompts take 12 times as many")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.model, options.fp8, options.repeats)
+        child(options.model, options.quantization, options.repeats)
         return
     if options.pairs < 6:
         parser.error(f"--pairs: a 95% confidence interval needs at least 6 pairs; found {options.pairs}")
     sites = {name: str(Path(getattr(options, name)).resolve()) for name in ("old", "new")}
-    builds = {name: start(site, options.model, options.fp8, options.repeats) for name, site in sites.items()}
+    builds = {name: start(site, options.model, options.quantization, options.repeats) for name, site in sites.items()}
     for process in builds.values():
         answer(process)
     runs: list[dict[str, dict[str, float]]] = []
@@ -124,7 +124,8 @@ def main() -> None:
         medians = {build: statistics.median(run[build][name] for run in runs) for build in builds}
         ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
         rows.append({"what": name, "old_s": medians["old"], "new_s": medians["new"], **ratio})
-    print(json.dumps({"model": options.model, "fp8": options.fp8, "pairs": options.pairs, "results": rows}, indent=1))
+    about = {"model": options.model, "quantization": options.quantization, "pairs": options.pairs}
+    print(json.dumps(about | {"results": rows}, indent=1))
 
 
 if __name__ == "__main__":

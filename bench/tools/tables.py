@@ -38,11 +38,22 @@ from minirt.bench.tools.results import (
 )
 
 NONE = "–"  # a cell without a measured value
+MIB, GIB = 1 << 20, 1 << 30  # stored results have bytes, or 1e6 or 1e9 of them
 # The first line of every page of docs/benchmarks.
 NOTICE = (
     "> Generated: every table and picture in this folder comes from [stored results](../../bench/results) by "
     "`python bench/tools/tables.py`. Do not edit them by hand."
 )
+
+
+def gib(gigabytes: float) -> float:
+    """GiB of a stored number of 1e9 bytes."""
+    return gigabytes * 1e9 / GIB
+
+
+def mib(megabytes: float) -> float:
+    """MiB of a stored number of 1e6 bytes."""
+    return megabytes * 1e6 / MIB
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -474,14 +485,14 @@ def loading_table(records: Records) -> str:
         speeds = sorted({f"{run['gb_per_s']:.1f}" for run in runs}, key=float)
         last = [runs[-1].get(size) for size in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
         rows.append([
-            f"{runs[0]['bytes'] / 1e9:.1f} GB{experts}" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else "")
+            f"{runs[0]['bytes'] / GIB:.1f} GiB{experts}" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else "")
             + (f", {checkpoint}" if (checkpoint := runs[0].get("checkpoint")) else ""),
             speeds[0] if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}",
-            f"{max(run['host_peak_gb'] for run in runs):.1f}",
-            *(NONE if size is None else f"{size:.2f}" for size in last),
+            f"{gib(max(run['host_peak_gb'] for run in runs)):.1f}",
+            *(NONE if size is None else f"{gib(size):.2f}" for size in last),
         ])  # fmt: skip
-    names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GB", "weights, GB"]
-    return table([*names, "GPU memory after loading, GB", "peak GPU memory, GB"], rows)
+    names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GiB", "weights, GiB"]
+    return table([*names, "GPU memory after loading, GiB", "peak GPU memory, GiB"], rows)
 
 
 def served_table(records: Records) -> str:
@@ -556,13 +567,13 @@ def memory_table(records: Records) -> str:
     rows = []
     for row in results:
         title = f"{row['model']}, {row['weights']}" + ", FP8 pages" * (row["kv_cache_dtype"] == "fp8")
-        rows.append([f"{row['free_gb']:g}", title])
+        rows.append([f"{gib(row['free_gb']):.1f}", title])
         if "refused" in row:
             rows[-1] += ["refused", *[NONE] * (4 + len(workloads))]
             continue
-        rows[-1] += [f"{row['max_num_batched_tokens']:,}", f"{row['pages_gb']:.1f}", f"{row['max_len']:,}"]
-        rows[-1] += [f"{row['steps_gb']:.2f}", f"{row['least_free']:.1%}", *(f"{row[name]:.2f}" for name in workloads)]
-    columns = ["free, GB", "model", "tokens in a step", "KV pages, GB", "context", "steps, GB", "least free"]
+        rows[-1] += [f"{row['max_num_batched_tokens']:,}", f"{gib(row['pages_gb']):.1f}", f"{row['max_len']:,}"]
+        rows[-1] += [f"{gib(row['steps_gb']):.2f}", f"{row['least_free']:.1%}", *(f"{row[name]:.2f}" for name in workloads)]
+    columns = ["free, GiB", "model", "tokens in a step", "KV pages, GiB", "context", "steps, GiB", "least free"]
     return table([*columns, *(f"{name}, s" for name in workloads)], rows)
 
 
@@ -586,7 +597,7 @@ def cpu_table(records: Records) -> str:
     (record,) = records.values()
     return (
         f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
-        f"transformers and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. "
+        f"transformers and needs {mib(record['peak_mb']):,.0f} MiB, of which {mib(record['weights_mb']):,.0f} MiB are weights. "
         f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
         "(`tests/tools/compare_transformers.py`)."
     )
@@ -873,8 +884,8 @@ def format_quality_table(records: Records) -> str:
             loss = NONE if own == "fp32" else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
             weights = f"{signed(line['weights_only'], 4)}" if "weights_only" in line else NONE
             title = f"`{own}`" if own.startswith("-") else own
-            rows.append([title, f"{line['weight_bytes'] / 1e6:.0f}", f"{line['perplexity']:.2f}", loss, weights])
-    shown = table([about["model"], "weights, MB", "perplexity", "nats per token above fp32", "of the weights alone"], rows)
+            rows.append([title, f"{line['weight_bytes'] / MIB:.0f}", f"{line['perplexity']:.2f}", loss, weights])
+    shown = table([about["model"], "weights, MiB", "perplexity", "nats per token above fp32", "of the weights alone"], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
     windows = f"{lines[1]['tokens']:,} tokens of {len(about['texts'])} texts"
     return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
@@ -893,8 +904,8 @@ def sizes_table(records: Records) -> str:
     for name, title in _SIZES.items():
         own = found[name]
         more = NONE if name == "fp32" else f"{signed((own['perplexity'] / base - 1) * 100, 1)}%"
-        rows.append([title, f"{own['weight_bytes'] / 1e6:.0f}", f"{own['perplexity']:.2f}", more])
-    return table([f"{about['model']}, on a CPU", "weights, MB", "perplexity", "above float32"], rows)
+        rows.append([title, f"{own['weight_bytes'] / MIB:.0f}", f"{own['perplexity']:.2f}", more])
+    return table([f"{about['model']}, on a CPU", "weights, MiB", "perplexity", "above float32"], rows)
 
 
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.

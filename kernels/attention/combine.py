@@ -6,30 +6,31 @@ Flash-Decoding, Dao et al. 2023.
 import triton
 import triton.language as tl
 
-from minirt.kernels.attention.operands import Decode
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.prepared import prepared
 
-BLOCK_S = 32  # partial results that a program loads at once
+BLOCK_S = tl.constexpr(32)  # partial results that a program loads at once
 PROGRAMS = 12  # programs that fit on an SM
 
 
 @triton.jit
-def merge(sums_ptr, row_stats_ptr, first, step, count, head, NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr):
+def merge(results, first, step, count, head, C):
     """Combine `count` partial results of a head (rows first, first + step, …) in order → its sum [1, D] and total [1].
 
     Fastest with one warp: each thread has the same channels of all partial results, so no thread waits for another.
     """
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, C.D)[None, :]
     row_max = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, D), tl.float32)
+    acc = tl.zeros((1, C.D), tl.float32)
     for begin in range(0, count, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
-        at = (first + s * step).to(tl.int64) * NQ + head
-        row_stats = tl.load(row_stats_ptr + 2 * at, mask=s < count, other=float("-inf"))
-        totals = tl.load(row_stats_ptr + 2 * at + 1, mask=s < count, other=0.0)
-        sums = tl.load(sums_ptr + at[:, None] * D + d, mask=(s < count)[:, None], other=0.0)
+        at = (first + s * step).to(tl.int64) * C.NQ + head
+        row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
+        totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
+        sums = tl.load(results.sums + at[:, None] * C.D + d, mask=(s < count)[:, None], other=0.0)
         new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
         rescale = tl.exp2(row_max - new_row_max)
         weights = tl.exp2(row_stats - new_row_max)
@@ -41,40 +42,36 @@ def merge(sums_ptr, row_stats_ptr, first, step, count, head, NQ: tl.constexpr, D
 
 @prepared
 @triton.jit(do_not_specialize=["heads"])
-def _combine_kernel(
-    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, heads,
-    NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without tokens."""
     b = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # these programs are small, so the next kernel's programs fit beside them
-    start = tl.load(starts_ptr + b)
-    splits = tl.load(starts_ptr + b + 1) - start
+    start = tl.load(sequences.split_starts + b)
+    splits = tl.load(sequences.split_starts + b + 1) - start
     token = b.to(tl.int64)
-    if query_starts_ptr is not None:
-        token = tl.load(query_starts_ptr + b).to(tl.int64)
-        single = tl.load(query_starts_ptr + b + 1) == token + 1
+    if sequences.query_starts is not None:
+        token = tl.load(sequences.query_starts + b).to(tl.int64)
+        single = tl.load(sequences.query_starts + b + 1) == token + 1
         splits = tl.where(single, splits, 1)  # nothing to do
     if PDL:
         tl.extra.cuda.gdc_wait()
     if splits != 1:
-        d = tl.arange(0, D)[None, :]
+        d = tl.arange(0, C.D)[None, :]
         first_head = tl.program_id(1) * heads
-        for head in range(first_head, tl.minimum(first_head + heads, NQ)):
-            acc, total = merge(sums_ptr, row_stats_ptr, start, 1, splits, head, NQ, D, BLOCK_S)
+        for head in range(first_head, tl.minimum(first_head + heads, C.NQ)):
+            acc, total = merge(results, start, 1, splits, head, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
-            tl.store(out_ptr + (token * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
+            tl.store(results.out + (token * C.NQ + head) * C.D + d, out.to(results.out.dtype.element_ty))
 
 
-def combine(decode: Decode) -> None:
+def combine(a: AttentionInput) -> None:
     """Write `out` of each sequence that has several splits, or no token.
 
     Few programs are launched: if every sequence has one split, they have nothing to do.
     """
-    B, (Nq, D) = decode.num_seqs, decode.out.shape[1:]
-    heads = cdiv(B * Nq, PROGRAMS * sm_count(decode.out.device))
-    _combine_kernel[(B, cdiv(Nq, heads))](
-        decode.split_starts, decode.query_starts, decode.out, decode.sums, decode.row_stats, heads, NQ=Nq, D=D, BLOCK_S=BLOCK_S,
-        **launch_options(1, 1, decode.pdl),
-    )  # fmt: skip
+    Nq = a.head_shape[0]
+    heads = cdiv(a.num_seqs * Nq, PROGRAMS * sm_count(a.out.device))
+    _combine_kernel[(a.num_seqs, cdiv(Nq, heads))](
+        a.sequences, a.results(a.max_splits), heads, C=Constants.of(a), **launch_options(1, 1, a.pdl)
+    )

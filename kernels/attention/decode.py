@@ -15,19 +15,19 @@ import triton
 import triton.language as tl
 
 from minirt.errors import InputError
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
-    LOG2_E,
     attend,
     blank,
     fuses,
     no_queries,
     prepare,
+    score,
     split_channels,
     whole,
 )
-from minirt.kernels.attention.operands import FEW_SEQS, Decode, decode_lookup_size
-from minirt.kernels.attention.rope_write import as_integers
+from minirt.kernels.attention.operands import FEW_SEQS, AttentionInput, Rope, decode_lookup_size
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.pdl import wait_inside_loop
@@ -75,80 +75,77 @@ def _rotated(x, y, norm, norm_partner, cos, sin, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _rotated_heads(
-    heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps,
-    NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexpr):
     """The q heads `head` [M] of one token, normalized and rotated, and k and v of kv_head, repeated M times: [M, D] each.
 
     k and v are repeated because then all tiles have one shape and so one layout: a conversion between layouts would take longer
     than the arithmetic, and repeated loads cost nothing. All loads are issued before the first use, so their latencies overlap.
     """
+    D: tl.constexpr = C.D
+    angles_ptr = rope.cos_sin + position.to(tl.int64) * D
     d = tl.arange(0, D)[None, :] + tl.zeros_like(head)[:, None]
     partner = (d + D // 2) % D  # channel d is rotated with channel d ± D/2, so each is loaded twice
     cos, sin = tl.load(angles_ptr + d % (D // 2)), tl.load(angles_ptr + D // 2 + d % (D // 2))
     q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
-    if q_norm_ptr is not None:
-        q_norm, q_norm_partner = tl.load(q_norm_ptr + d), tl.load(q_norm_ptr + partner)
-    if k_norm_ptr is not None:
-        k_norm, k_norm_partner = tl.load(k_norm_ptr + d), tl.load(k_norm_ptr + partner)
+    if rope.q_norm is not None:
+        q_norm, q_norm_partner = tl.load(rope.q_norm + d), tl.load(rope.q_norm + partner)
+    if rope.k_norm is not None:
+        k_norm, k_norm_partner = tl.load(rope.k_norm + d), tl.load(rope.k_norm + partner)
     if PDL:
         wait_inside_loop()
     q_ptrs = heads_ptr + (head * D)[:, None]
-    k_ptr = heads_ptr + (NQ + kv_head) * D
+    k_ptr = heads_ptr + (C.NQ + kv_head) * D
     q, q_partner = tl.load(q_ptrs + d), tl.load(q_ptrs + partner)
-    k, k_partner, v = tl.load(k_ptr + d), tl.load(k_ptr + partner), tl.load(k_ptr + NKV * D + d)
-    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, eps, D)
-    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, eps, D), v
+    k, k_partner, v = tl.load(k_ptr + d), tl.load(k_ptr + partner), tl.load(k_ptr + C.NKV * D + d)
+    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, rope.eps, D)
+    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, rope.eps, D), v
 
 
 @triton.jit
-def _find_work_item(
-    item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width,
-    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+def _find_work_item(item, sequences, B, table_width, C):
     """The sequence of a work item, its length, the number of the split in it, and the pages of the split.
 
     A load that depends on another one takes as long as the attention of a short sequence. So all starts and lengths are loaded at
     once. With a single sequence, the pages are found without them.
     """
-    if BLOCK_B == 1:
-        b, length, split = tl.full((), 0, tl.int64), tl.load(seq_lens_ptr), item
+    if C.BLOCK_B == 1:
+        b, length, split = tl.full((), 0, tl.int64), tl.load(sequences.seq_lens), item
     else:
-        index = tl.arange(0, BLOCK_B)
-        starts = tl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
-        lens = tl.load(seq_lens_ptr + index, mask=index < B, other=0)
+        index = tl.arange(0, C.BLOCK_B)
+        starts = tl.load(sequences.split_starts + index, mask=index < B, other=2**31 - 1)
+        lens = tl.load(sequences.seq_lens + index, mask=index < B, other=0)
         # The last sequence that starts at or before the item. (An empty sequence starts where the next one does.)
         found = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
         b, length = found >> 32, found.to(tl.int32)
         split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
-    place = split * SPLIT // PAGE_SIZE + tl.arange(0, (SPLIT + PAGE_SIZE - 1) // PAGE_SIZE)
-    pages = tl.load(tables_ptr + b * table_width + place, mask=place < table_width, other=0)
-    return b, length, split, pages
+    PAGES: tl.constexpr = (C.SPLIT + C.PAGE_SIZE - 1) // C.PAGE_SIZE
+    place = split * C.SPLIT // C.PAGE_SIZE + tl.arange(0, PAGES)
+    numbers = tl.load(sequences.block_tables + b * table_width + place, mask=place < table_width, other=0)
+    return b, length, split, numbers
 
 
 @triton.jit
-def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _slots(numbers, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Slots of the tokens first + [0, BLOCK_N) as (base, offsets): token i is in slot base + offsets[i].
 
-    `begin` is the first token of their split, and `pages` are the split's pages.
+    `begin` is the first token of their split, and `numbers` are those of the split's pages.
     """
     n = tl.arange(0, BLOCK_N)
-    place = tl.arange(0, pages.shape[0])
+    place = tl.arange(0, numbers.shape[0])
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.sum(tl.where(place == first // PAGE_SIZE - begin // PAGE_SIZE, pages, 0), 0).to(tl.int64)
+        page = tl.sum(tl.where(place == first // PAGE_SIZE - begin // PAGE_SIZE, numbers, 0), 0).to(tl.int64)
         return page * PAGE_SIZE + first % PAGE_SIZE, n
     else:
         t = first + n
         chosen = place[None, :] == (t // PAGE_SIZE - begin // PAGE_SIZE)[:, None]
-        page = tl.sum(tl.where(chosen, pages[None, :], 0), 1).to(tl.int64)
+        page = tl.sum(tl.where(chosen, numbers[None, :], 0), 1).to(tl.int64)
         return tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
 
 
 @triton.jit
-def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
+def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, C):
     """Write row 0 of x [M, D] to a slot. Returns x as the page holds it, in fp32."""
-    at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
+    at = (slot * C.NKV + kv_head) * C.D + tl.arange(0, C.D)[None, :] + tl.zeros_like(row)[:, None]
     if scales_ptr is None:
         tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
         return x.to(tl.float32)
@@ -156,34 +153,37 @@ def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, 
         scale = fp8_scale(tl.max(finite_magnitude(x), 1))
         x = to_fp8(x, scale[:, None])
         tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=row[:, None] == 0)
-        tl.store(scales_ptr + (slot * NKV + kv_head) + row, scale, mask=row == 0)
+        tl.store(scales_ptr + (slot * C.NKV + kv_head) + row, scale, mask=row == 0)
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+
+
+_NO_ROPE = Rope(None)  # type: ignore[arg-type]  # Triton 3.6 cannot tell a record from None if one of its fields is None
 
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _decode_kernel(
-    q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,
-    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, B, table_width, scale, eps,
-    NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_width, C, PDL: tl.constexpr):
     """Attention of one KV head on every n-th work item, n being the number of programs per head.
 
-    For a sequence with one split it stores the final result, else a partial one. With cos_sin_ptr, q_ptr holds raw q, k and v
-    heads, and the new token is not in the pages yet. With query_starts_ptr, items of sequences without exactly one new token are
+    For a sequence with one split it stores the final result, else a partial one. With `rope.cos_sin`, `heads` holds raw q, k and
+    v heads, and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are
     skipped.
     """
+    NQ: tl.constexpr = C.NQ
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
+    SPLIT: tl.constexpr = C.SPLIT
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     GROUP: tl.constexpr = NQ // NKV
-    FP8: tl.constexpr = k_scales_ptr is not None
-    HEADS: tl.constexpr = NQ if cos_sin_ptr is None else NQ + 2 * NKV
+    FP8: tl.constexpr = pages.k_scale is not None
+    RAW: tl.constexpr = rope.cos_sin is not None
+    ALL: tl.constexpr = sequences.query_starts is None  # whether each sequence has one new token
+    HEADS: tl.constexpr = NQ + 2 * NKV if RAW else NQ
     kv_head = tl.program_id(0) % NKV
     first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
-    items = tl.load(starts_ptr + B)
-    b, length, split, pages = _find_work_item(
-        first_item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
-    )
-    if PDL and cos_sin_ptr is None:
+    items = tl.load(sequences.split_starts + B)
+    b, length, split, numbers = _find_work_item(first_item, sequences, B, table_width, C)
+    if PDL and not RAW:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)[None, :]
@@ -191,66 +191,62 @@ def _decode_kernel(
     valid = row < GROUP
     for item in range(first_item, items, programs):
         begin = split * SPLIT
-        limit = length if cos_sin_ptr is None else length - 1  # tokens in the pages
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = blank(BLOCK_M, D, FP8)
-        q = no_queries(BLOCK_M, D, q_ptr.dtype.element_ty, FP8)
+        limit = length - 1 if RAW else length  # tokens in the pages
+        row_max, total, acc = blank(BLOCK_M, D, FP8)
+        q = no_queries(BLOCK_M, D, heads.dtype.element_ty, FP8)
         row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
         # Run the loop at least once, even if the new token is the first of its split.
         end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
         token, stored = b, valid
-        if query_starts_ptr is not None:
-            token = tl.load(query_starts_ptr + b).to(tl.int64)
-            single = tl.load(query_starts_ptr + b + 1) == token + 1
+        if not ALL:
+            token = tl.load(sequences.query_starts + b).to(tl.int64)
+            single = tl.load(sequences.query_starts + b + 1) == token + 1
             end = tl.where(single, end, begin)
             stored = row < tl.where(single, GROUP, 0)
-        next_b, next_length, next_split, next_pages = b, length, split, pages
-        for first in range(begin, end, BLOCK_N):
+        next_b, next_length, next_split, next_numbers = b, length, split, numbers
+        for first in range(begin, end, C.BLOCK_N):
             if first == begin:
                 # Inside the loop, so that its first loads of K and V are in flight before any wait.
-                if query_starts_ptr is None and item + programs < items:
-                    next_b, next_length, next_split, next_pages = _find_work_item(
-                        item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                if ALL and item + programs < items:
+                    next_b, next_length, next_split, next_numbers = _find_work_item(
+                        item + programs, sequences, B, table_width, C
                     )
-                heads_ptr = q_ptr + token * HEADS * D
-                if cos_sin_ptr is None:
-                    q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
-                else:
-                    angles_ptr = cos_sin_ptr + limit.to(tl.int64) * D
-                    turned, k, v = _rotated_heads(
-                        heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps, NQ, NKV, D, PDL
-                    )
+                heads_ptr = heads + token * HEADS * D
+                if RAW:
+                    turned, k, v = _rotated_heads(heads_ptr, head, kv_head, rope, limit, C, PDL)
                     q = prepare(turned, FP8)
                     if limit < begin + SPLIT:
                         # The last split: the online softmax starts with the new token, which no other program reads.
-                        base, slot = _slots(pages, limit, begin, PAGE_SIZE, 1)
+                        base, slot = _slots(numbers, limit, begin, C.PAGE_SIZE, 1)
                         base += tl.sum(slot, 0)
-                        new_k = _store_new(k, row, k_ptr, k_scales_ptr, base, kv_head, NKV, D)
-                        new_v = _store_new(v, row, v_ptr, v_scales_ptr, base, kv_head, NKV, D)
-                        row_max = tl.sum(turned.to(tl.float32) * new_k, 1) * scale
+                        new_k = _store_new(k, row, pages.k, pages.k_scale, base, kv_head, C)
+                        new_v = _store_new(v, row, pages.v, pages.v_scale, base, kv_head, C)
+                        product = tl.sum(turned.to(tl.float32) * new_k, 1)
+                        new_score, factor = score(product, scores.scale, scores)
+                        row_max = new_score * factor
                         total += 1.0
                         acc = split_channels(new_v) if FP8 else (new_v,)
-            base, slot = _slots(pages, first, begin, PAGE_SIZE, BLOCK_N)
-            t = first + tl.arange(0, BLOCK_N)
+                else:
+                    q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
+            base, slot = _slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
+            t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
-                q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
-                row_limit, scale, NKV, D, True,
-            )  # fmt: skip
+                q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, limit, row_limit, scores, C, True
+            )
         if length <= SPLIT:
-            out = (whole(acc) / tl.where(stored, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + ((token * NQ + head) * D)[:, None] + d, out, mask=stored[:, None])
+            out = (whole(acc) / tl.where(stored, total, 1.0)[:, None]).to(results.out.dtype.element_ty)
+            tl.store(results.out + ((token * NQ + head) * D)[:, None] + d, out, mask=stored[:, None])
         else:
             part = tl.cast(item, tl.int64) * NQ + head
-            tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
-            tl.store(row_stats_ptr + 2 * part, row_max, mask=stored)
-            tl.store(row_stats_ptr + 2 * part + 1, total, mask=stored)
-        if query_starts_ptr is not None:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
+            tl.store(results.sums + part[:, None] * D + d, whole(acc), mask=stored[:, None])
+            tl.store(results.row_stats + 2 * part, row_max, mask=stored)
+            tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
+        if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
             if item + programs < items:
-                next_b, next_length, next_split, next_pages = _find_work_item(
-                    item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                next_b, next_length, next_split, next_numbers = _find_work_item(
+                    item + programs, sequences, B, table_width, C
                 )
-        b, length, split, pages = next_b, next_length, next_split, next_pages
+        b, length, split, numbers = next_b, next_length, next_split, next_numbers
     if PDL:
         # Every program waits, even one without a work item (docs/design/pdl.md, rule 2). It triggers only now, since waiting
         # programs of the next kernel would take space from programs of this one.
@@ -278,20 +274,17 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
     return max_splits * Nq * (D + 2)
 
 
-def launch(decode: Decode, config: DecodeConfig | None = None) -> None:
+def launch(a: AttentionInput, config: DecodeConfig | None = None) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
-    pages, out, split, B = decode.pages, decode.out, decode.split, decode.num_seqs
-    (Nq, D), Nkv = out.shape[1:], pages.num_kv_heads
-    config = config or choose_decode_config(out.element_size(), pages.k_scale is not None, split, B)
-    if config.block_n > split:
-        raise InputError("too large", where="config.block_n", expected=f"at most the split, {split}", found=config.block_n)
-    at_once = config.programs * sm_count(out.device)
+    Nkv, pages, B = a.head_shape[1], a.pages, a.num_seqs
+    config = config or choose_decode_config(a.out.element_size(), pages.k_scale is not None, a.split, B)
+    if config.block_n > a.split:
+        raise InputError("too large", where="config.block_n", expected=f"at most the split, {a.split}", found=config.block_n)
+    at_once = config.programs * sm_count(a.out.device)
     registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # at most this many, so that `programs` fit
-    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
-    _decode_kernel[(max(1, min(decode.max_splits, at_once // Nkv)) * Nkv,)](
-        decode.heads, cos_sin, q_norm, k_norm, *as_integers(torch.int16, pages.k, pages.v), pages.k_scale, pages.v_scale,
-        decode.block_tables, decode.seq_lens, decode.split_starts, decode.query_starts, out, decode.sums, decode.row_stats, B,
-        decode.block_tables.shape[1], decode.scale * LOG2_E, eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=pages.page_size, SPLIT=split,
-        BLOCK_B=decode_lookup_size(B), BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, maxnreg=min(255, registers),
-        enable_fp_fusion=fuses(out.dtype), **launch_options(config.num_warps, config.num_stages, decode.pdl),
+    constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split)
+    _decode_kernel[(max(1, min(a.max_splits, at_once // Nkv)) * Nkv,)](
+        a.heads, a.rope or _NO_ROPE, pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=min(255, registers), enable_fp_fusion=fuses(a.out.dtype),
+        **launch_options(config.num_warps, config.num_stages, a.pdl),
     )  # fmt: skip

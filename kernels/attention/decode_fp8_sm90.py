@@ -9,24 +9,22 @@ still reads (triton#11781). `mma.sync` is slower, but memory bandwidth limits th
 
 A narrow item has one tile of 128 channels. A wide item has four; it is used with several sequences and few queries per KV head.
 The fixed cost of an item is then spent once for four times the bytes, and every byte of a memory sector with scales is used.
-Each head has its own columns in the MMA. A tile is multiplied by the queries of all columns, and only the results of its own
-heads are kept. If a tile has two heads of 64 channels, the queries of each are zero in the channels of the other. MMA columns
+Each head has separate columns in the MMA. A tile is multiplied by the queries of all columns, and only the results of its heads
+are kept. If a tile has two heads of 64 channels, the queries of each are zero in the channels of the other. MMA columns
 are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
 other half with zeros.
 
-The code uses loops instead of unrolled copies. With copies, wide items took up to 1.7 times as long for few short sequences,
-presumably because of instruction cache misses. A loop cannot keep its scores in registers, so they go through shared memory. K's
-scales multiply the scores; V's scales are a term of the exponents, as in `online_softmax.attend`.
+The code uses loops instead of unrolled copies (docs/decisions/attention-decode-fp8.md). A loop cannot keep its scores in
+registers, so they go through shared memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
+`online_softmax.attend`.
 
 A tile has 64 tokens and 64 pairs of channels, as int16: the 128 bytes of a token are one head of 128 channels or two heads of
-64. An item has `TILES` adjacent tiles. A ring is (tiles, full, empty). Each stage of it holds `SIDE` adjacent tiles and has two
-barriers: "has arrived" and "may be overwritten".
+64. An item has `TILES` adjacent tiles. A ring is (tiles, full, empty), see `hopper.ring`; each stage holds `SIDE` adjacent tiles.
 
 A slot of the scales holds K's and V's scales of a block of tokens, [tokens, columns] each. A column is a head of the item or,
 if the item has more than two heads, a query. A slot is filled and read together with the first stage of the block's K.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -36,9 +34,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import inverse, log2, widen
-from minirt.kernels.attention.operands import Decode, decode_lookup_size
-from minirt.kernels.attention.rope_write import as_integers
+from minirt.kernels.attention.online_softmax import hide, inverse, log2, score, widen
+from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     LONGEST,
@@ -52,9 +49,11 @@ from minirt.kernels.attention.work_items_sm90 import (
     turn,
 )
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
-from minirt.kernels.prepared import prepared
+from minirt.kernels.linear.dispatch import fetches_early
+from minirt.kernels.prepared import compile_time, prepared
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -62,65 +61,86 @@ WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
 NARROW = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))  # queries and probabilities
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        UNITS: items of all KV heads of a split.
+        TILES: tiles of an item; HEADS: its KV heads; N: its queries, padded.
+        SIDE: tiles of a stage of the ring; STAGES: its stages; SLOTS: slots of scales.
+        REGISTERS: of a thread of the fetching warp.
+        EARLY: whether the next kernel is triggered before the work.
+    """
+
+    NQ: int
+    NKV: int
+    D: int
+    PAGE_SIZE: int
+    SPLIT: int
+    STRIDE: int
+    UNITS: int
+    TILES: int
+    HEADS: int
+    N: int
+    SIDE: int
+    STAGES: int
+    SLOTS: int
+    REGISTERS: int
+    EARLY: bool
+
+
 @gluon.jit
-def ask_token(
-    place, first_head, batch, row, writes, d, m,
-    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SIDE: gl.constexpr,
-):  # fmt: skip
+def ask_token(place, first_head, heads, rope, sequences, table_width, row, writes, d, m, C):
     """Load everything that an item needs of its sequence's new token, without waiting.
 
     This loads, for each row, both halves of the channels of its head's q, k and v. It also loads v of the first tiles in the
     layout of the sums, the cosines and sines, and the token's page for the rows that write K and V.
     """
+    NQ: gl.constexpr = C.NQ
+    NKV: gl.constexpr = C.NKV
+    D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
     HALF: gl.constexpr = D // 2
-    qkv_ptr, cos_sin_ptr, tables_ptr, table_width = batch
     b, length, _ = place
     limit = length - 1
-    heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
+    heads_ptr = heads + b * ((NQ + 2 * NKV) * D)
     # Rows past the last head repeat the last head and are not stored.
     q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None] + d[None, :]
     k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None] + d[None, :]
     v_ptrs = k_ptrs + NKV * D
-    angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
+    angles_ptr = rope.cos_sin + gl.maximum(limit, 0).to(gl.int64) * D + d
     # Rows that write nothing load another page. If all loaded one page, the compiler would use a uniform register and wait.
-    place_in_table = gl.maximum(limit // PAGE_SIZE - gl.where(writes, 0, 1), 0)
-    page = gl.load(tables_ptr + b * table_width + place_in_table)
+    place_in_table = gl.maximum(limit // C.PAGE_SIZE - gl.where(writes, 0, 1), 0)
+    page = gl.load(sequences.block_tables + b * table_width + place_in_table)
     return (
         gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptrs),
-        gl.load(v_ptrs + HALF), ask_values(b, first_head * (D // 2), qkv_ptr, m, NQ, NKV, D, SIDE), gl.load(angles_ptr),
+        gl.load(v_ptrs + HALF), ask_values(b, first_head * (D // 2), heads, m, C), gl.load(angles_ptr),
         gl.load(angles_ptr + HALF), page,
     )  # fmt: skip
 
 
 @gluon.jit
-def ask_values(b, pair, qkv_ptr, m, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, SIDE: gl.constexpr):
+def ask_values(b, pair, heads, m, C):
     """The new token's V in the layout of the sums, from a pair of channels on: [pairs] int32 for each tile of a stage.
 
     Past the last head, the last pair is repeated and not stored.
     """
-    pairs_ptr = (qkv_ptr + b * ((NQ + 2 * NKV) * D) + (NQ + NKV) * D).to(gl.pointer_type(gl.int32))
+    HEADS: gl.constexpr = C.NQ + 2 * C.NKV  # of a token
+    pairs_ptr = (heads + b * (HEADS * C.D) + (C.NQ + C.NKV) * C.D).to(gl.pointer_type(gl.int32))
     pairs = ()
-    for c in gl.static_range(SIDE):
-        pairs += (gl.load(pairs_ptr + gl.minimum(pair + c * PAIRS + m, NKV * D // 2 - 1)),)  # type: ignore[assignment]
+    for c in gl.static_range(C.SIDE):
+        pairs += (gl.load(pairs_ptr + gl.minimum(pair + c * PAIRS + m, C.NKV * C.D // 2 - 1)),)  # type: ignore[assignment]
     return pairs
 
 
 @gluon.jit
-def _may_be_written(ring, step, STAGES: gl.constexpr):
-    """Wait until the stage of this step may be overwritten, that is until the tiles of `STAGES` steps ago have been read."""
-    mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES & 1) ^ 1)
-
-
-@gluon.jit
-def _fetch(pages, rows, ring, block, column, step, STAGES: gl.constexpr):
+def _fetch(pages, rows, ring, block, column, step, SIDE: gl.constexpr):
     """Fetch the tiles of one stage: a block's tokens, from a column of the pages on. `rows`: each lane has a box's first row."""
     BOX: gl.constexpr = pages.block_type.shape[0]
     BOXES: gl.constexpr = BLOCK_N // BOX
-    tiles, full, _ = ring
-    SIDE: gl.constexpr = tiles.shape[0] // STAGES
-    stage = step % STAGES
-    _may_be_written(ring, step, STAGES)
+    tiles, full, empty = ring
+    stage = wait_empty(empty, step)
     mbarrier.expect(full.index(stage), SIDE * BLOCK_N * PAIRS * 2)
     for j in gl.static_range(BOXES):
         row = gl.sum(gl.where(lanes() == block * BOXES + j, rows, 0), 0)
@@ -131,10 +151,7 @@ def _fetch(pages, rows, ring, block, column, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_scales(
-    scale_ptrs, rows, slots, block, first_head, count,
-    NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
+def _fetch_scales(pages, rows, slots, block, first_head, count, C, BOX: gl.constexpr):
     """Fetch the scales of a block's tokens into the next slot. `rows` as in `_fetch`. `count`: blocks before this one."""
     BOXES: gl.constexpr = BLOCK_N // BOX
     SLOTS: gl.constexpr = slots.shape[0] // 2
@@ -147,53 +164,51 @@ def _fetch_scales(
     for j in gl.static_range(BOXES):
         row = gl.where(m // BOX == j, gl.sum(gl.where(lanes() == block * BOXES + j, rows, 0), 0) + m % BOX, row)
     head = first_head + n
-    if COLUMNS > HEADS:
-        head = first_head + n // GROUP
-    if COLUMNS > HEADS or NKV % HEADS != 0:
-        head = gl.minimum(head, NKV - 1)  # columns past the last head repeat the last head
-    k_scales_ptr, v_scales_ptr = scale_ptrs
-    at, slot = (row.to(gl.int64) * NKV)[:, None] + head[None, :], count % SLOTS
-    cp_async(slots.index(2 * slot), k_scales_ptr + at)
-    cp_async(slots.index(2 * slot + 1), v_scales_ptr + at)
+    if COLUMNS > C.HEADS:
+        head = first_head + n // (C.NQ // C.NKV)
+    if COLUMNS > C.HEADS or C.NKV % C.HEADS != 0:
+        head = gl.minimum(head, C.NKV - 1)  # columns past the last head repeat the last head
+    at, slot = (row.to(gl.int64) * C.NKV)[:, None] + head[None, :], count % SLOTS
+    cp_async(slots.index(2 * slot), pages.k_scale + at)
+    cp_async(slots.index(2 * slot + 1), pages.v_scale + at)
 
 
 @gluon.jit
-def fetch_stages(
-    k_pages, v_pages, k_scales_ptr, v_scales_ptr, ring, slots, tables_ptr, table_width, starts_ptr, lens_ptr, B,
-    NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, UNITS: gl.constexpr, TILES: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
     """Task of the fetching warp: fetch scales, K and V of one item after the other.
 
     Order: for each block, its scales and all tiles of its K; then, for each stage of the tiles, V of all blocks. Like
     `work_items_sm90.fetch_items`, it does not wait for the kernel before.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
-    SIDE: gl.constexpr = ring[0].shape[0] // STAGES
+    UNITS: gl.constexpr = C.UNITS
+    SIDE: gl.constexpr = C.SIDE
+    TURN: gl.constexpr = C.SLOTS * (C.TILES // SIDE)  # a slot was last written this many steps ago, or more
+    B, table_width = sizes
     programs = gl.num_programs(0)
-    items = gl.load(starts_ptr + B)
-    firsts = find_firsts(starts_ptr, B, STRIDE)
-    candidates = find_candidates(gl.program_id(0) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
-    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # a slot was last written this many steps ago, or more
+    items = gl.load(sequences.split_starts + B)
+    firsts = find_firsts(sequences, B, C)
+    candidates = find_candidates(gl.program_id(0) // UNITS, firsts, sequences, B, C)
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * UNITS, programs):
         b, length, split = find_place(unit // UNITS, candidates)
-        blocks = count_blocks(split, length, SPLIT)
-        column = unit % UNITS * (TILES * PAIRS)
+        blocks = count_blocks(split, length, C.SPLIT)
+        column = unit % UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
-        t = gl.maximum(gl.minimum(split * SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
-        rows = gl.load(tables_ptr + b * table_width + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE
-        candidates = find_candidates((unit + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        t = gl.maximum(gl.minimum(split * C.SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
+        numbers = gl.load(sequences.block_tables + b * table_width + t // C.PAGE_SIZE)
+        rows = numbers * C.PAGE_SIZE + t % C.PAGE_SIZE
+        candidates = find_candidates((unit + programs) // UNITS, firsts, sequences, B, C)
         for i in range(blocks):
-            _may_be_written(ring, step + STAGES - TURN, STAGES)
-            _fetch_scales((k_scales_ptr, v_scales_ptr), rows, slots, i, unit % UNITS * HEADS, count, NKV, GROUP, HEADS, BOX)
+            wait_empty(ring[2], step + C.STAGES - TURN)
+            _fetch_scales(pages, rows, slots, i, unit % UNITS * C.HEADS, count, C, BOX)
             count += 1
-            for c in range(0, TILES, SIDE):
-                _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, STAGES)
+            for c in range(0, C.TILES, SIDE):
+                _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, SIDE)
                 step += 1
-        for c in range(0, TILES, SIDE):
+        for c in range(0, C.TILES, SIDE):
             for i in range(blocks):
-                _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, STAGES)
+                _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, SIDE)
                 step += 1
 
 
@@ -207,12 +222,11 @@ def _of_columns(scales, second):
 
 
 @gluon.jit
-def _load(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+def _load(ring, step, TRANSPOSED: gl.constexpr):
     """Wait for a stage and load its tiles into registers."""
     tiles, full, _ = ring
-    SIDE: gl.constexpr = tiles.shape[0] // STAGES
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    SIDE: gl.constexpr = tiles.shape[0] // full.shape[0]
+    stage = wait_full(full, step)
     taken = ()
     for c in gl.static_range(SIDE):
         tile = tiles.index(stage * SIDE + c)
@@ -223,35 +237,35 @@ def _load(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _release(ring, step, STAGES: gl.constexpr):
+def _release(ring, step):
     """Allow a stage, and the scales that came with it, to be overwritten."""
     # Only a fence orders TMA's writes after these reads. Without it, some writes came first when a program fetched far ahead.
     fence_async_shared()
-    mbarrier.arrive(ring[2].index(step % STAGES))
+    release(ring[2], step)
 
 
 @gluon.jit
-def take(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+def take(ring, step, TRANSPOSED: gl.constexpr):
     """Wait for the ring's next stage, load its tiles into registers, and allow the stage to be overwritten."""
-    taken = _load(ring, step, TRANSPOSED, STAGES)
-    _release(ring, step, STAGES)
+    taken = _load(ring, step, TRANSPOSED)
+    _release(ring, step)
     return taken
 
 
 @gluon.jit
-def take_with_scales(ring, slots, step, count, second, STAGES: gl.constexpr):
+def take_with_scales(ring, slots, step, count, second):
     """`take` for the first tiles of a block's K. Also returns the scales of K and of V, each in the shape of `_of_columns`.
 
     `second`: which columns belong to the second of two heads. Past a sequence's end, the scales are arbitrary.
     """
     slot = count % (slots.shape[0] // 2)
-    taken = _load(ring, step, False, STAGES)
+    taken = _load(ring, step, False)
     k_scale, v_scale = _of_columns(slots.index(2 * slot), second), _of_columns(slots.index(2 * slot + 1), second)
-    _release(ring, step, STAGES)
+    _release(ring, step)
     return taken, k_scale, v_scale
 
 
-_MOST_ROWS = 8  # queries of an item; with 16, the products take more time than wide items save
+_MOST_ROWS = 8  # queries of an item
 _BOX = 32  # tokens of one TMA load
 _FEW = 6  # up to this many sequences, items are narrow, because wide ones would occupy too few programs
 
@@ -303,8 +317,8 @@ def _store_queries(x, q_tiles, head, START: gl.constexpr, D: gl.constexpr):
     QUARTER: gl.constexpr = D // 4
     WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
     for h in gl.static_range(WITHIN):
-        own = gl.where((head % WITHIN == h)[:, None], x, gl.zeros_like(x))
-        even, odd = gl.split(gl.reshape(own, [N, QUARTER, 2]))
+        queries = gl.where((head % WITHIN == h)[:, None], x, gl.zeros_like(x))
+        even, odd = gl.split(gl.reshape(queries, [N, QUARTER, 2]))
         q_tiles.index(0).slice(h * (D // 2) + START, QUARTER, 1).store(even)
         q_tiles.index(1).slice(h * (D // 2) + START, QUARTER, 1).store(odd)
 
@@ -335,23 +349,27 @@ def _times(pairs, dtype: gl.constexpr, weight, scale):
 
 @gluon.jit
 def _attend_items(
-    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring, slots, q_tiles, score_tiles,
-    tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps,
-    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr,
-    STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
 ):  # fmt: skip
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value (rounded to FP8)
     without tensor cores, and writes its K, its V and their scales to the pages.
     """
-    s_tiles, inverse_tiles, p_tiles = score_tiles
+    q_tiles, s_tiles, inverse_tiles, p_tiles = item_tiles
+    B, table_width = sizes
+    NQ: gl.constexpr = C.NQ
+    NKV: gl.constexpr = C.NKV
+    D: gl.constexpr = C.D
+    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+    SPLIT: gl.constexpr = C.SPLIT
+    UNITS: gl.constexpr = C.UNITS
+    TILES: gl.constexpr = C.TILES
+    HEADS: gl.constexpr = C.HEADS
+    N: gl.constexpr = C.N
+    SIDE: gl.constexpr = C.SIDE
     GROUP: gl.constexpr = NQ // NKV
-    N: gl.constexpr = q_tiles.shape[1]
     WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
-    HEADS: gl.constexpr = TILES * WITHIN  # of an item
-    SIDE: gl.constexpr = ring[0].shape[0] // STAGES
-    UNITS: gl.constexpr = (NKV + HEADS - 1) // HEADS
     HALF: gl.constexpr = D // 2
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HALF, HALF // 4], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and pairs of channels
@@ -361,19 +379,18 @@ def _attend_items(
     token = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
     second = n >= GROUP
     writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # rows that write the new token's K and V
-    q_norm, k_norm = in_rows(norm_halves(q_norm_ptr, d, D)), in_rows(norm_halves(k_norm_ptr, d, D))
+    q_norm, k_norm = in_rows(norm_halves(rope.q_norm, d, D)), in_rows(norm_halves(rope.k_norm, d, D))
     first, programs = gl.program_id(0), gl.num_programs(0)
-    items = gl.load(starts_ptr + B)
-    firsts = find_firsts(starts_ptr, B, STRIDE)
-    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE))
-    candidates = find_candidates((first + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    items = gl.load(sequences.split_starts + B)
+    firsts = find_firsts(sequences, B, C)
+    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, sequences, B, C))
+    candidates = find_candidates((first + programs) // UNITS, firsts, sequences, B, C)
     next_head = first % UNITS * HEADS
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
-    if PDL and EARLY:
+    if PDL and C.EARLY:
         gdc_launch_dependents()  # as in `decode_sm90`
-    batch = (qkv_ptr, cos_sin_ptr, tables_ptr, table_width)
-    asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
+    asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
     step, count = 0, 0
     for unit in range(first, items * UNITS, programs):
         item, head = unit // UNITS, unit % UNITS * HEADS
@@ -384,7 +401,7 @@ def _attend_items(
         blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
         cos, sin = cos[None, :], sin[None, :]
-        q_left, q_right = turn(q_left, q_right, q_norm, cos, sin, eps, D)
+        q_left, q_right = turn(q_left, q_right, q_norm, cos, sin, rope.eps, D)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
@@ -392,40 +409,42 @@ def _attend_items(
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
         _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // GROUP, 0, D)
         _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // GROUP, D // 4, D)
-        power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scale
+        power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scores.scale
         # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
         new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
-            turned_left, turned_right = turn(k_left, k_right, k_norm, cos, sin, eps, D)
+            turned_left, turned_right = turn(k_left, k_right, k_norm, cos, sin, rope.eps, D)
             slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
             exists = writes & (head + row // GROUP < NKV)
-            new_left, new_right, k_scale = _write(turned_left, turned_right, k_ptr, k_scales_ptr, slot, d, exists, D)
-            v_scale = _write(v_left, v_right, v_ptr, v_scales_ptr, slot, d, exists, D)[2]
-            score = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
-            new_score = gl.convert_layout(score, gl.SliceLayout(0, PRODUCTS)) * scale
+            new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, D)
+            v_scale = _write(v_left, v_right, pages.v, pages.v_scale, slot, d, exists, D)[2]
+            product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
+            new_score, factor = score(gl.convert_layout(product, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
+            new_score *= factor
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
         # Load for the next item, while this one is computed.
         next_place = find_place((unit + programs) // UNITS, candidates)
         next_head = (unit + programs) % UNITS * HEADS
-        asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
-        candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
+        candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, sequences, B, C)
         # Scores [tokens, heads] are base-2 exponents and include V's scales; −inf past the last token in the pages.
         highest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
         for i in range(blocks):
-            taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second, STAGES)
+            taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second)
             step, count = step + 1, count + 1
             s = _scores(gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (GROUP * WITHIN))
             for c in range(SIDE, TILES, SIDE):
-                taken = take(ring, step, False, STAGES)
+                taken = take(ring, step, False)
                 s = _scores(s, taken, q_even, q_odd, n // (GROUP * WITHIN) - c)
                 step += 1
             inside = (begin + i * BLOCK_N + m < limit)[:, None]
             v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
-            s = gl.where(inside, s * power[None, :] * k_scale + log2(v_scale), float("-inf"))
+            s, factor = score(s * power[None, :], k_scale, scores)
+            s = hide(s * factor + log2(v_scale), (begin + i * BLOCK_N + m)[:, None], limit)
             highest = gl.maximum(highest, s)
             s_tiles.index(i).store(s)
             inverse_tiles.index(i).store(inverse(v_scale))
@@ -438,12 +457,12 @@ def _attend_items(
             p_tiles.index(i).store(p.to(gl.float16))
         new_weight = gl.exp2(new_score - row_max)
         total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
-        own = (n < HEADS * GROUP) & (head * GROUP + n < NQ)
-        factor = 1 / total
+        exist = (n < HEADS * GROUP) & (head * GROUP + n < NQ)
+        normalize = 1 / total
         part = item.to(gl.int64) * NQ + head * GROUP
         if length > SPLIT:
-            gl.store(row_stats_ptr + 2 * (part + n), row_max, mask=own)
-            gl.store(row_stats_ptr + 2 * (part + n) + 1, total, mask=own)
+            gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
+            gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
         # Vᵀ · Pᵀ [pairs of channels, heads], one stage of tiles after the other.
         for c in range(0, TILES, SIDE):
             sums = ()
@@ -452,12 +471,12 @@ def _attend_items(
             if newest:  # other splits must not use the new token's V, which may be NaN
                 started = ()
                 for j in gl.static_range(SIDE):
-                    started += _times(v_pairs[j], qkv_ptr.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
+                    started += _times(v_pairs[j], heads.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
                 sums = started
             if TILES > SIDE:
-                v_pairs = ask_values(b, head * (D // 2) + (c + SIDE) * PAIRS, qkv_ptr, m, NQ, NKV, D, SIDE)
+                v_pairs = ask_values(b, head * (D // 2) + (c + SIDE) * PAIRS, heads, m, C)
             for i in range(blocks):
-                taken = take(ring, step, True, STAGES)
+                taken = take(ring, step, True)
                 p = p_tiles.index(i).load(NARROW)
                 remaining = limit - begin - i * BLOCK_N
                 added = ()
@@ -472,63 +491,51 @@ def _attend_items(
             for j in gl.static_range(SIDE):
                 even, odd = sums[2 * j], sums[2 * j + 1]
                 channel = (c + j) * (PAIRS * 2) + 2 * m
-                stored = own[None, :] & ((channel // D)[:, None] == (n // GROUP)[None, :])
+                stored = exist[None, :] & ((channel // D)[:, None] == (n // GROUP)[None, :])
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
-                    out_ptrs = out_ptr + (b * NQ + head * GROUP) * D + at
-                    gl.store(out_ptrs, (even * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
-                    gl.store(out_ptrs + 1, (odd * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+                    out_ptrs = results.out + (b * NQ + head * GROUP) * D + at
+                    gl.store(out_ptrs, (even * normalize[None, :]).to(results.out.dtype.element_ty), mask=stored)
+                    gl.store(out_ptrs + 1, (odd * normalize[None, :]).to(results.out.dtype.element_ty), mask=stored)
                 else:
-                    gl.store(sums_ptr + part * D + at, even, mask=stored)
-                    gl.store(sums_ptr + part * D + at + 1, odd, mask=stored)
-    if PDL and not EARLY:
+                    gl.store(results.sums + part * D + at, even, mask=stored)
+                    gl.store(results.sums + part * D + at + 1, odd, mask=stored)
+    if PDL and not C.EARLY:
         gdc_launch_dependents()
 
 
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width"])
 def _decode_fp8_sm90_kernel(
-    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_pages, v_pages, tables_ptr,
-    lens_ptr, starts_ptr, out_ptr, sums_ptr, row_stats_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr,
-    D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
-    SIDE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    heads, rope, pages, k_pages, v_pages, sequences, results, scores, B, table_width, C, PDL: gl.constexpr
 ):  # fmt: skip
     """Every n-th pair of a KV split and `TILES` tiles of heads, for n programs.
 
     k_pages, v_pages: descriptors of [P · page_size, NKV · D/2].
     """
-    UNITS: gl.constexpr = (NKV * D + 2 * PAIRS * TILES - 1) // (2 * PAIRS * TILES)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PAIRS], gl.float16)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.N, PAIRS], gl.float16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    HEADS: gl.constexpr = 2 * PAIRS * TILES // D
-    tiles = gl.allocate_shared_memory(gl.int16, [STAGES * SIDE, BLOCK_N, PAIRS], BLOCK)
-    q_tiles = gl.allocate_shared_memory(gl.float16, [2, N, PAIRS], QUERIES)
-    s_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
-    inverse_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
-    p_tiles = gl.allocate_shared_memory(gl.float16, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
-    slots = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BLOCK_N, HEADS if HEADS <= 2 else N], LINES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=33)  # TMA arrives, and each lane that copies scales
-        mbarrier.init(empty.index(i), count=1)
-    ring = (tiles, full, empty)
+    BLOCKS: gl.constexpr = C.SPLIT // BLOCK_N
+    tiles = gl.allocate_shared_memory(gl.int16, [C.STAGES * C.SIDE, BLOCK_N, PAIRS], BLOCK)
+    q_tiles = gl.allocate_shared_memory(gl.float16, [2, C.N, PAIRS], QUERIES)
+    s_tiles = gl.allocate_shared_memory(gl.float32, [BLOCKS, BLOCK_N, C.N], PLAIN)
+    inverse_tiles = gl.allocate_shared_memory(gl.float32, [BLOCKS, BLOCK_N, C.N], PLAIN)
+    p_tiles = gl.allocate_shared_memory(gl.float16, [BLOCKS, BLOCK_N, C.N], PLAIN)
+    slots = gl.allocate_shared_memory(gl.float32, [2 * C.SLOTS, BLOCK_N, C.HEADS if C.HEADS <= 2 else C.N], LINES)
+    full, empty = ring_barriers(C.STAGES, 1, 33)  # TMA arrives, and each lane that copies scales
     fence_async_shared()
-    score_tiles = (s_tiles, inverse_tiles, p_tiles)
+    ring, sizes = (tiles, full, empty), (B, table_width)
+    item_tiles = (q_tiles, s_tiles, inverse_tiles, p_tiles)
     gl.warp_specialize(
         [
-            (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring,
-             slots, q_tiles, score_tiles, tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B,
-             scale, eps, NQ, NKV, D, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES, EARLY, PDL)),
-            (fetch_stages, (k_pages, v_pages, k_scales_ptr, v_scales_ptr, ring, slots, tables_ptr, table_width, starts_ptr,
-             lens_ptr, B, NKV, NQ // NKV, HEADS, UNITS, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES)),
+            (_attend_items, (heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL)),
+            (fetch_stages, (pages, k_pages, v_pages, ring, slots, sequences, sizes, C)),
         ],
         [1],
-        [REGISTERS],
-    )  # fmt: skip
+        [C.REGISTERS],
+    )
 
 
 def _rows(Nq: int, Nkv: int, D: int) -> int:
@@ -542,16 +549,15 @@ def _shape(Nq: int, Nkv: int, D: int, sequences: int) -> _Shape:
     return _WIDE if wide and sequences > _FEW else _NARROW
 
 
-def accepts(decode: Decode) -> bool:
+def accepts(a: AttentionInput) -> bool:
     """Whether this kernel can compute it: raw 16-bit heads (`rope` is given) aligned to pairs, FP8 pages that TMA can move, few
     enough query heads per KV head, and splits of at most `LONGEST` tokens."""
-    pages = decode.pages
-    if decode.rope is None or pages.k_scale is None or pages.v_scale is None:
+    pages = a.pages
+    if a.rope is None or pages.k_scale is None or pages.v_scale is None:
         return False
     aligned = all(t.data_ptr() % 16 == 0 for t in (pages.k, pages.v, pages.k_scale, pages.v_scale))
-    few = _rows(decode.out.shape[1], *pages.k.shape[2:]) <= _MOST_ROWS
-    narrow = decode.heads.element_size() == 2 and decode.heads.data_ptr() % 4 == 0
-    return aligned and narrow and few and decode.split <= LONGEST
+    narrow = a.heads.element_size() == 2 and a.heads.data_ptr() % 4 == 0
+    return aligned and narrow and _rows(*a.head_shape) <= _MOST_ROWS and a.split <= LONGEST
 
 
 def variant(num_seqs: int) -> int:
@@ -559,21 +565,20 @@ def variant(num_seqs: int) -> int:
     return _FEW if 1 < num_seqs <= _FEW else decode_lookup_size(num_seqs)
 
 
-def launch(decode: Decode) -> None:
+def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`, for operands that `accepts` does not refuse."""
-    pages, out, B = decode.pages, decode.out, decode.num_seqs
-    page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
+    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
-    k, v = (tma_descriptor(x, min(page_size, _BOX), PAIRS.value) for x in pairs)
+    k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
     shape = _shape(Nq, Nkv, D, B)
     units = cdiv(Nkv * D, 2 * PAIRS.value * shape.tiles)
-    programs = max(1, min(decode.max_splits * units, shape.programs * sm_count(out.device)))
-    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
+    programs = max(1, min(a.max_splits * units, shape.programs * sm_count(device)))
+    constants = _Constants(
+        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=shape.tiles,
+        HEADS=2 * PAIRS.value * shape.tiles // D, N=_MOST_ROWS, SIDE=shape.side, STAGES=shape.stages, SLOTS=shape.slots,
+        REGISTERS=shape.registers, EARLY=fetches_early(B, device),
+    )  # fmt: skip
     _decode_fp8_sm90_kernel[(programs,)](
-        decode.heads, cos_sin, q_norm, k_norm, *as_integers(torch.uint8, pages.k, pages.v), pages.k_scale, pages.v_scale, k, v,
-        decode.block_tables, decode.seq_lens, decode.split_starts, out, decode.sums, decode.row_stats, B,
-        decode.block_tables.shape[1], decode.scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
-        SPLIT=decode.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=_MOST_ROWS, TILES=shape.tiles, SIDE=shape.side,
-        STAGES=shape.stages, SLOTS=shape.slots, REGISTERS=shape.registers, EARLY=decode.early,
-        maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, decode.pdl),
+        a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -6,19 +6,20 @@ in scores [tokens, heads] = K · Qᵀ, and the channels in sums [channels, heads
 head, padded to 8 or 16. The pages must have 16 bits; `decode_fp8_sm90` is for FP8 pages. `work_items_sm90` holds what both share.
 """
 
-import math
+from typing import NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.operands import Decode, decode_lookup_size
+from minirt.kernels.attention.online_softmax import hide, score
+from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
@@ -34,28 +35,45 @@ from minirt.kernels.attention.work_items_sm90 import (
     norm_halves,
     turn,
 )
+from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
 from minirt.kernels.launch import launch_options, sm_count
-from minirt.kernels.prepared import prepared
+from minirt.kernels.linear.dispatch import fetches_early
+from minirt.kernels.prepared import compile_time, prepared
 
 STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CHANNELS tiles
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. N: heads, padded. EARLY: whether the next kernel is triggered before the work."""
+
+    NQ: int
+    NKV: int
+    D: int
+    PAGE_SIZE: int
+    SPLIT: int
+    STRIDE: int
+    N: int
+    STAGES: int
+    EARLY: bool
+
+
 @gluon.jit
-def _ask(
-    place, kv_head, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m,
-    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     """Load everything that an item needs of its sequence's new token, without waiting.
 
     These are both halves of the channels of q, k and v; v again in the layout of the sums; cosines and sines; the token's page.
     """
+    NQ: gl.constexpr = C.NQ
+    NKV: gl.constexpr = C.NKV
+    D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
     HALF: gl.constexpr = D // 2
     b, length, _ = place
     limit = length - 1
-    heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
+    heads_ptr = heads + b * ((NQ + 2 * NKV) * D)
     # Heads past the group repeat the group's last head and are not stored.
     q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None] + d[None, :]
     k_ptrs = heads_ptr + (NQ + kv_head) * D + d
@@ -63,8 +81,8 @@ def _ask(
     v_sums = ()
     for c in gl.static_range(0, D, CHANNELS):
         v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
-    angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
-    page = gl.load(tables_ptr + b * table_width + gl.maximum(limit, 0) // PAGE_SIZE)
+    angles_ptr = rope.cos_sin + gl.maximum(limit, 0).to(gl.int64) * D + d
+    page = gl.load(sequences.block_tables + b * table_width + gl.maximum(limit, 0) // C.PAGE_SIZE)
     return (
         gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptr + d),
         gl.load(v_ptr + HALF + d), v_sums, gl.load(angles_ptr), gl.load(angles_ptr + HALF), page,
@@ -72,7 +90,7 @@ def _ask(
 
 
 @gluon.jit
-def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constexpr):
     """Compute the scores K · Qᵀ of the split that starts at token `begin`. Scores are base-2 exponents.
 
     Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores past the last token in the pages
@@ -83,25 +101,25 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexp
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     tiles, full, empty = ring
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))
-    scores = ()
+    found = ()
     for i in gl.static_range(SPLIT // BLOCK_N):
         s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         if i < blocks:
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            stage = wait_full(full, step)
             for c in gl.static_range(TILES):
                 k = tiles.index(stage * TILES + c)
                 s = warpgroup_mma(k, q_tiles.index(c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(empty.index(stage))
-            s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
+            release(empty, step)
+            s, factor = score(s, scores.scale, scores)
+            s = hide(s * factor, (begin + i * BLOCK_N + m)[:, None], limit)
             step += 1
-        scores += (s,)  # type: ignore[assignment]
-    return scores, step
+        found += (s,)  # type: ignore[assignment]
+    return found, step
 
 
 @gluon.jit
-def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
     """Sums Vᵀ · Pᵀ over the split's blocks, [channels, heads] for each tile of the channels, and the ring's next step."""
     BLOCKS: gl.constexpr = p_tiles.shape[0]
     N: gl.constexpr = p_tiles.shape[1]
@@ -113,8 +131,7 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
         accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
     for i in gl.static_range(BLOCKS):
         if i < blocks:
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            stage = wait_full(full, step)
             pending = ()
             for c in gl.static_range(TILES):
                 v = tiles.index(stage * TILES + c).permute((1, 0))
@@ -124,23 +141,24 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
             for c in gl.static_range(TILES):
                 done += (warpgroup_mma_wait(TILES - 1 - c, deps=[pending[c]]),)  # type: ignore[assignment]
             accs = done
-            mbarrier.arrive(empty.index(stage))
+            release(empty, step)
             step += 1
     return accs, step
 
 
 @gluon.jit
 def _attend_items(
-    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
-    lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
 ):  # fmt: skip
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
     and writes its K and V to the pages.
     """
+    NQ: gl.constexpr = C.NQ
+    NKV: gl.constexpr = C.NKV
+    D: gl.constexpr = C.D
+    SPLIT: gl.constexpr = C.SPLIT
     GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -149,21 +167,22 @@ def _attend_items(
     HALF: gl.constexpr = D // 2
     HEADS: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [4, 1], [1, 0])
     tiles, full, _ = ring
+    B, table_width = sizes
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and channels of a tile
     n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
     row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
-    q_norm, k_norm = norm_halves(q_norm_ptr, d, D), norm_halves(k_norm_ptr, d, D)
+    q_norm, k_norm = norm_halves(rope.q_norm, d, D), norm_halves(rope.k_norm, d, D)
     first, programs = gl.program_id(0), gl.num_programs(0)
-    items = gl.load(starts_ptr + B)
-    firsts = find_firsts(starts_ptr, B, STRIDE)
-    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
-    candidates = find_candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    items = gl.load(sequences.split_starts + B)
+    firsts = find_firsts(sequences, B, C)
+    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, sequences, B, C))
+    candidates = find_candidates((first + programs) // NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
-    if PDL and EARLY:
+    if PDL and C.EARLY:
         gdc_launch_dependents()  # programs of `gemm_sm90` have an SM each; others would crowd onto the first idle SMs
-    asked = _ask(next_place, first % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE)
+    asked = _ask(next_place, first % NKV, heads, rope, sequences, table_width, row, d, m, C)
     step = 0
     for pair in range(first, items * NKV, programs):
         item, kv_head = pair // NKV, pair % NKV
@@ -172,8 +191,8 @@ def _attend_items(
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
-        q_left, q_right = turn(q_left, q_right, in_rows(q_norm), cos[None, :], sin[None, :], eps, D)
-        k_left, k_right = turn(k_left, k_right, k_norm, cos, sin, eps, D)
+        q_left, q_right = turn(q_left, q_right, in_rows(q_norm), cos[None, :], sin[None, :], rope.eps, D)
+        k_left, k_right = turn(k_left, k_right, k_norm, cos, sin, rope.eps, D)
         if TILES == 2:
             q_tiles.index(0).store(q_left)
             q_tiles.index(1).store(q_right)
@@ -184,120 +203,106 @@ def _attend_items(
         # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
         new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
-        new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
+        new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
+        new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
         next_place = find_place((pair + programs) // NKV, candidates)
-        asked = _ask(
-            next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
-        )
-        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
-        scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT, STAGES)
+        asked = _ask(next_place, (pair + programs) % NKV, heads, rope, sequences, table_width, row, d, m, C)
+        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, sequences, B, C)
+        found, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
-            largest = gl.maximum(largest, scores[i])
+            largest = gl.maximum(largest, found[i])
         row_max = gl.maximum(gl.max(largest, 0), new_score)
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
             if i < blocks:
-                p = gl.exp2(scores[i] - row_max[None, :])
+                p = gl.exp2(found[i] - row_max[None, :])
                 weights += p
                 p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
         new_weight = gl.exp2(new_score - row_max)
         behind = begin + blocks * BLOCK_N - limit  # rows of the last block that are past the last token
         if behind > 0:
-            last = step + blocks - 1
-            mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
+            last = wait_full(full, step + blocks - 1)
             for c in gl.static_range(TILES):
-                zero_rows_from(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind, BLOCK_N)
+                zero_rows_from(tiles.index(last * TILES + c), BLOCK_N - behind, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs, step = _values(ring, p_tiles, step, blocks, D, STAGES)
+        accs, step = _values(ring, p_tiles, step, blocks, D)
         at = n[None, :] * D + m[:, None]
         stored = (n < GROUP)[None, :]
-        factor = 1 / total
+        inverse = 1 / total
         final = length <= SPLIT
-        out_ptrs = out_ptr + (b * NQ + kv_head * GROUP) * D + at
+        out_ptrs = results.out + (b * NQ + kv_head * GROUP) * D + at
         part = item.to(gl.int64) * NQ + kv_head * GROUP
         for c in gl.static_range(TILES):
             # Another split must not use the new token's V, which may be NaN.
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
-                gl.store(out_ptrs + c * CHANNELS, (acc * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+                gl.store(out_ptrs + c * CHANNELS, (acc * inverse[None, :]).to(results.out.dtype.element_ty), mask=stored)
             else:
-                gl.store(sums_ptr + part * D + c * CHANNELS + at, acc, mask=stored)
+                gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
         if not final:
-            gl.store(row_stats_ptr + 2 * (part + n), row_max, mask=n < GROUP)
-            gl.store(row_stats_ptr + 2 * (part + n) + 1, total, mask=n < GROUP)
+            gl.store(results.row_stats + 2 * (part + n), row_max, mask=n < GROUP)
+            gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=n < GROUP)
         if newest:
-            slot = ((page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + kv_head) * D + d
-            gl.store(k_ptr + slot, k_left)
-            gl.store(k_ptr + slot + HALF, k_right)
-            gl.store(v_ptr + slot, v_left)
-            gl.store(v_ptr + slot + HALF, v_right)
-    if PDL and not EARLY:
+            slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * NKV + kv_head) * D + d
+            gl.store(pages.k + slot, k_left)
+            gl.store(pages.k + slot + HALF, k_right)
+            gl.store(pages.v + slot, v_left)
+            gl.store(pages.v + slot + HALF, v_right)
+    if PDL and not C.EARLY:
         gdc_launch_dependents()
 
 
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width"])
 def _decode_sm90_kernel(
-    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
-    sums_ptr, row_stats_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    heads, rope, pages, k_pages, v_pages, sequences, results, scores, B, table_width, C, PDL: gl.constexpr
 ):  # fmt: skip
     """Every n-th pair of work item and KV head, for n programs. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
     dtype: gl.constexpr = k_pages.dtype
-    TILES: gl.constexpr = D // CHANNELS
-    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    TILES: gl.constexpr = C.D // CHANNELS
+    BLOCKS: gl.constexpr = C.SPLIT // BLOCK_N
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, CHANNELS], dtype)
-    SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, CHANNELS], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, BLOCK_N, CHANNELS], BLOCK)
-    q_tiles = gl.allocate_shared_memory(dtype, [TILES, N, CHANNELS], SMALL)
-    p_tiles = gl.allocate_shared_memory(dtype, [BLOCKS, N, BLOCK_N], SMALL)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.N, CHANNELS], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [C.STAGES * TILES, BLOCK_N, CHANNELS], BLOCK)
+    q_tiles = gl.allocate_shared_memory(dtype, [TILES, C.N, CHANNELS], SMALL)
+    p_tiles = gl.allocate_shared_memory(dtype, [BLOCKS, C.N, BLOCK_N], SMALL)
+    full, empty = ring_barriers(C.STAGES, 1)
     fence_async_shared()
-    ring = (tiles, full, empty)
+    ring, sizes = (tiles, full, empty), (B, table_width)
     gl.warp_specialize(
         [
-            (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
-             table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps, NQ, NKV, D, PAGE_SIZE,
-             SPLIT, STRIDE, STAGES, EARLY, PDL)),
-            (fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, NKV, D, PAGE_SIZE,
-             SPLIT, STRIDE, STAGES)),
+            (_attend_items, (heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL)),
+            (fetch_items, (k_pages, v_pages, ring, sequences, sizes, C)),
         ],
         [1],
         [REGISTERS],
-    )  # fmt: skip
+    )
 
 
-def accepts(decode: Decode) -> bool:
+def accepts(a: AttentionInput) -> bool:
     """Whether this kernel can compute it: raw heads (`rope` is given), 16-bit pages that TMA can move, and splits of at most
     `LONGEST` tokens."""
-    pages = decode.pages
+    pages = a.pages
     aligned = pages.k.data_ptr() % 16 == 0 and pages.v.data_ptr() % 16 == 0
-    narrow = decode.heads.element_size() == 2 and pages.k.dtype == decode.heads.dtype
-    return decode.rope is not None and aligned and narrow and decode.split <= LONGEST
+    narrow = a.heads.element_size() == 2 and pages.k.dtype == a.heads.dtype
+    return a.rope is not None and aligned and narrow and a.split <= LONGEST
 
 
-def launch(decode: Decode) -> None:
+def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`, for operands that `accepts` does not refuse."""
-    pages, out, B = decode.pages, decode.out, decode.num_seqs
-    page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in pages[:2])
-    programs = max(1, min(decode.max_splits * Nkv, PROGRAMS * sm_count(out.device)))
-    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
+    (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(pages.page_size, BOX), CHANNELS.value) for x in pages[:2])
+    programs = max(1, min(a.max_splits * Nkv, PROGRAMS * sm_count(device)))
+    constants = _Constants(
+        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
+        STAGES=STAGES, EARLY=fetches_early(B, device),
+    )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
-        decode.heads, cos_sin, q_norm, k_norm, pages.k, pages.v, k, v, decode.block_tables, decode.seq_lens, decode.split_starts,
-        out, decode.sums, decode.row_stats, B, decode.block_tables.shape[1], decode.scale * math.log2(math.e), eps, NQ=Nq,
-        NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=decode.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
-        EARLY=decode.early, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
-        **launch_options(4, 1, decode.pdl),
+        a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

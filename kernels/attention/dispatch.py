@@ -1,9 +1,10 @@
-"""Attention on the paged KV cache: the public functions, their checks, and which kernel computes what.
+"""Attention on the paged KV cache: `attention`, the public functions, and which kernel computes what.
 
-`decode` computes attention of one new token for each sequence; in pure decode steps it is fused with QK-norm, rotary embedding
-and the KV write. `prefill` computes prompts and chunks of them. `partial` computes few new tokens on a long context, which it
-divides into parts. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they can; FP8 pages are
-copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
+`attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
+fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for sequences with
+one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the others.
+`combine` adds the KV splits of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
+can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -13,70 +14,90 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.attention import decode, decode_fp8_sm90, decode_sm90, partial, prefill, prefill_sm90, widen_kv
+from minirt.kernels.attention import (
+    decode,
+    decode_fp8_sm90,
+    decode_sm90,
+    partial,
+    prefill,
+    prefill_sm90,
+    rope_write,
+    widen_kv,
+)
 from minirt.kernels.attention.combine import combine
 from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT, MAX_GROUP, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
-    Decode,
+    AttentionInput,
     KVPages,
-    Prefill,
     Rope,
-    Scratch,
+    Scores,
+    Sequences,
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.rope_write import check_pages
+from minirt.kernels.attention.rope_write import check_pages, check_rope
 from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear.dispatch import fetches_early
 from minirt.kernels.regimes import Regime, covering
 
 _SPLITS = (64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeRegime(Regime):
-    """`launch` runs the kernel on operands that `accepts` does not refuse."""
-
-    launch: Callable[[Decode], None] = decode.launch
-    accepts: Callable[[Decode], bool] = lambda decode: True
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillRegime(Regime):
+class AttentionRegime(Regime):
     """For heads of `head_dim` channels (None: any). `launch` runs the kernel on operands that `accepts` does not refuse."""
 
     head_dim: int | None = None
-    launch: Callable[[Prefill], None] = prefill.launch
-    accepts: Callable[[Prefill], bool] = lambda prefill: True
+    launch: Callable[[AttentionInput], None] = decode.launch
+    accepts: Callable[[AttentionInput], bool] = lambda a: True
 
 
-# The first regime that covers the sequences and accepts the operands computes them.
+# The first regime that covers the sequences or tokens, and accepts the operands, computes them.
 DECODE = (
-    DecodeRegime(
+    AttentionRegime(
         "decode_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_lookup_size, capability=90, launch=decode_sm90.launch,
         accepts=decode_sm90.accepts,
     ),
-    DecodeRegime(
+    AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
         launch=decode_fp8_sm90.launch, accepts=decode_fp8_sm90.accepts,
     ),
-    DecodeRegime("decode", "sequences", 1, variant=decode_lookup_size),
+    AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size, launch=decode.launch),
 )  # fmt: skip
-# TFLOP/s of `prefill_sm90` and of `prefill` for prompts on an H200: with head size 128, 139 and 108 at 512 tokens (the fewest
-# that were measured); with head size 64, 44 and 53 at 512 tokens, 123 and 115 at 1024.
-_SM90 = PrefillRegime("prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, accepts=prefill_sm90.accepts)
+# Where `prefill_sm90` is faster than `prefill` (docs/decisions/attention-prefill.md).
+_SM90 = AttentionRegime("prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, accepts=prefill_sm90.accepts)
 PREFILL = (
     replace(_SM90, first=512, head_dim=128),
     replace(_SM90, first=1024, head_dim=64),
-    PrefillRegime("prefill", "tokens", 1),
+    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
 # Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device
 # knows how many new tokens each one has.) A step of one sequence is padded at most to the next multiple of 128 tokens, so the
-# last size is `partial`'s own bound.
+# last size is `partial`'s bound.
 PARTIAL = (Regime("partial", "tokens", 2, partial.MOST.value),)
+
+
+def attention(a: AttentionInput) -> Tensor:
+    """All kernels of one attention layer's step: with `rope`, QK-norm, rotary embedding and KV write; then attention.
+
+    Returns:
+        `a.out`. If each sequence has one token and `max_seq_len` is at most `split`, it is not written for padding.
+    """
+    if a.sequences.query_starts is None:
+        return _decode(a)
+    if a.rope is not None:
+        if a.positions is None or a.slots is None:
+            raise InputError("missing", where="positions, slots", expected="those of the new tokens, with query_starts")
+        q = torch.empty_like(a.out)
+        rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q)
+        a = a._replace(heads=q, rope=None)
+    a = a._replace(max_seq_len=None, pdl=False)  # PDL gains nothing in steps with prompts
+    if a.num_seqs > 1:  # sequences with one new token and a long context are split
+        _decode(a)
+        a = a._replace(shortest=2)
+    return _prefill(a)
 
 
 def paged_attention_decode(
@@ -121,20 +142,14 @@ def paged_attention_decode(
         InputError: tensors do not fit each other. Whether lengths, starts and bounds agree is not checked, because that needs a
             read from the device.
     """
-    if check:
-        check_activations("q", q, 3)
-        _check_scale(scale)
-        _check(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
-        if query_starts is None:
-            check_tensor("seq_lens", seq_lens, (q.shape[0],), torch.int32, q.device)
-        else:
-            check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
     out = torch.empty_like(q) if out is None else out
-    pages, scratch = KVPages(k_pages, v_pages, k_scales, v_scales), Scratch.of(workspace, max_splits * q.shape[1], q.shape[2])
-    operands = Decode(
-        q, None, pages, block_tables, seq_lens, split_starts, query_starts, out, *scratch, max_splits, scale, split, pdl, False
-    )
-    return _decode(operands, max_seq_len, config)
+    a = AttentionInput(
+        q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts, query_starts),
+        Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
+    )  # fmt: skip
+    if check:
+        _check_decode(a)
+    return _decode(a, config)
 
 
 def rope_paged_attention_decode(
@@ -174,25 +189,18 @@ def rope_paged_attention_decode(
 
     The other arguments and errors are those of `paged_attention_decode`.
     """
-    Nkv, D = k_pages.shape[2], k_pages.shape[3]
-    B = qkv.shape[0]
-    if check:
-        check_activations("qkv", qkv)
-        _check_scale(scale)
-        check_tensor("seq_lens", seq_lens, (B,), torch.int32, qkv.device)
-        _check(qkv, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, Nq, D, out, split)
-        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
-        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-            if norm is not None:
-                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
-    out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
-    pages, scratch = KVPages(k_pages, v_pages, k_scales, v_scales), Scratch.of(workspace, max_splits * Nq, D)
-    operands = Decode(
-        qkv, Rope(cos_sin, q_norm, k_norm, eps), pages, block_tables, seq_lens, split_starts, None, out, *scratch, max_splits,
-        scale, split, pdl, fetches_early(B, out.device),
+    D = k_pages.shape[-1]
+    out = torch.empty(qkv.shape[0], Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    rope = Rope(cos_sin, q_norm, k_norm, eps)
+    a = AttentionInput(
+        qkv, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts), Scores(scale), out,
+        rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
-    return _decode(operands, max_seq_len, config)
+    if check:
+        _check_decode(a, Nq)
+        check_tensor("qkv", qkv, (None, (Nq + 2 * a.pages.num_kv_heads) * D), qkv.dtype, qkv.device)
+        check_rope(rope, D, qkv)
+    return _decode(a, config)
 
 
 def paged_attention_prefill(
@@ -233,105 +241,108 @@ def paged_attention_prefill(
     Raises:
         InputError: tensors do not fit each other, or there is a workspace but no max_splits.
     """
-    B = seq_lens.shape[0]
+    out = torch.empty_like(q) if out is None else out
+    a = AttentionInput(
+        q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, query_starts=query_starts),
+        Scores(scale), out, workspace=workspace, max_splits=max_splits, split=split, shortest=shortest,
+    )  # fmt: skip
     if check:
-        check_activations("q", q, 3)
-        _check_pages(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, q.shape[1], q.shape[2])
-        if out is not None:
-            check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
-        check_tensor("query_starts", query_starts, (B + 1,), torch.int32, q.device)
-        _check_scale(scale)
+        _check(a)
+        check_tensor("query_starts", query_starts, (a.num_seqs + 1,), torch.int32, q.device)
         if workspace is not None and max_splits < 1:
             raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
         if workspace is not None and shortest > 2:
             raise InputError("too large", where="shortest", expected="at most 2, with a workspace", found=shortest)
-    out = torch.empty_like(q) if out is None else out
-    tokens = q.shape[0]
-    if tokens == 0 or B == 0:
-        return out
-    pages, parts = KVPages(k_pages, v_pages, k_scales, v_scales), 0
-    if workspace is not None and max_splits > 1 and tokens > 1 and (B > 1 or PARTIAL[0].covers(tokens)):
-        parts = split
-    operands = Prefill(q, pages, block_tables, query_starts, seq_lens, out, scale, shortest, parts, max_splits)
-    if workspace is not None and parts:
-        partial.launch(operands, workspace)
+    return _prefill(a, config)
+
+
+def decode_regime(a: AttentionInput) -> AttentionRegime:
+    """The regime that computes attention of sequences with one new token."""
+    return _regime(DECODE, a.num_seqs, a)
+
+
+def prefill_regime(a: AttentionInput) -> AttentionRegime:
+    """The regime that computes attention of prompts."""
+    return _regime(PREFILL, a.heads.shape[0], a)
+
+
+def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
+    D = a.out.shape[2]
+    found = covering(table, size, capability(a.out.device))
+    return next(regime for regime in found if regime.head_dim in (None, D) and regime.accepts(a))
+
+
+def _decode(a: AttentionInput, config: decode.DecodeConfig | None = None) -> Tensor:
+    """Attention of the sequences with one new token."""
+    if a.num_seqs == 0:
+        return a.out
     if config is not None:
-        prefill.launch(operands, config)
-        return out
-    # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
-    widens = pages.k_scale is not None and 0 < max_splits * split <= MAX_WIDENED_TOKENS
-    own = prefill_regime(operands._replace(pages=KVPages(q, q)) if widens else operands)
-    if widens and own.launch is not prefill.launch:
-        operands = widen_kv.widen(operands, split)
-    own.launch(operands)
-    return out
-
-
-def decode_regime(operands: Decode) -> DecodeRegime:
-    """The regime that computes decode attention."""
-    found = covering(DECODE, operands.num_seqs, capability(operands.out.device))
-    return next(own for own in found if own.accepts(operands))
-
-
-def prefill_regime(operands: Prefill) -> PrefillRegime:
-    """The regime that computes the attention of prompts."""
-    tokens, _, head_dim = operands.q.shape
-    found = covering(PREFILL, tokens, capability(operands.q.device))
-    return next(own for own in found if own.head_dim in (None, head_dim) and own.accepts(operands))
-
-
-def _decode(operands: Decode, max_seq_len: int | None, config: decode.DecodeConfig | None) -> Tensor:
-    out = operands.out
-    if operands.num_seqs == 0:
-        return out
-    if config is not None:
-        decode.launch(operands, config)
+        decode.launch(a, config)
     else:
-        decode_regime(operands).launch(operands)
-    if max_seq_len is None or max_seq_len > operands.split:
+        decode_regime(a).launch(a)
+    if a.max_seq_len is None or a.max_seq_len > a.split:
         # It also fills the rows of empty sequences. Only the device knows whether a sequence has several splits.
-        combine(operands)
-    return out
+        combine(a)
+    return a.out
 
 
-def _check_pages(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    Nq: int,
-    D: int,
-) -> None:
-    """Raise InputError unless pages, tables and lengths fit each other, and q's dtype, device and Nq heads of size D."""
+def _prefill(a: AttentionInput, config: prefill.AttentionConfig | None = None) -> Tensor:
+    """Attention of the sequences with `a.shortest` new tokens or more."""
+    tokens = a.heads.shape[0]
+    if tokens == 0 or a.num_seqs == 0:
+        return a.out
+    if a.workspace is not None and a.max_splits > 1 and tokens > 1 and (a.num_seqs > 1 or PARTIAL[0].covers(tokens)):
+        a = a._replace(partial=a.split)
+        partial.launch(a)
+    if config is not None:
+        prefill.launch(a, config)
+        return a.out
+    # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
+    widens = a.pages.k_scale is not None and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS
+    regime = prefill_regime(a._replace(pages=KVPages(a.heads, a.heads)) if widens else a)
+    if widens and regime.launch is not prefill.launch:
+        a = widen_kv.widen(a)
+    regime.launch(a)
+    return a.out
+
+
+def _check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
+    """`_check`, and what only `decode` needs."""
+    _check(a, raw_queries)
+    x, (_, seq_lens, split_starts, query_starts) = a.heads, a.sequences
+    for where, starts in (("split_starts", split_starts), ("query_starts", query_starts)):
+        if starts is not None:
+            check_tensor(where, starts, (a.num_seqs + 1,), torch.int32, x.device)
+    if query_starts is None:
+        check_tensor("seq_lens", seq_lens, (x.shape[0],), torch.int32, x.device)
+    if a.split not in _SPLITS:
+        raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
+
+
+def _check(a: AttentionInput, raw_queries: int | None = None) -> None:
+    """Raise InputError unless pages, tables, lengths and `out` fit each other, and the dtype and device of `heads`.
+
+    Args:
+        raw_queries: number of query heads among raw heads.
+    """
+    x, pages, sequences = a.heads, a.pages, a.sequences
+    if raw_queries is None:
+        check_activations("q", x, 3)
+        _, Nq, D = x.shape
+    else:
+        check_activations("qkv", x)
+        Nq, D = raw_queries, pages.k.shape[-1]
+    if not a.scores.scale > 0:
+        raise InputError("not positive", where="scale", found=a.scores.scale)
     if D not in HEAD_DIMS:
         raise InputError("unsupported head size", where="q", expected="64 or 128", found=D)
-    check_pages(k_pages, v_pages, k_scales, v_scales, None, D, q)
-    page_size, Nkv = k_pages.shape[1:3]
+    check_pages(pages, None, D, x)
+    page_size, Nkv = pages.page_size, pages.num_kv_heads
     if page_size < 16 or page_size & (page_size - 1):
         raise InputError("unsupported page size", where="k_pages", expected="a power of two from 16", found=page_size)
     if Nq % Nkv or Nq // Nkv > MAX_GROUP:
         what = f"a multiple of {Nkv} KV heads, at most {MAX_GROUP} times as many"
         raise InputError("unsupported number of query heads", where="q", expected=what, found=Nq)
-    check_tensor("seq_lens", seq_lens, (None,), torch.int32, q.device)
-    check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), torch.int32, q.device)
-
-
-def _check_scale(scale: float) -> None:
-    """Raise InputError unless the factor of the scores is positive: the row maximum is computed before the factor is applied."""
-    if not scale > 0:
-        raise InputError("not positive", where="scale", found=scale)
-
-
-def _check(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, block_tables: Tensor,
-    seq_lens: Tensor, split_starts: Tensor, Nq: int, D: int, out: Tensor | None, split: int,
-) -> None:  # fmt: skip
-    _check_pages(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, Nq, D)
-    check_tensor("split_starts", split_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
-    if out is not None:
-        check_tensor("out", out, (q.shape[0], Nq, D), q.dtype, q.device)
-    if split not in _SPLITS:
-        raise InputError("not a power of two from 64 to 1024", where="split", found=split)
+    check_tensor("seq_lens", sequences.seq_lens, (None,), torch.int32, x.device)
+    check_tensor("block_tables", sequences.block_tables, (a.num_seqs, None), torch.int32, x.device)
+    check_tensor("out", a.out, (x.shape[0], Nq, D), x.dtype, x.device)

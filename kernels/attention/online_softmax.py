@@ -1,6 +1,8 @@
 """Shared code of the attention kernels: the slots of tokens in the pages, and one step of the online softmax.
 
-The online softmax is in fp32, with powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
+The online softmax is in fp32, with powers of two (Milakov & Gimelshein 2018; Dao et al. 2022). Its `state` is (row maximum,
+total, sums) of rows of queries. Every kernel computes its scores by `score` and `hide`, also those for Hopper, as these functions
+contain nothing that depends on a layout.
 """
 
 import torch
@@ -9,23 +11,40 @@ import triton.language as tl
 
 from minirt.kernels.fp8 import INTERPRETED
 
-LOG2_E = 1.4426950408889634
-
 
 @triton.jit
-def page_slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def page_slots(table_ptr, first, limit, C):
     """The tokens t = first + [0, BLOCK_N) of a sequence, and their slots as (base, offsets).
 
     Token t[i] is in slot base + offsets[i]. `first` is a multiple of BLOCK_N.
     """
-    n = tl.arange(0, BLOCK_N)
+    n = tl.arange(0, C.BLOCK_N)
     t = first + n
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        return t, page * PAGE_SIZE + first % PAGE_SIZE, n
+    if C.PAGE_SIZE % C.BLOCK_N == 0:
+        page = tl.load(table_ptr + first // C.PAGE_SIZE).to(tl.int64)
+        return t, page * C.PAGE_SIZE + first % C.PAGE_SIZE, n
     else:
-        page = tl.load(table_ptr + t // PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
-        return t, tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
+        page = tl.load(table_ptr + t // C.PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
+        return t, tl.full((), 0, tl.int64), page * C.PAGE_SIZE + t % C.PAGE_SIZE
+
+
+@triton.jit
+def score(products, factor, scores):
+    """The scores of products of queries and keys, and the factor, positive, by which the caller multiplies them.
+
+    Where the factor comes late, its product is fused with an addition.
+
+    Args:
+        factor: `scores.scale`, and K's scales.
+        scores: `Scores`.
+    """
+    return products, factor
+
+
+@triton.jit
+def hide(s, t, row_limit):
+    """Scores s of the tokens t; −inf for tokens from row_limit on, which a row does not see. The arguments broadcast."""
+    return tl.where(t < row_limit, s, float("-inf"))
 
 
 @triton.jit
@@ -66,11 +85,13 @@ def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.co
 
 @triton.jit
 def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
-    """The sums before the first step: zeros."""
+    """The state of M rows before the first step."""
+    row_max = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
     if FP8:
-        return tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32)
+        return row_max, total, (tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32))
     else:
-        return (tl.zeros((M, D), tl.float32),)
+        return row_max, total, (tl.zeros((M, D), tl.float32),)
 
 
 @triton.jit
@@ -128,7 +149,7 @@ def inverse(x):
 
 def fuses(dtype: torch.dtype) -> bool:
     """Whether kernels that call `attend` may fuse multiplications with additions. In fp32 they may not. There, a sum over a row
-    adds the products of neighbouring lanes. A lane that fuses its own product into the addition of its neighbour's rounded one
+    adds the products of neighbouring lanes. A lane that fuses its product into the addition of its neighbour's rounded one
     gets another sum than that neighbour, but both store it as the same number.
     """
     return dtype != torch.float32
@@ -143,13 +164,10 @@ def _settle(x):
 
 
 @triton.jit
-def attend(
-    q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base, slot, t, limit, row_limit, scale,
-    NKV: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: tl.constexpr):
     """One step of the online softmax, for queries q [M, D] (from `prepare`) and the tokens t [N] of one KV head.
 
-    The tokens are in rows base + NKV · slot [N] of the pages, seen as [P · page_size · NKV, D]. `scale` > 0 includes log₂ e.
+    The tokens are in rows base + NKV · slot [N] of the pages, seen as [P · page_size · NKV, D]. `scores`: `Scores.in_base_2`.
     MASKED: some tokens are hidden. Tokens from `limit` on are past the sequence's end: the page may hold NaN there, and a NaN
     in V would survive a probability of zero, so these tokens are not loaded. Row m sees only tokens below row_limit[m].
 
@@ -157,17 +175,20 @@ def attend(
     scales multiply the scores. V's scales multiply the probabilities, as a term of their exponents. These products are scaled so
     that the largest is at most 2^15, which keeps their precision in fp16.
     """
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
+    row_max, total, acc = state
     inside = (t < limit)[:, None]
-    if k_scales_ptr is None:
+    if pages.k_scale is None:
         at = slot[:, None] * (NKV * D) + tl.arange(0, D)[None, :]
-        k_ptr += base * D
-        v_ptr += base * D
+        k_ptr = pages.k + base * D
+        v_ptr = pages.v + base * D
         k = tl.load(k_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(k_ptr + at)
-        s = tl.dot(q[0], tl.trans(k), input_precision="ieee")
+        s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
-            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - new_row_max[:, None])
+            s = hide(s, t[None, :], row_limit[:, None])
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+        p = tl.exp2(s * factor - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         total = total * rescale + tl.sum(p, 1)
         v = tl.load(v_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(v_ptr + at)
@@ -175,20 +196,21 @@ def attend(
     else:
         dtype: tl.constexpr = q[0].dtype
         at = slot[:, None] * (NKV * D // 2) + tl.arange(0, D // 2)[None, :]
-        k_ptr += base * (D // 2)
-        v_ptr += base * (D // 2)
+        k_ptr = pages.k + base * (D // 2)
+        v_ptr = pages.v + base * (D // 2)
         k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
-        k_factor = tl.load(k_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0) * scale
-        v_scale = tl.load(v_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0)
+        k_factor = tl.load(pages.k_scale + base + slot * NKV, mask=t < limit, other=1.0) * scores.scale
+        v_scale = tl.load(pages.v_scale + base + slot * NKV, mask=t < limit, other=1.0)
         exponent, per_scale = log2(v_scale), inverse(v_scale)
         if q[0].shape[0] > 16:
             k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
         k_even, k_odd = widen(k, dtype)
         s = tl.dot(q[0], tl.trans(k_even), input_precision="ieee")
         s = tl.dot(q[1], tl.trans(k_odd), s, input_precision="ieee")
-        s = s * q[2] * k_factor[None, :] + exponent[None, :]
+        s, factor = score(s * q[2], k_factor[None, :], scores)
+        s = s * factor + exponent[None, :]
         if MASKED:
-            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+            s = hide(s, t[None, :], row_limit[:, None])
         new_row_max = tl.maximum(row_max, tl.max(s, 1) - 15)
         p = tl.exp2(s - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
@@ -201,24 +223,16 @@ def attend(
 
 
 @triton.jit
-def attend_context(
-    q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, seen_by_all, end, limit, row_limit, scale,
-    kv_head, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over the tokens begin … end - 1 of a sequence, BLOCK_N at a time.
+def attend_context(q, pages, table_ptr, kv_head, begin, seen_by_all, end, limit, row_limit, scores, C):
+    """The state of the online softmax after the tokens begin … end - 1 of a sequence, BLOCK_N at a time.
 
     Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`.
     """
-    for first in range(begin, seen_by_all, BLOCK_N):
-        t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
-        row_max, total, acc = attend(
-            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
-            row_limit, scale, NKV, D, False,
-        )  # fmt: skip
-    for first in range(seen_by_all, end, BLOCK_N):
-        t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
-        row_max, total, acc = attend(
-            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
-            row_limit, scale, NKV, D, True,
-        )  # fmt: skip
-    return row_max, total, acc
+    state = blank(C.BLOCK_M, C.D, pages.k_scale is not None)
+    for first in range(begin, seen_by_all, C.BLOCK_N):
+        t, base, slot = page_slots(table_ptr, first, limit, C)
+        state = attend(q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, False)
+    for first in range(seen_by_all, end, C.BLOCK_N):
+        t, base, slot = page_slots(table_ptr, first, limit, C)
+        state = attend(q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, True)
+    return state

@@ -1,12 +1,21 @@
-"""The operands of the attention kernels, as `dispatch` has checked them."""
+"""`AttentionInput`: the operands of one attention layer's step. Every attention kernel's launch takes one.
+
+`KVPages`, `Rope`, `Sequences`, `Scores` and `Results` are records: kernels take them whole and read their fields by name. So a
+new setting of the scores is a field of `Scores`, and its computation in `online_softmax.score` or `hide`. This file imports no
+Triton.
+"""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from minirt.errors import InputError
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.launch import Workspace
 
 FEW_SEQS = 32  # up to this many sequences, decode kernels use a small lookup
+_LOG2_E = 1.4426950408889634
 
 
 def decode_lookup_size(num_seqs: int) -> int:
@@ -20,8 +29,10 @@ def prefill_lookup_size(num_seqs: int) -> int:
 
 
 class KVPages(NamedTuple):
-    """Pages of K and V: k, v [P, page_size, Nkv, D] of the queries' dtype; or float8_e4m3fn, with k_scale, v_scale
-    [P, page_size, Nkv] fp32."""
+    """Pages of K and V of one attention layer: k, v [P, page_size, Nkv, D] of the queries' dtype.
+
+    FP8 pages (float8_e4m3fn) have a scale for each token and head: k_scale, v_scale [P, page_size, Nkv] fp32.
+    """
 
     k: Tensor
     v: Tensor
@@ -36,95 +47,118 @@ class KVPages(NamedTuple):
     def num_kv_heads(self) -> int:
         return self.k.shape[2]
 
+    def for_kernel(self, dtype: torch.dtype) -> "KVPages":
+        """The pages, FP8 as integers of `dtype`, which every GPU and every Triton version can load and store."""
+        k, v, *scales = self
+        if self.k_scale is not None:
+            k, v = k.view(dtype), v.view(dtype)
+        return KVPages(k, v, *scales)
+
 
 class Rope(NamedTuple):
-    """The rotary table cos_sin [L, D] fp32 (cosines | sines), and the weights [D] of QK-norm, if the model has it."""
+    """What turns raw heads into q and k: QK-norm with weights [D], if the model has it, then rotary embedding.
+
+    `cos_sin` [L, D] fp32 has a row (cosines | sines) for each position.
+    """
 
     cos_sin: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
 
 
-class Decode(NamedTuple):
-    """Attention of one new token for each sequence.
+class Sequences(NamedTuple):
+    """The sequences of a step: their pages and lengths, all int32.
 
     Attributes:
-        heads: q [T, Nq, D]; with `rope`, raw heads [B, (Nq + 2·Nkv)·D] of q, k and v. Their k and v are not in the pages yet.
-        rope: norm and rotation that turn raw heads into q, k and v; None: `heads` are q.
-        block_tables: [B, pages] int32.
-        seq_lens: [B] int32, cached tokens, including the new one.
-        split_starts: [B + 1] int32: for each sequence, the number of KV splits of the sequences before it; last, that of all.
-        query_starts: [B + 1] int32: the first row of each sequence in q, if some sequences have several new tokens; None: each
-            sequence has one row.
+        block_tables: [B, pages].
+        seq_lens: [B], cached tokens, including the new ones. 0: padding.
+        split_starts: [B + 1]: for each sequence, the number of KV splits of the sequences before it; last, that of all. None:
+            not needed, as no sequence has a single new token.
+        query_starts: [B + 1]: for each sequence, the number of new tokens of the sequences before it; last, that of all. None:
+            each sequence has one new token.
+    """
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    split_starts: Tensor | None = None
+    query_starts: Tensor | None = None
+
+
+class Scores(NamedTuple):
+    """What turns products of queries and keys into scores, in the order of the fields.
+
+    Attributes:
+        scale: factor of the products, positive, because the row maximum is computed before the factor is applied.
+    """
+
+    scale: float
+
+    def in_base_2(self) -> "Scores":
+        """The settings as kernels take them: scores are exponents of 2."""
+        return self._replace(scale=self.scale * _LOG2_E)
+
+
+class Results(NamedTuple):
+    """Where kernels store results: `out` [T, Nq, D], and partial results in fp32.
+
+    Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total.
+    """
+
+    out: Tensor
+    sums: Tensor
+    row_stats: Tensor
+
+
+class AttentionInput(NamedTuple):
+    """Attention of the new tokens of B sequences on all their cached tokens, the new ones included.
+
+    Attributes:
+        heads: q [T, Nq, D]; with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v. Their k and v are not in the pages yet.
         out: [T, Nq, D].
-        sums, row_stats: fp32 scratch memory. For each split and head: D sums; a row maximum and a total.
-        max_splits: upper bound of the number of KV splits of all sequences.
-        scale: the factor of the scores.
-        split: tokens of a KV split.
-        pdl, early: see `minirt.kernels.pdl`.
+        positions, slots: [T] int64: rows of `cos_sin`, and the new tokens' slots. Only needed with `rope` and `query_starts`.
+        workspace: of partial results. None: contexts of several new tokens are not divided, and no sequence has a single one.
+        max_splits: upper bound of the number of KV splits of all sequences, incomplete ones included; 0: unknown.
+        max_seq_len: upper bound of the sequences' lengths; None: unknown.
+        split: tokens of a KV split, a power of two.
+        pdl: see `minirt.kernels.pdl`.
+        shortest: of several kernels, this one leaves out the sequences with fewer new tokens.
+        partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
     """
 
     heads: Tensor
-    rope: Rope | None
     pages: KVPages
-    block_tables: Tensor
-    seq_lens: Tensor
-    split_starts: Tensor
-    query_starts: Tensor | None
+    sequences: Sequences
+    scores: Scores
     out: Tensor
-    sums: Tensor
-    row_stats: Tensor
-    max_splits: int
-    scale: float
-    split: int
-    pdl: bool
-    early: bool
-
-    @property
-    def num_seqs(self) -> int:
-        return self.seq_lens.shape[0]
-
-
-class Prefill(NamedTuple):
-    """Attention of any number of new tokens for each sequence.
-
-    Attributes:
-        q: [T, Nq, D], one sequence after the other.
-        block_tables: [B, pages] int32.
-        query_starts: [B + 1] int32: for each sequence, the number of rows of q before it; last, that of all.
-        seq_lens: [B] int32, cached tokens, including the new ones.
-        out: [T, Nq, D].
-        scale: the factor of the scores.
-        shortest: sequences with fewer new tokens are not computed.
-        partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
-        max_splits: upper bound of the number of KV splits of all sequences; 0: unknown.
-    """
-
-    q: Tensor
-    pages: KVPages
-    block_tables: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    out: Tensor
-    scale: float
+    rope: Rope | None = None
+    positions: Tensor | None = None
+    slots: Tensor | None = None
+    workspace: Workspace | None = None
+    max_splits: int = 0
+    max_seq_len: int | None = None
+    split: int = KV_SPLIT
+    pdl: bool = False
     shortest: int = 1
     partial: int = 0
-    max_splits: int = 0
 
     @property
     def num_seqs(self) -> int:
-        return self.seq_lens.shape[0]
+        return self.sequences.seq_lens.shape[0]
 
+    @property
+    def table_width(self) -> int:
+        return self.sequences.block_tables.shape[1]
 
-class Scratch(NamedTuple):
-    """fp32 views of a workspace. For each partial result: `sums` [D]; `row_stats`, a row maximum and a total."""
+    @property
+    def head_shape(self) -> tuple[int, int, int]:
+        """(Nq, Nkv, D)."""
+        return self.out.shape[1], self.pages.num_kv_heads, self.out.shape[2]
 
-    sums: Tensor
-    row_stats: Tensor
-
-    @classmethod
-    def of(cls, workspace: Workspace, results: int, head_dim: int) -> "Scratch":
-        """Views for `results` partial results; each head has its own."""
-        sums = workspace.sums(results * (head_dim + 2))
-        return cls(sums, sums[results * head_dim :])
+    def results(self, parts: int) -> Results:
+        """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens)."""
+        Nq, _, D = self.head_shape
+        if self.workspace is None:
+            raise InputError("missing", where="workspace", expected="room for partial results")
+        sums = self.workspace.sums(parts * Nq * (D + 2))
+        return Results(self.out, sums, sums[parts * Nq * D :])

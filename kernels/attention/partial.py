@@ -8,16 +8,17 @@ The device decides which sequences this kernel computes, from their numbers of n
 depend on the other sequences.
 """
 
+
 import torch
 import triton
 import triton.language as tl
 
 from minirt.kernels.attention import combine
 from minirt.kernels.attention.combine import merge
-from minirt.kernels.attention.online_softmax import LOG2_E, attend_context, blank, fuses, prepare, whole
-from minirt.kernels.attention.operands import Prefill, Scratch, prefill_lookup_size
-from minirt.kernels.attention.rope_write import as_integers
-from minirt.kernels.launch import Workspace, sm_count
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
+from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
+from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
 
 _ROWS = 4  # a sequence has at most this many partial results (parts × new tokens) for each KV split of its context
@@ -39,12 +40,12 @@ def parts_of(new, length, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _sequences(starts_ptr, lens_ptr, B, BLOCK_B: tl.constexpr, SPLIT: tl.constexpr):
-    """The number of new tokens and of parts of each sequence, [BLOCK_B] each."""
+def lengths(sequences, B, BLOCK_B: tl.constexpr):
+    """The number of new and of cached tokens of each sequence, [BLOCK_B] each."""
     index = tl.arange(0, BLOCK_B)
-    new = tl.load(starts_ptr + index + 1, mask=index < B, other=0) - tl.load(starts_ptr + index, mask=index < B, other=0)
-    parts, _ = parts_of(new, tl.load(lens_ptr + index, mask=index < B, other=0), SPLIT)
-    return new, parts
+    ends = tl.load(sequences.query_starts + index + 1, mask=index < B, other=0)
+    new = ends - tl.load(sequences.query_starts + index, mask=index < B, other=0)
+    return new, tl.load(sequences.seq_lens + index, mask=index < B, other=0)
 
 
 @triton.jit
@@ -62,74 +63,67 @@ def _before(ends, b, BLOCK_B: tl.constexpr):
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _chunk_kernel(
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, sums_ptr, row_stats_ptr, B, table_width,
-    scale, NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """One KV head of every n-th work item, for n programs per head. A work item: a tile of queries on one part of the context."""
-    GROUP: tl.constexpr = NQ // NKV
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
-    FP8: tl.constexpr = k_scales_ptr is not None
-    kv_head = tl.program_id(0) % NKV
-    new, parts = _sequences(starts_ptr, lens_ptr, B, BLOCK_B, SPLIT)
+    NQ: tl.constexpr = C.NQ
+    D: tl.constexpr = C.D
+    GROUP: tl.constexpr = NQ // C.NKV
+    QUERIES: tl.constexpr = C.BLOCK_M // GROUP
+    kv_head = tl.program_id(0) % C.NKV
+    new, lens = lengths(sequences, B, C.BLOCK_B)
+    parts = parts_of(new, lens, C.PARTIAL)[0]
     ends = tl.cumsum(parts * ((new + QUERIES - 1) // QUERIES), 0)
     rows = tl.cumsum(parts * new, 0)
-    for item in range(tl.program_id(0) // NKV, tl.max(ends, 0), tl.num_programs(0) // NKV):
+    for item in range(tl.program_id(0) // C.NKV, tl.max(ends, 0), tl.num_programs(0) // C.NKV):
         b, first_item = _place(ends, item)
-        start, limit = tl.load(starts_ptr + b), tl.load(lens_ptr + b)
-        count = tl.load(starts_ptr + b + 1) - start
-        own_parts, tokens = parts_of(count, limit, SPLIT)
+        start, limit = tl.load(sequences.query_starts + b), tl.load(sequences.seq_lens + b)
+        count = tl.load(sequences.query_starts + b + 1) - start
+        num_parts, tokens = parts_of(count, limit, C.PARTIAL)
         tiles = (count + QUERIES - 1) // QUERIES
         part, first_query = (item - first_item) // tiles, (item - first_item) % tiles * QUERIES
-        row = tl.arange(0, BLOCK_M)
+        row = tl.arange(0, C.BLOCK_M)
         valid = (first_query + row // GROUP < count) & (row < QUERIES * GROUP)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(first_query + row // GROUP, count - 1)
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, D)[None, :]
-        q = prepare(tl.load(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d), FP8)
+        q = tl.load(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d)
+        q = prepare(q, pages.k_scale is not None)
         row_limit = limit - count + query + 1
-        table_ptr = tables_ptr + b.to(tl.int64) * table_width
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = blank(BLOCK_M, D, FP8)
+        table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         begin = part * tokens
-        last = part == own_parts - 1
-        seen_by_all = tl.where(last, (limit - count + first_query + 1) // BLOCK_N * BLOCK_N, begin + tokens)
+        last = part == num_parts - 1
+        seen_by_all = tl.where(last, (limit - count + first_query + 1) // C.BLOCK_N * C.BLOCK_N, begin + tokens)
         seen_by_any = tl.where(last, tl.minimum(limit - count + first_query + QUERIES, limit), begin + tokens)
         row_max, total, acc = attend_context(
-            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, seen_by_all, seen_by_any, limit,
-            row_limit, scale, kv_head, NKV, D, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
-        first_row = _before(rows, b, BLOCK_B) + part * count + first_query
+            q, pages, table_ptr, kv_head, begin, seen_by_all, seen_by_any, limit, row_limit, scores, C
+        )
+        first_row = _before(rows, b, C.BLOCK_B) + part * count + first_query
         at = (first_row + row // GROUP).to(tl.int64) * NQ + head
-        tl.store(sums_ptr + at[:, None] * D + d, whole(acc), mask=valid[:, None])
-        tl.store(row_stats_ptr + 2 * at, row_max, mask=valid)
-        tl.store(row_stats_ptr + 2 * at + 1, total, mask=valid)
+        tl.store(results.sums + at[:, None] * D + d, whole(acc), mask=valid[:, None])
+        tl.store(results.row_stats + 2 * at, row_max, mask=valid)
+        tl.store(results.row_stats + 2 * at + 1, total, mask=valid)
 
 
 @prepared
 @triton.jit(do_not_specialize=["B"])
-def _combine_chunks_kernel(
-    starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, NQ: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+def _combine_chunks_kernel(sequences, results, B, C):
     """Store the weighted mean of the parts, in order. One warp computes one token and head at a time."""
-    new, parts = _sequences(starts_ptr, lens_ptr, B, BLOCK_B, SPLIT)
+    new, lens = lengths(sequences, B, C.BLOCK_B)
+    parts = parts_of(new, lens, C.PARTIAL)[0]
     rows = tl.cumsum(parts * new, 0)
-    ends = tl.cumsum(tl.where(parts > 0, new * NQ, 0), 0)
-    d = tl.arange(0, D)[None, :]
+    ends = tl.cumsum(tl.where(parts > 0, new * C.NQ, 0), 0)
+    d = tl.arange(0, C.D)[None, :]
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         b, first_item = _place(ends, item)
-        start = tl.load(starts_ptr + b)
-        count = tl.load(starts_ptr + b + 1) - start
-        own_parts, _ = parts_of(count, tl.load(lens_ptr + b), SPLIT)
-        first_row = _before(rows, b, BLOCK_B)
-        query, head = (item - first_item) // NQ, (item - first_item) % NQ
-        acc, total = merge(sums_ptr, row_stats_ptr, first_row + query, count, own_parts, head, NQ, D, BLOCK_S)
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ((start + query).to(tl.int64) * NQ + head) * D + d, out)
+        start = tl.load(sequences.query_starts + b)
+        count = tl.load(sequences.query_starts + b + 1) - start
+        num_parts = parts_of(count, tl.load(sequences.seq_lens + b), C.PARTIAL)[0]
+        first_row = _before(rows, b, C.BLOCK_B)
+        query, head = (item - first_item) // C.NQ, (item - first_item) % C.NQ
+        acc, total = merge(results, first_row + query, count, num_parts, head, C)
+        out = (acc / total[:, None]).to(results.out.dtype.element_ty)
+        tl.store(results.out + ((start + query).to(tl.int64) * C.NQ + head) * C.D + d, out)
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
@@ -140,18 +134,15 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
     return _ROWS * max_splits * Nq * (D + 2)
 
 
-def launch(prefill: Prefill, workspace: Workspace) -> None:
-    """Write `out` of the sequences that `parts_of` divides into parts."""
-    q, pages, tables, starts, lens, out = prefill[:6]
-    (T, Nq, D), Nkv, B, split = q.shape, pages.num_kv_heads, prefill.num_seqs, prefill.partial
-    block_m, block_n, warps = (64, 64, 4) if q.element_size() == 2 else (32, 32, 8)
-    scratch, programs = Scratch.of(workspace, _ROWS * prefill.max_splits * Nq, D), sm_count(q.device)
-    block_b = prefill_lookup_size(B)
+def launch(a: AttentionInput) -> None:
+    """Write `out` of the sequences that `parts_of` divides into parts of `a.partial` tokens or more."""
+    (Nq, Nkv, _), B, programs = a.head_shape, a.num_seqs, sm_count(a.heads.device)
+    block_m, block_n, warps = (64, 64, 4) if a.heads.element_size() == 2 else (32, 32, 8)
+    results = a.results(_ROWS * a.max_splits)
+    constants = Constants.of(a, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), PARTIAL=a.partial)
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](
-        q, *as_integers(torch.int16, pages.k, pages.v), pages.k_scale, pages.v_scale, tables, starts, lens, *scratch, B,
-        tables.shape[1], prefill.scale * LOG2_E, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=pages.page_size, BLOCK_B=block_b, BLOCK_M=block_m,
-        BLOCK_N=block_n, SPLIT=split, num_warps=warps, num_stages=2, enable_fp_fusion=fuses(q.dtype),
+        a.heads, a.pages.for_kernel(torch.int16), a.sequences, results, a.scores.in_base_2(), B, a.table_width, C=constants,
+        num_warps=warps, num_stages=2, enable_fp_fusion=fuses(a.heads.dtype),
     )  # fmt: skip
-    _combine_chunks_kernel[(min(T * Nq, combine.PROGRAMS * programs),)](
-        starts, lens, out, *scratch, B, NQ=Nq, D=D, BLOCK_B=block_b, BLOCK_S=combine.BLOCK_S, SPLIT=split, num_warps=1
-    )
+    grid = (min(a.heads.shape[0] * Nq, combine.PROGRAMS * programs),)
+    _combine_chunks_kernel[grid](a.sequences, results, B, C=constants, num_warps=1)

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.attention.online_softmax import LOG2_E, attend_context, blank, fuses, prepare, whole
-from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
+from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
-from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.launch import capability
 from minirt.kernels.prepared import prepared
 
@@ -55,49 +55,26 @@ def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    tables_ptr,
-    query_starts_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    B,
-    table_width,
-    scale,
-    NQ: tl.constexpr,
-    NKV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head.
-
-    PARTIAL: tokens of a KV split; leaves out the sequences that `partial` computes. 0: leaves out none.
-    """
+def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C):
+    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
+    NQ: tl.constexpr = C.NQ
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
     GROUP: tl.constexpr = NQ // NKV
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
-    FP8: tl.constexpr = k_scales_ptr is not None
+    QUERIES: tl.constexpr = C.BLOCK_M // GROUP
     kv_head = tl.program_id(0) % NKV
     # A sequence's last block takes longest, so it starts first.
     block = tl.num_programs(0) // NKV - 1 - tl.program_id(0) // NKV
-    b, start, length = _find(block, query_starts_ptr, B, QUERIES, BLOCK_B)
+    b, start, length = _find(block, sequences.query_starts, B, QUERIES, C.BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
-    limit = tl.load(seq_lens_ptr + b)
-    works = (first_query < length) & (length >= SHORTEST)
-    if PARTIAL:
-        parts, _ = parts_of(length, limit, PARTIAL)
+    limit = tl.load(sequences.seq_lens + b)
+    works = (first_query < length) & (length >= C.SHORTEST)
+    if C.PARTIAL:
+        parts = parts_of(length, limit, C.PARTIAL)[0]
         works = works & (parts == 0)
     if works:
         context = limit - length
-        row = tl.arange(0, BLOCK_M)
+        row = tl.arange(0, C.BLOCK_M)
         query = first_query + row // GROUP
         valid = (query < length) & (row < QUERIES * GROUP)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
@@ -105,18 +82,14 @@ def _prefill_kernel(
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, D)
         at = ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d[None, :]
-        q = prepare(tl.load(q_ptr + at), FP8)
+        q = prepare(tl.load(q_ptr + at), pages.k_scale is not None)
         row_limit = context + query + 1
-        table_ptr = tables_ptr + b.to(tl.int64) * table_width
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = blank(BLOCK_M, D, FP8)
-        seen_by_all = (context + first_query + 1) // BLOCK_N * BLOCK_N
+        table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
+        seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
-        row_max, total, acc = attend_context(
-            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, 0, seen_by_all, seen_by_any, limit,
-            row_limit, scale, kv_head, NKV, D, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+        _, total, acc = attend_context(
+            q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
+        )
         acc = whole(acc) / total[:, None]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
@@ -133,16 +106,16 @@ def choose_prefill_config(itemsize: int, D: int, fp8: bool, cc: int) -> Attentio
     return AttentionConfig(128, 64, 8, 3 if fp8 else 2, registers=128 if cc == 90 else None)
 
 
-def launch(prefill: Prefill, config: AttentionConfig | None = None) -> None:
+def launch(a: AttentionInput, config: AttentionConfig | None = None) -> None:
     """Write `out`, for one or more tokens and sequences. `dispatch` checks the operands before."""
-    q, pages, tables, starts, lens, out = prefill[:6]
-    (T, Nq, D), Nkv, B = q.shape, pages.num_kv_heads, prefill.num_seqs
+    q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     config = config or choose_prefill_config(q.element_size(), D, pages.k_scale is not None, capability(q.device))
-    blocks = T // (config.block_m // (Nq // Nkv)) + B
+    blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
+    constants = Constants.of(
+        a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
+    )
     _prefill_kernel[(blocks * Nkv,)](
-        q, *as_integers(torch.int16, pages.k, pages.v), pages.k_scale, pages.v_scale, tables, starts, lens, out, B,
-        tables.shape[1], prefill.scale * LOG2_E, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=pages.page_size, BLOCK_B=prefill_lookup_size(B),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SHORTEST=prefill.shortest, PARTIAL=prefill.partial,
+        q, pages.for_kernel(torch.int16), a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, C=constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers, enable_fp_fusion=fuses(q.dtype),
     )  # fmt: skip
 

@@ -3,9 +3,11 @@
 One warp fetches K and V by TMA. Two teams of four warps compute 64 rows of a tile each. A team multiplies the probabilities of
 one block by its values while it computes the softmax of the next block. The teams multiply in turn, so that the softmax of one
 overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). The pages must have 16 bits.
+
+The sizes below were measured (docs/decisions/attention-prefill.md). `k` and `v` are rings (tiles, full, empty), see
+`hopper.ring`, and `sizes` is (B, table_width, tiles).
 """
 
-import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,50 +18,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.online_softmax import hide, score
+from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
+from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
 
-TEAMS = gl.constexpr(2)  # three are slower, because a thread then has 160 registers
+TEAMS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
-BLOCK_N = gl.constexpr(128)  # tokens of K and V in a block; 64 are slower
-STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings; 3 are slower
+BLOCK_N = gl.constexpr(128)  # tokens of K and V in a block
+STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
-def _tile(
-    turn, batch, tiles, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_B: gl.constexpr,
-):  # fmt: skip
+def _tile(turn, sequences, sizes, C):
     """A program's tile: sequence, KV head, cached tokens, tokens that some row sees (0: no work), first row of q, queries, and
     tokens before the first query.
 
     Long tiles come first (see `prefill._find`). Programs take tiles in alternating direction, so that each gets a similar share
     of long ones.
     """
-    QUERIES: gl.constexpr = TEAMS * ROWS // GROUP
-    starts_ptr, lens_ptr, B = batch
+    QUERIES: gl.constexpr = TEAMS * ROWS // (C.NQ // C.NKV)
+    B, _, tiles = sizes
     programs = gl.num_programs(0)
     index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    block = (tiles - 1 - index) // NKV
-    n = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    starts = gl.load(starts_ptr + n, mask=n < B, other=2**30)
+    block = (tiles - 1 - index) // C.NKV
+    n = gl.arange(0, C.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    starts = gl.load(sequences.query_starts + n, mask=n < B, other=2**30)
     b = gl.maximum(gl.sum((starts // QUERIES + n <= block).to(gl.int32), 0) - 1, 0)
-    start = gl.load(starts_ptr + b)
-    length = gl.load(starts_ptr + b + 1) - start
-    limit = gl.load(lens_ptr + b)
+    start = gl.load(sequences.query_starts + b)
+    length = gl.load(sequences.query_starts + b + 1) - start
+    limit = gl.load(sequences.seq_lens + b)
     first = (block - start // QUERIES - b) * QUERIES
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
-    works = (index < tiles) & (queries > 0) & (length >= SHORTEST)
-    if PARTIAL:
-        parts, _ = parts_of(length, limit, PARTIAL)
+    works = (index < tiles) & (queries > 0) & (length >= C.SHORTEST)
+    if C.PARTIAL:
+        parts = parts_of(length, limit, C.PARTIAL)[0]
         works = works & (parts == 0)
-    return b, index % NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
+    return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 
 
 @gluon.jit
@@ -68,8 +70,8 @@ def _fetch_block(pages, rows, column, ring, step):
     BOX: gl.constexpr = pages.block_type.shape[0]
     tiles, full, empty = ring
     D: gl.constexpr = tiles.shape[2]
-    tile, bar = tiles.index(step % STAGES), full.index(step % STAGES)
-    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    stage = wait_empty(empty, step)
+    tile, bar = tiles.index(stage), full.index(stage)
     mbarrier.expect(bar, BLOCK_N * D * 2)
     for i in gl.static_range(BLOCK_N // BOX):
         for c in gl.static_range(0, D, CHANNELS):
@@ -77,16 +79,15 @@ def _fetch_block(pages, rows, column, ring, step):
 
 
 @gluon.jit
-def _fetch_blocks(
-    k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST: gl.constexpr,
-    PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
     """Fetch K and V of all tiles, one block after the other. Past a sequence's end, its last box is fetched again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
+    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+    _, table_width, tiles = sizes
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP, BLOCK_B)
-        table_ptr = tables_ptr + b.to(gl.int64) * table_width
+        b, kv_head, limit, seen, _, _, _ = _tile(turn, sequences, sizes, C)
+        table_ptr = sequences.block_tables + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
         for first in range(0, seen, BLOCK_N):
             rows = ()  # rows of the pages, loaded before the wait for a free stage
@@ -100,9 +101,9 @@ def _fetch_blocks(
 
 @gluon.jit
 def _hide(s, first, row_limit):
-    """Scores of the tokens from `first` on; −inf for tokens that a row does not see."""
+    """`hide` for the tokens from `first` on."""
     t = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    return gl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+    return hide(s, t[None, :], row_limit[:, None])
 
 
 @gluon.jit
@@ -114,55 +115,60 @@ def _narrow(x, like):
 
 @gluon.jit
 def _next_block(
-    q_tile, k, v, turns, p, row_max, total, acc, step, round, first, row_limit, scale, TEAM: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Add the product of the previous block's probabilities p and its V. Compute the probabilities of this block."""
+    q_tile, k, v, turns, state, step, round, first, row_limit, scores, TEAM: gl.constexpr, MASKED: gl.constexpr
+):
+    """Add the product of the previous block's probabilities and its V. Compute the probabilities of this block.
+
+    `state`: the probabilities p, the row maximum, the total and the sums.
+    """
     k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
-    stage = step % STAGES
-    before = (step - 1) % STAGES
+    p, row_max, total, acc = state
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+    stage = wait_full(k_full, step)
     mbarrier.wait(turns.index(TEAM), round & 1)
     s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    before = wait_full(v_full, step - 1)
     acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
     mbarrier.arrive(turns.index((TEAM + 1) % TEAMS))
     s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index(stage))
+    release(k_empty, step)
+    s, factor = score(s, scores.scale, scores)
     if MASKED:
         s = _hide(s, first, row_limit)
-    new_row_max = gl.maximum(row_max, gl.max(s, 1) * scale)
-    s = gl.exp2(s * scale - new_row_max[:, None])
+    new_row_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    s = gl.exp2(s * factor - new_row_max[:, None])
     rescale = gl.exp2(row_max - new_row_max)
     total = total * rescale + gl.sum(s, 1)
     # Returns at once, but ends the basic block. Otherwise the assembler would move the next wait up, before the softmax.
-    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    wait_full(v_full, step - 1)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    mbarrier.arrive(v_empty.index(before))
+    release(v_empty, step - 1)
     acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.convert_layout(_narrow(s, p), p.type.layout), new_row_max, total, acc
 
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr,
-    NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
+    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr
 ):  # fmt: skip
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
-    D: gl.constexpr = q_tiles.shape[2]
+    D: gl.constexpr = C.D
+    NKV: gl.constexpr = C.NKV
+    GROUP: gl.constexpr = C.NQ // NKV
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
     q_tile = q_tiles.index(TEAM)
+    tiles = sizes[2]
     step = 0
     done = 0
     clears = 0
     if TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP, BLOCK_B)
+        _, kv_head, limit, seen, start, queries, before = _tile(turn, sequences, sizes, C)
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
@@ -176,37 +182,37 @@ def _attend_tiles(
             acc = gl.zeros([ROWS, D], gl.float32, SUMS)
             # Every row sees a token of the first block, so its row maximum is finite.
             done += 1
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+            stage = wait_full(k_full, step)
             s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
             s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage))
+            release(k_empty, step)
+            s, factor = score(s, scores.scale, scores)
             s = _hide(s, 0, row_limit)
-            row_max = gl.max(s, 1) * scale
-            s = gl.exp2(s * scale - row_max[:, None])
+            row_max = gl.max(s, 1) * factor
+            s = gl.exp2(s * factor - row_max[:, None])
             total = gl.sum(s, 1)
             p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
             seen_by_all = gl.maximum((before + 1) // BLOCK_N * BLOCK_N, BLOCK_N)
             for MASKED in gl.static_range(2):
                 for first in range(seen_by_all if MASKED else BLOCK_N, seen if MASKED else seen_by_all, BLOCK_N):
                     step += 1
+                    state = (p, row_max, total, acc)
                     p, row_max, total, acc = _next_block(
-                        q_tile, k, v, turns, p, row_max, total, acc, step, step - done, first, row_limit, scale, TEAM, MASKED
+                        q_tile, k, v, turns, state, step, step - done, first, row_limit, scores, TEAM, MASKED
                     )
-            stage = step % STAGES
-            mbarrier.wait(v_full.index(stage), step // STAGES & 1)
+            stage = wait_full(v_full, step)
             last = (seen - 1) // BLOCK_N * BLOCK_N
             if last + BLOCK_N > limit:
                 HALF: gl.constexpr = BLOCK_N // TEAMS  # the other team clears the rest
                 zero_rows_from(v_tiles.index(stage).slice(TEAM * HALF, HALF), limit - last - TEAM * HALF, 16)
                 fence_async_shared()
-                mbarrier.arrive(cleared)
-                mbarrier.wait(cleared, clears & 1)
+                mbarrier.arrive(cleared.index(0))
+                mbarrier.wait(cleared.index(0), clears & 1)
                 clears += 1
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            mbarrier.arrive(v_empty.index(stage))
+            release(v_empty, step)
             step += 1
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             q_tile.store(acc.to(q_tile.dtype))
@@ -216,69 +222,51 @@ def _attend_tiles(
 
 @gluon.jit
 def _ring(dtype: gl.constexpr, D: gl.constexpr):
-    """A ring for blocks of K or V: (tiles, full, empty). full: the block has arrived. empty: both teams have read it."""
+    """A ring for blocks of K or V, which both teams read."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = ring_barriers(STAGES, TEAMS)
     return tiles, full, empty
 
 
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width", "tiles"])
-def _prefill_sm90_kernel(
-    q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, out_ptr, B, table_width, tiles, scale, NQ: gl.constexpr,
-    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_B: gl.constexpr, SHORTEST: gl.constexpr,
-    PARTIAL: gl.constexpr,
-):  # fmt: skip
+def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, out_ptr, scores, B, table_width, tiles, C):
     """Tiles of TEAMS · 64 rows, each with some queries of one sequence and the heads of one KV head.
 
     k_pages, v_pages: descriptors of [P · page_size, NKV · D].
     """
-    GROUP: gl.constexpr = NQ // NKV
     dtype: gl.constexpr = k_pages.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype))
-    k, v = _ring(dtype, D), _ring(dtype, D)
-    turns = gl.allocate_shared_memory(gl.int64, [TEAMS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k[1].index(i), count=1)
-        mbarrier.init(v[1].index(i), count=1)
-        mbarrier.init(k[2].index(i), count=TEAMS)
-        mbarrier.init(v[2].index(i), count=TEAMS)
-    for i in gl.static_range(TEAMS):
-        mbarrier.init(turns.index(i), count=1)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(cleared, count=TEAMS)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.D], dtype)
+    q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, C.D], LAYOUT)
+    k, v = _ring(dtype, C.D), _ring(dtype, C.D)
+    turns, cleared = barriers(TEAMS, 1), barriers(1, TEAMS)
     fence_async_shared()
-    batch = (starts_ptr, lens_ptr, B)
+    sizes = (B, table_width, tiles)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, PARTIAL, NKV, GROUP,
-             BLOCK_B, 0)),
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, PARTIAL, NKV, GROUP,
-             BLOCK_B, 1)),
-            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP,
-             BLOCK_B, PAGE_SIZE)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 0)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 1)),
+            (_fetch_blocks, (k_pages, v_pages, k, v, sequences, sizes, C)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
-def accepts(prefill: Prefill) -> bool:
+def accepts(a: AttentionInput) -> bool:
     """Whether TMA can move q and the pages: 16 bits, aligned to 16 bytes."""
-    q, pages = prefill.q, prefill.pages
-    aligned = all(t.data_ptr() % 16 == 0 for t in (q, prefill.out, pages.k, pages.v))
+    q, pages = a.heads, a.pages
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, a.out, pages.k, pages.v))
     return aligned and q.element_size() == 2 and pages.k.dtype == q.dtype
 
 
-def launch(prefill: Prefill) -> None:
+def launch(a: AttentionInput) -> None:
     """Write `out` of operands that `accepts` does not refuse, with one or more tokens and sequences."""
-    q, pages, tables, starts, lens, out = prefill[:6]
-    (T, Nq, D), page_size, Nkv, B = q.shape, pages.page_size, pages.num_kv_heads, prefill.num_seqs
-    tiles = (T // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in pages[:2])
+    q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
+    tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(pages.page_size, BLOCK_N.value), CHANNELS.value) for x in pages[:2])
+    constants = Constants.of(a, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
-        q, k, v, tables, starts, lens, out, B, tables.shape[1], tiles, prefill.scale * math.log2(math.e), NQ=Nq, NKV=Nkv, D=D,
-        PAGE_SIZE=page_size, BLOCK_B=prefill_lookup_size(B), SHORTEST=prefill.shortest, PARTIAL=prefill.partial, num_warps=4,
-    )  # fmt: skip
+        q, k, v, a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
+    )

@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import HEAD_DIMS
+from minirt.kernels.attention.operands import KVPages, Rope
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import capability, cdiv, launch_options
@@ -39,44 +41,28 @@ REGIMES = (
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _kv_write_kernel(
-    qkv_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    q_ptr,
-    T,
-    eps,
-    NQ: tl.constexpr,
-    NKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One head (of q, k or v) of BLOCK_T tokens."""
+def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, PDL: tl.constexpr):
+    """One head (of q, k or v) of BLOCK_M tokens."""
+    NQ: tl.constexpr = C.NQ
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = tl.program_id(0).to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     inside = t < T
     d = tl.arange(0, HALF)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    heads_ptrs = qkv_ptr + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
+    heads_ptrs = heads + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
     lower = tl.load(heads_ptrs, mask=inside[:, None], other=0.0)
     upper = tl.load(heads_ptrs + HALF, mask=inside[:, None], other=0.0)
     if head < NQ + NKV:
         position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None] * D
         if head < NQ:
-            lower, upper = _rotate(lower, upper, q_norm_ptr, cos_sin_ptr + position, eps, D)
+            lower, upper = _rotate(lower, upper, rope.q_norm, rope.cos_sin + position, rope.eps, D)
         else:
-            lower, upper = _rotate(lower, upper, k_norm_ptr, cos_sin_ptr + position, eps, D)
+            lower, upper = _rotate(lower, upper, rope.k_norm, rope.cos_sin + position, rope.eps, D)
     if head < NQ:
         ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
         tl.store(ptrs, lower, mask=inside[:, None])
@@ -85,22 +71,22 @@ def _kv_write_kernel(
         # A negative slot marks a token of padding in a CUDA graph. It is not stored.
         slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
         if head < NQ + NKV:
-            _store(lower, upper, slot, head - NQ, k_pages_ptr, k_scales_ptr, NKV, D)
+            _store(lower, upper, slot, head - NQ, pages.k, pages.k_scale, C)
         else:
-            _store(lower, upper, slot, head - NQ - NKV, v_pages_ptr, v_scales_ptr, NKV, D)
+            _store(lower, upper, slot, head - NQ - NKV, pages.v, pages.v_scale, C)
 
 
 @triton.jit
-def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, NKV: tl.constexpr, D: tl.constexpr):
+def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, C):
     """Store heads, given as halves [M, D/2], in their slots [M, 1]; quantized to FP8 if there are scales."""
-    row = slot * NKV + kv_head
+    row = slot * C.NKV + kv_head
     if scales_ptr is not None:
         scale = fp8_scale(tl.max(tl.maximum(finite_magnitude(lower), finite_magnitude(upper)), 1))[:, None]
         lower, upper = to_fp8(lower, scale), to_fp8(upper, scale)
         tl.store(scales_ptr + row, scale, mask=slot >= 0)
-    ptrs = pages_ptr + row * D + tl.arange(0, D // 2)[None, :]
+    ptrs = pages_ptr + row * C.D + tl.arange(0, C.D // 2)[None, :]
     tl.store(ptrs, lower, mask=slot >= 0)
-    tl.store(ptrs + D // 2, upper, mask=slot >= 0)
+    tl.store(ptrs + C.D // 2, upper, mask=slot >= 0)
 
 
 @triton.jit
@@ -118,33 +104,34 @@ def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
     return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
 
 
-def check_pages(
-    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, Nkv: int | None, D: int, x: Tensor
-) -> None:
+def check_pages(pages: KVPages, Nkv: int | None, D: int, x: Tensor) -> None:
     """Check pages [P, page_size, Nkv, D]: on x's device; of x's dtype, or with scales for each token and head of float8_e4m3fn.
 
     Raises:
         InputError: they are not.
         UnsupportedError: the GPU has no float8_e4m3fn.
     """
-    if (k_scales is None) != (v_scales is None):
+    k, v, k_scale, v_scale = pages
+    if (k_scale is None) != (v_scale is None):
         raise InputError("scales for one of K and V only", where="k_scales, v_scales", expected="both or none")
-    dtype = x.dtype if k_scales is None else torch.float8_e4m3fn
-    check_tensor("k_pages", k_pages, (None, None, Nkv, D), dtype, x.device)
-    check_tensor("v_pages", v_pages, tuple(k_pages.shape), dtype, x.device)
-    if k_scales is not None and v_scales is not None:
+    check_tensor("k_pages", k, (None, None, Nkv, D), x.dtype if k_scale is None else torch.float8_e4m3fn, x.device)
+    check_tensor("v_pages", v, tuple(k.shape), k.dtype, x.device)
+    if k_scale is not None and v_scale is not None:
         if x.device.type == "cuda" and capability(x.device) < 89:
             raise UnsupportedError(
                 "no fp8 KV pages on this GPU", expected="compute capability 8.9 or later", found=capability(x.device) / 10,
                 hint="use pages of the activations' dtype",
             )  # fmt: skip
-        check_tensor("k_scales", k_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
-        check_tensor("v_scales", v_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
+        check_tensor("k_scales", k_scale, tuple(k.shape[:3]), torch.float32, x.device)
+        check_tensor("v_scales", v_scale, tuple(k.shape[:3]), torch.float32, x.device)
 
 
-def as_integers(dtype: torch.dtype, *pages: Tensor) -> list[Tensor]:
-    """FP8 pages as integers, which every GPU and every Triton version can load and store; other pages unchanged."""
-    return [p.view(dtype) if p.dtype == torch.float8_e4m3fn else p for p in pages]
+def check_rope(rope: Rope, D: int, x: Tensor) -> None:
+    """Raise InputError unless the rotary table and the norms' weights fit heads of size D and of x's dtype and device."""
+    check_tensor("cos_sin", rope.cos_sin, (None, D), torch.float32, x.device)
+    for name, norm in (("q_norm", rope.q_norm), ("k_norm", rope.k_norm)):
+        if norm is not None:
+            check_tensor(name, norm, (D,), x.dtype, x.device)
 
 
 def qk_norm_rope_kv_write(
@@ -185,31 +172,37 @@ def qk_norm_rope_kv_write(
         UnsupportedError: FP8 pages on a GPU without FP8.
     """
     T, D = qkv.shape[0], k_pages.shape[-1]
+    rope, pages = Rope(cos_sin, q_norm, k_norm, eps), KVPages(k_pages, v_pages, k_scales, v_scales)
     if check:
         check_activations("qkv", qkv)
         if D not in HEAD_DIMS:
             raise InputError("unsupported head size", where="k_pages", expected="64 or 128", found=D)
         check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
-        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
         check_tensor("positions", positions, (T,), torch.int64, qkv.device)
         check_tensor("slots", slots, (T,), torch.int64, qkv.device)
-        check_pages(k_pages, v_pages, k_scales, v_scales, Nkv, D, qkv)
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-            if norm is not None:
-                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
+        check_pages(pages, Nkv, D, qkv)
+        check_rope(rope, D, qkv)
     if q_out is None:
         q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
     elif check:
         check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
-    if T == 0:
-        return q_out
-    block_t = next(own.block_t for own in REGIMES if own.covers(T))
-    _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
-        qkv, cos_sin, positions, slots, q_norm, k_norm, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales,
-        q_out, T, eps,
-        NQ=Nq, NKV=Nkv, D=D, BLOCK_T=block_t, **launch_options(1 if block_t == 1 else 4, 1, pdl),
-    )  # fmt: skip
+    launch(qkv, rope, pages, positions, slots, q_out, pdl)
     return q_out
+
+
+def launch(
+    heads: Tensor, rope: Rope, pages: KVPages, positions: Tensor, slots: Tensor, q_out: Tensor, pdl: bool = False
+) -> None:
+    """`qk_norm_rope_kv_write` of operands that were checked before."""
+    (T, Nq, D), Nkv = q_out.shape, pages.num_kv_heads
+    if T == 0:
+        return
+    block_t = next(regime.block_t for regime in REGIMES if regime.covers(T))
+    _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
+        heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T,
+        C=Constants(Nq, Nkv, D, pages.page_size, BLOCK_M=block_t),
+        **launch_options(1 if block_t == 1 else 4, 1, pdl),
+    )  # fmt: skip
 
 
 def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False) -> tuple[int, int]:

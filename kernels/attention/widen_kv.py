@@ -3,12 +3,14 @@
 Many tiles read the same values. To convert each value once, instead of in every tile, takes little time beside the products.
 """
 
+
 import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_size
-from minirt.kernels.attention.partial import parts_of
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.operands import AttentionInput, KVPages, prefill_lookup_size
+from minirt.kernels.attention.partial import lengths, parts_of
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
 
@@ -20,19 +22,16 @@ CASES = [
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _widen_kernel(
-    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, wide_k_ptr, wide_v_ptr, wide_tables_ptr, B,
-    table_width, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-    SHORTEST: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
+def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
     """One KV head of every n-th page, for n programs per head. A page is copied whole, also past the end of its sequence."""
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     kv_head = tl.program_id(0) % NKV
-    index = tl.arange(0, BLOCK_B)
-    new = tl.load(starts_ptr + index + 1, mask=index < B, other=0) - tl.load(starts_ptr + index, mask=index < B, other=0)
-    lens = tl.load(lens_ptr + index, mask=index < B, other=0)
-    meant = (new >= SHORTEST) & (new > 0)
-    if PARTIAL:
-        parts, _ = parts_of(new, lens, PARTIAL)
+    new, lens = lengths(sequences, B, C.BLOCK_B)
+    meant = (new >= C.SHORTEST) & (new > 0)
+    if C.PARTIAL:
+        parts = parts_of(new, lens, C.PARTIAL)[0]
         meant = meant & (parts == 0)
     ends = tl.cumsum(tl.where(meant, (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
     d = tl.arange(0, D)[None, :]
@@ -40,36 +39,37 @@ def _widen_kernel(
         before = ends <= page
         b = tl.sum(before.to(tl.int32), 0)
         at = b.to(tl.int64) * table_width + page - tl.max(tl.where(before, ends, 0), 0)
-        source = tl.load(tables_ptr + at).to(tl.int64) * PAGE_SIZE
+        source = tl.load(sequences.block_tables + at).to(tl.int64) * PAGE_SIZE
         if kv_head == 0:
             tl.store(wide_tables_ptr + at, page)
-        for first in range(0, PAGE_SIZE, ROWS):
-            row = first + tl.arange(0, ROWS)
+        for first in range(0, PAGE_SIZE, C.BLOCK_N):
+            row = first + tl.arange(0, C.BLOCK_N)
             old = (source + row) * NKV + kv_head
-            wide = (tl.cast(page, tl.int64) * PAGE_SIZE + row) * NKV + kv_head
-            k = tl.load(k_ptr + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            v = tl.load(v_ptr + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            k *= tl.load(k_scales_ptr + old)[:, None]
-            v *= tl.load(v_scales_ptr + old)[:, None]
-            tl.store(wide_k_ptr + wide[:, None] * D + d, k.to(wide_k_ptr.dtype.element_ty))
-            tl.store(wide_v_ptr + wide[:, None] * D + d, v.to(wide_v_ptr.dtype.element_ty))
+            new_row = (tl.cast(page, tl.int64) * PAGE_SIZE + row) * NKV + kv_head
+            k = tl.load(pages.k + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            v = tl.load(pages.v + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            k *= tl.load(pages.k_scale + old)[:, None]
+            v *= tl.load(pages.v_scale + old)[:, None]
+            tl.store(wide.k + new_row[:, None] * D + d, k.to(wide.k.dtype.element_ty))
+            tl.store(wide.v + new_row[:, None] * D + d, v.to(wide.v.dtype.element_ty))
 
 
-def widen(prefill: Prefill, split: int) -> Prefill:
+def widen(a: AttentionInput) -> AttentionInput:
     """Copy FP8 pages to 16 bits (values times scales, rounded to q's dtype), and return operands with the copies.
 
-    Only the pages of sequences that `paged_attention_prefill` computes without `partial` are copied. Other entries of the new
-    block tables are not written. The size of the copies follows from `max_splits`, the number of KV splits of `split` tokens.
+    Only the pages of sequences that are left to `prefill_sm90` are copied. Other entries of the new block tables are not
+    written. The size of the copies follows from `max_splits`.
     """
-    q, pages, tables, starts, lens = prefill[:5]
-    page_size, (Nkv, D), B = pages.page_size, pages.k.shape[2:], prefill.num_seqs
-    num_pages = prefill.max_splits * max(1, split // page_size)
-    k, v = (torch.empty(num_pages, page_size, Nkv, D, dtype=q.dtype, device=q.device) for _ in range(2))
+    q, pages, B, tables = a.heads, a.pages, a.num_seqs, a.sequences.block_tables
+    page_size, (Nkv, D) = pages.page_size, pages.k.shape[2:]
+    num_pages = a.max_splits * max(1, a.split // page_size)
+    wide = KVPages(*(torch.empty(num_pages, page_size, Nkv, D, dtype=q.dtype, device=q.device) for _ in range(2)))
     wide_tables = torch.empty_like(tables)
-    programs = min(num_pages, max(1, 8 * sm_count(k.device) // Nkv))
+    programs = min(num_pages, max(1, 8 * sm_count(q.device) // Nkv))
+    constants = Constants.of(
+        a, BLOCK_N=min(page_size, 64), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
+    )
     _widen_kernel[(programs * Nkv,)](
-        pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale, tables, starts, lens, k, v,
-        wide_tables, B, tables.shape[1], NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=prefill_lookup_size(B),
-        ROWS=min(page_size, 64), SHORTEST=prefill.shortest, PARTIAL=prefill.partial, num_warps=4,
-    )  # fmt: skip
-    return prefill._replace(pages=KVPages(k, v), block_tables=wide_tables)
+        pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, B, a.table_width, C=constants, num_warps=4
+    )
+    return a._replace(pages=wide, sequences=a.sequences._replace(block_tables=wide_tables))

@@ -1,19 +1,21 @@
 """Shared code of the decode attention kernels for Hopper: finding work items, fetching their pages by TMA, and RMSNorm and rotary
 embedding of the new token.
 
-A ring is (tiles, full, empty): buffers for tiles, and for each stage a barrier "has arrived" and a barrier "may be overwritten".
+A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width). Of the kernels' constants `C`, STRIDE is that of
+`find_firsts`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from minirt.kernels.hopper.ring import wait_empty
 from minirt.kernels.hopper.tma import CHANNELS, tma_load
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
 PROGRAMS = 2  # programs that share an SM
-REGISTERS = 64  # of a thread of the fetching warp; the other warps share the rest
-BOX = 16  # tokens of one TMA load; 32 are up to 4% faster or slower, depending on where contexts end
+REGISTERS = gl.constexpr(64)  # of a thread of the fetching warp; the other warps share the rest
+BOX = 16  # tokens of one TMA load
 LONGEST = 256  # most tokens of a split, because all its scores are kept
 MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
 
@@ -25,24 +27,24 @@ def lanes():
 
 
 @gluon.jit
-def find_firsts(starts_ptr, B, STRIDE: gl.constexpr):
+def find_firsts(sequences, B, C):
     """The first work items of every STRIDE-th sequence."""
-    index = lanes() * STRIDE
-    return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+    index = lanes() * C.STRIDE
+    return gl.load(sequences.split_starts + index, mask=index < B, other=2**31 - 1)
 
 
 @gluon.jit
-def find_candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
+def find_candidates(item, firsts, sequences, B, C):
     """32 sequences, one of which has the work item: the number of the first, and all their first items and lengths.
 
     Called one item ahead, because to wait for a load takes as long as the attention of a short sequence.
     """
     base = 0
-    if STRIDE > 1:  # else there are at most 32 sequences
-        base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
+    if C.STRIDE > 1:  # else there are at most 32 sequences
+        base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * C.STRIDE
     index = base + lanes()
-    starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
-    return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
+    starts = gl.load(sequences.split_starts + index, mask=index < B, other=2**31 - 1)
+    return base, starts, gl.load(sequences.seq_lens + index, mask=index < B, other=0)
 
 
 @gluon.jit
@@ -63,41 +65,40 @@ def count_blocks(split, length, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def fetch_items(
-    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B,
-    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
     Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
     writes no page, and the new token is not fetched.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
-    TILES: gl.constexpr = D // CHANNELS
+    TILES: gl.constexpr = C.D // CHANNELS
+    NKV: gl.constexpr = C.NKV
+    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+    SPLIT: gl.constexpr = C.SPLIT
     tiles, full, empty = ring
+    B, table_width = sizes
     programs = gl.num_programs(0)
-    items = gl.load(starts_ptr + B)
-    firsts = find_firsts(starts_ptr, B, STRIDE)
-    candidates = find_candidates(gl.program_id(0) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    items = gl.load(sequences.split_starts + B)
+    firsts = find_firsts(sequences, B, C)
+    candidates = find_candidates(gl.program_id(0) // NKV, firsts, sequences, B, C)
     step = 0
     for pair in range(gl.program_id(0), items * NKV, programs):
         b, length, split = find_place(pair // NKV, candidates)
         blocks = count_blocks(split, length, SPLIT)
-        column = pair % NKV * D
-        table_ptr = tables_ptr + b * table_width
+        column = pair % NKV * C.D
+        table_ptr = sequences.block_tables + b * table_width
         rows = ()  # rows of the pages; all loads are issued before the first use
         for i in gl.static_range(0, SPLIT, BOX):
             t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
             rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
-        candidates = find_candidates((pair + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        candidates = find_candidates((pair + programs) // NKV, firsts, sequences, B, C)
         for IS_V in gl.static_range(2):
             for i in gl.static_range(SPLIT // BLOCK_N):
                 if i < blocks:
-                    stage = step % STAGES
-                    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                    stage = wait_empty(empty, step)
                     bar = full.index(stage)
-                    mbarrier.expect(bar, BLOCK_N * D * 2)
+                    mbarrier.expect(bar, BLOCK_N * C.D * 2)
                     for c in gl.static_range(TILES):
                         tile = tiles.index(stage * TILES + c)
                         for j in gl.static_range(BLOCK_N // BOX):

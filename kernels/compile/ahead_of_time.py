@@ -23,7 +23,7 @@ _mode: ContextVar[str] = ContextVar("launches", default="run")  # or "compile" o
 
 @contextmanager
 def compile_ahead(
-    device: torch.device, progress: Callable[[int, int], None] | None = None, *, ignore_errors: bool = False
+    device: torch.device, progress: Callable[[int, int, bool], None] | None = None, *, ignore_errors: bool = False
 ) -> Iterator[None]:
     """Context in which launches compile and load their kernels, in parallel, and do not run.
 
@@ -31,14 +31,15 @@ def compile_ahead(
     `device` is not a GPU, so does this thread. So it does, with a warning, if this version of Triton lacks what is needed.
 
     Args:
-        progress: called with the number of ready kernels and of all kernels, once all launches are known.
+        progress: called with the number of ready kernels, that of all kernels so far, and whether one of them was not in Triton's
+            cache, so that it is compiled. Until all launches are known, it is called only if a kernel is compiled.
         ignore_errors: whether a kernel that cannot be compiled or loaded fails only at its first real launch. If False, its error
             is raised at the end of the context.
     """
     if device.type != "cuda":
         yield
         return
-    with _Compilers(device) as pool:
+    with _Compilers(device, progress) as pool:
         try:
             asynchronous = triton.AsyncCompileMode(pool, ignore_errors=True)  # up to Triton 3.6, an error would leave it active
         except (AttributeError, TypeError) as error:
@@ -55,7 +56,7 @@ def compile_ahead(
                     yield
                     if progress is not None:
                         for count, _ in enumerate(as_completed(pool.futures), 1):
-                            progress(count, len(pool.futures))
+                            progress(count, len(pool.futures), pool.compiles)
                 except BaseException:  # including Ctrl-C: wait only for compilations that have begun
                     for future in pool.futures:
                         future.cancel()
@@ -98,14 +99,15 @@ def _reset_mode(before: tuple[Token[str], Token[bool]]) -> None:
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile kernels, themselves or through `CompileProcesses` once these are ready, and load them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, progress: Callable[[int, int, bool], None] | None) -> None:
         self._count = min(16, os.cpu_count() or 1)
         super().__init__(self._count)
-        self._device = device
+        self._device, self._progress = device, progress
         self._processes: CompileProcesses | None = None
         self._started, self._starting = False, threading.Lock()
         self._alone = False  # whether other processes cannot help
         self.futures: list[Future] = []
+        self.compiles = False  # whether a kernel was not in Triton's cache
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
         def ready() -> Any:
@@ -116,6 +118,8 @@ class _Compilers(ThreadPoolExecutor):
             return kernel
 
         self.futures.append(super().submit(ready))
+        if self.compiles and self._progress is not None:
+            self._progress(0, len(self.futures), True)
         return self.futures[-1]
 
     def _elsewhere(self, compile: Callable[[], Any]) -> None:
@@ -132,6 +136,7 @@ class _Compilers(ThreadPoolExecutor):
                     self._alone = True
                     warn(f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})")
             return
+        self.compiles = True
         with self._starting:
             if not self._started:
                 self._started = True

@@ -22,7 +22,12 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """(full, empty) of a ring. READERS: arrivals that release a stage, one a group of warps. WRITERS: arrivals that fill it."""
-    return barriers(STAGES, WRITERS), barriers(STAGES, READERS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):  # in turn, as Triton 3.6 synchronizes the warps between two stores to one buffer
+        mbarrier.init(full.index(i), count=WRITERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
 
 
 @gluon.jit

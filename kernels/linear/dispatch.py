@@ -13,7 +13,7 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small` for others of up to 8 tokens, and
+`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small_sm90` for others of up to 8 tokens, and
 `int4_sm90` for more.
 """
 
@@ -32,7 +32,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
+from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small_sm90
 from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -86,11 +86,11 @@ REGIMES = (
         limits=Limits(("int4",), norm=True, alignment=16), sums=SumOrder("warps"),
     ),
     _of(
-        int4_small.gemm_int4_small, int4_small.FAMILY, 1, int4_small.MAX_TOKENS, capability=90, accepts=int4_small.accepts,
-        limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
+        int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
+        accepts=int4_small_sm90.accepts, limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
     ),
     _of(
-        int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
+        int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
         variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),

@@ -11,6 +11,7 @@ that scales are loaded by the threads that need them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,9 @@ import triton.language as tl
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options
-from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 _WARP_PAIRS = 128  # pairs of words; 4 of each thread
@@ -44,32 +45,44 @@ class GemvInt4Config:
     registers: int | None = None
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. GROUP: groups have 32 · GROUP columns. BLOCK: pairs of words of a row in a tile."""
+
+    K: int
+    GROUP: int
+    ROWS: int
+    BLOCK: int
+    TILES: int
+
+
 @triton.jit
-def _words(ptr, row, word, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Tile i of a row of WIDTH pairs of words. Masked only if it may reach past the row's end."""
-    ptrs = ptr + row.to(tl.int64) * WIDTH + i * BLOCK + word
-    if (i + 1) * BLOCK <= WIDTH:
+def _words(ptr, row, word, i: tl.constexpr, C):
+    """Tile i of a row of pairs of words. Masked only if it may reach past the row's end."""
+    WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
+    ptrs = ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
+    if (i + 1) * C.BLOCK <= WIDTH:
         return tl.load(ptrs, eviction_policy="evict_first")
     else:
-        return tl.load(ptrs, mask=i * BLOCK + word < WIDTH, other=0, eviction_policy="evict_first")
+        return tl.load(ptrs, mask=i * C.BLOCK + word < WIDTH, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _columns(ptr, word, i: tl.constexpr, j: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(ptr, word, i: tl.constexpr, j: tl.constexpr, C):
     """The columns of x, or of the norm's weight, that nibble j of the two words of each pair multiplies, in fp32."""
-    pair = (i * BLOCK + word) // 16 * 64 + 16 * j + word % 16
+    pair = (i * C.BLOCK + word) // 16 * 64 + 16 * j + word % 16
     k = 2 * pair
-    if ptr.dtype.element_ty.primitive_bitwidth == 16 and K % 8 == 0:
+    if ptr.dtype.element_ty.primitive_bitwidth == 16 and C.K % 8 == 0:
         # Two neighbours in one load of 32 bits.
         pairs = ptr.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(tl.multiple_of(pair, 4), 4)
-        both = tl.load(pairs) if 8 * (i + 1) * BLOCK <= K else tl.load(pairs, mask=k < K, other=0)
+        both = tl.load(pairs) if 8 * (i + 1) * C.BLOCK <= C.K else tl.load(pairs, mask=k < C.K, other=0)
         if ptr.dtype.element_ty == tl.bfloat16:
             return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
         else:
             low, high = both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
             return low.to(tl.float32), high.to(tl.float32)
     else:
-        low, high = tl.load(ptr + k, mask=k < K, other=0.0), tl.load(ptr + k + 1, mask=k + 1 < K, other=0.0)
+        low, high = tl.load(ptr + k, mask=k < C.K, other=0.0), tl.load(ptr + k + 1, mask=k + 1 < C.K, other=0.0)
         return low.to(tl.float32), high.to(tl.float32)
 
 
@@ -80,12 +93,13 @@ def _per_thread(x):
 
 
 @triton.jit
-def _group_scales(ptr, row, word, i: tl.constexpr, stride, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _group_scales(ptr, row, word, i: tl.constexpr, stride, C):
     """The scale words of a row for the groups of each thread's chunk in tile i, a tuple."""
-    chunk = (i * BLOCK + 4 * tl.arange(0, BLOCK // 4)) // 16
+    GROUPS: tl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
+    chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16
     words = ()
-    for g in tl.static_range(4 // GROUP):
-        group = tl.minimum(chunk * (4 // GROUP) + g, GROUPS - 1).to(tl.int64)
+    for g in tl.static_range(4 // C.GROUP):
+        group = tl.minimum(chunk * (4 // C.GROUP) + g, GROUPS - 1).to(tl.int64)
         words += (tl.load(ptr + group * stride + row),)
     return words
 
@@ -109,68 +123,47 @@ def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _result(acc, inverse_rms, bias_ptr, row):
-    result = tl.sum(acc, 0) * 9007199254740992.0 * inverse_rms  # 2^53
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + row).to(tl.float32)
-    return result
+def _result(acc, inverse_rms):
+    return tl.sum(acc, 0) * 9007199254740992.0 * inverse_rms  # 2^53
 
 
 @prepared
 @triton.jit
-def _gemv_int4_kernel(
-    x_ptr,
-    norm_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    N,
-    eps,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time.
 
-    With ACTIVATION the weight has 2N rows: gate, then up.
+    With an activation, the weight has 2N rows: gate, then up.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
-    WIDTH: tl.constexpr = (K + 127) // 128 * 16
-    GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
-    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    BOTH: tl.constexpr = ROWS if ACTIVATION is None else 2 * ROWS  # rows of gate, then of up
-    first = tl.program_id(0) * ROWS
-    all_rows = N if ACTIVATION is None else 2 * N
-    word = tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    GATED: tl.constexpr = ep.activation is not None
+    COUNT: tl.constexpr = ((C.K + 127) // 128 * 16 + C.BLOCK - 1) // C.BLOCK
+    BOTH: tl.constexpr = 2 * C.ROWS if GATED else C.ROWS  # rows of gate, then of up
+    first = tl.program_id(0) * C.ROWS
+    all_rows = 2 * N if GATED else N
+    word = tl.max_contiguous(tl.arange(0, C.BLOCK), 4)
     # Rows past the end read the last row again instead of being masked. Their results are not stored.
     loaded = ()
-    for i in tl.static_range(TILES):
+    for i in tl.static_range(C.TILES):
         for r in tl.static_range(BOTH):
-            row = tl.minimum(first + r % ROWS, N - 1) + (N if r >= ROWS else 0)
-            loaded += (_words(weight_ptr, row, word, i, WIDTH, BLOCK),)
+            row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
+            loaded += (_words(weight_ptr, row, word, i, C),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = ()
     for _ in tl.static_range(BOTH):
-        sums += (tl.zeros((BLOCK // 4,), tl.float32),)
-    squares = tl.zeros((BLOCK // 4,), tl.float32)
+        sums += (tl.zeros((C.BLOCK // 4,), tl.float32),)
+    squares = tl.zeros((C.BLOCK // 4,), tl.float32)
     for i in tl.static_range(COUNT):
         low, high, totals = (), (), ()
-        for g in tl.static_range(4 // GROUP):
-            total = tl.zeros((BLOCK,), tl.float32)
-            for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
-                first_x, second_x = _columns(x_ptr, word, i, j, K, BLOCK)
-                if norm_ptr is not None:
+        for g in tl.static_range(4 // C.GROUP):
+            total = tl.zeros((C.BLOCK,), tl.float32)
+            for j in tl.static_range(C.GROUP * g, C.GROUP * g + C.GROUP):
+                first_x, second_x = _columns(x_ptr, word, i, j, C)
+                if norm is not None:
                     # The root mean square divides the finished sums, so it is not needed before the loop ends.
                     squares += _per_thread(first_x * first_x + second_x * second_x)
-                    first_norm, second_norm = _columns(norm_ptr, word, i, j, K, BLOCK)
+                    first_norm, second_norm = _columns(norm.weight, word, i, j, C)
                     first_x *= first_norm
                     second_x *= second_norm
                 total += first_x + second_x
@@ -179,23 +172,21 @@ def _gemv_int4_kernel(
             totals += (_per_thread(total) * 2.0**-53,)
         added = ()
         for r in tl.static_range(BOTH):
-            row = tl.minimum(first + r % ROWS, N - 1) + (N if r >= ROWS else 0)
-            scales = _group_scales(scale_ptr, row, word, i, all_rows, GROUPS, GROUP, BLOCK)
-            added += (_row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, GROUP),)
-            if i + TILES < COUNT:
-                loaded += (_words(weight_ptr, row, word, i + TILES, WIDTH, BLOCK),)
+            row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
+            scales = _group_scales(ep.scale, row, word, i, all_rows, C)
+            added += (_row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, C.GROUP),)
+            if i + C.TILES < COUNT:
+                loaded += (_words(weight_ptr, row, word, i + C.TILES, C),)
         sums = added
     inverse_rms = 1.0
-    if norm_ptr is not None:
-        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    for r in tl.static_range(ROWS):
+    if norm is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
+    for r in tl.static_range(C.ROWS):
         n = first + r
-        row = tl.minimum(n, N - 1)
-        result = _result(sums[r], inverse_rms, bias_ptr, row)
-        if ACTIVATION is not None:
-            result = activate(result, ACTIVATION) * _result(sums[ROWS + r], inverse_rms, bias_ptr, N + row)
-        if residual_ptr is not None:
-            result += tl.load(residual_ptr + row).to(tl.float32)
+        rows, residual = load_rows(ep, n, n < N, N, False), load_residual(ep, n, n < N)
+        result = _result(sums[r], inverse_rms)
+        up = _result(sums[C.ROWS + r], inverse_rms) if GATED else result
+        result = finish(result, up, rows, (), residual, ep)
         tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -222,19 +213,15 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Config]:
 
 def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
     """Write the output of a product of one token with 4-bit weights."""
-    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
-    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
-    norm_weight, eps = norm or (None, 0.0)
-    K, N = x.shape[1], out.shape[1]
-    if scale is None:
+    ep, (_, N, K) = product.epilogue, product.shape
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or FAMILY.lookup(x.device, product.facts(1))
-    pairs, block = weight.view(torch.int32), _WARP_PAIRS * c.num_warps
-    tiles = min(c.tiles, cdiv(pairs.shape[1], block))
+    c = config or FAMILY.lookup(product.x.device, product.facts(1))
+    pairs, block = product.weight.view(torch.int32), _WARP_PAIRS * c.num_warps
+    constants = _Constants(K, int4_group(K, ep.scale.shape[0]) // 32, c.rows, block, min(c.tiles, cdiv(pairs.shape[1], block)))
     _gemv_int4_kernel[(cdiv(N, c.rows),)](
-        x, norm_weight, pairs, scale, bias, residual, out, N, eps, K=K, GROUP=int4_group(K, scale.shape[0]) // 32,
-        ACTIVATION=activation, ROWS=c.rows, BLOCK=block, TILES=tiles,
-        maxnreg=c.registers, **launch_options(c.num_warps, 1, product.pdl),
+        product.x, product.norm, pairs, ep, product.out, N, C=constants, maxnreg=c.registers,
+        **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 
 

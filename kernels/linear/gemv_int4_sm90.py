@@ -1,18 +1,19 @@
 """Linear layers of one token with 4-bit weights (layout: `int4`) for Hopper: words go to tensor cores through shared memory.
 
-As in `int4_small`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's sum is
-multiplied by its scale in fp32. `int4_small` loads words into registers, and ptxas moves such loads to where the words are used,
-so few bytes are in flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128
-columns ahead. Copies use no registers, stay where they are written, and complete in order.
+As in `int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's
+sum is multiplied by its scale in fp32. `int4_small_sm90` loads words into registers, and ptxas moves such loads to where the
+words are used, so few bytes are in flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several
+chunks of 128 columns ahead. Copies use no registers, stay where they are written, and complete in order.
 
-Each warp has a ring of its own and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put
-one before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
+Each warp has a separate ring and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put one
+before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
 
 x is multiplied by the norm's weight once, when it is put into shared memory, and its squares are added there. Without a norm, x
 may go through the ring too, which takes less shared memory.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -22,10 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
-from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.int4_small import first_chunk, multiply, times
+from minirt.kernels.linear.epilogue import finish
+from minirt.kernels.linear.int4_small_sm90 import first_chunk, multiply, times
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
@@ -42,7 +43,7 @@ class GemvInt4Sm90Config:
     """A launch configuration of `gemv_int4_sm90`.
 
     Args:
-        num_warps: warps of a program, each with its own part of K.
+        num_warps: warps of a program, each with a separate part of K.
         stages: chunks of 128 columns in flight for each warp.
         unroll: chunks in a step of the loop. Divides `stages`, unless a warp's whole part is in flight.
         registers: the most registers of a thread; None for no limit.
@@ -58,6 +59,20 @@ class GemvInt4Sm90Config:
     x_in_ring: bool = False
     chains: int = 1
     line: bool = False
+
+
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. GROUP: groups have 32 · GROUP columns. The others: as in `GemvInt4Sm90Config`."""
+
+    K: int
+    GROUP: int
+    WARPS: int
+    STAGES: int
+    UNROLL: int
+    X_IN_RING: bool
+    CHAINS: int
+    LINE: bool
 
 
 @gluon.jit
@@ -146,32 +161,20 @@ def _load_early(ptrs):
 
 
 @gluon.jit
-def _fetch(
-    ring,
-    sources,
-    i,
-    mine,
-    first,
-    SLOT: gl.constexpr,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    GATED: gl.constexpr,
-    WITH_X: gl.constexpr,
-    LINE: gl.constexpr,
-):
+def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, C, GATED: gl.constexpr, WITH_X: gl.constexpr):
     """Start the copies of chunk i of each warp into a slot of the ring, and commit them. Zeros past a warp's last chunk."""
     words_to, entries_to = ring
     words, up, scales, scale_step, x = sources
-    GROUPS: gl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
-    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
+    GROUPS: gl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
+    MOST: gl.constexpr = 4 // C.GROUP  # groups of a chunk
     ENTRIES: gl.constexpr = 32 * MOST if GATED else 16 * MOST
     SCALES: gl.constexpr = SLOT + (2048 if GATED else 1024)
     mine_words, mine_entries = mine
     count = gl.where(i < mine_words, 16, 0)
     start = words + i * 64
-    _copy(words_to, start, count, SLOT, LINE)
+    _copy(words_to, start, count, SLOT, C.LINE)
     if GATED:
-        _copy(words_to, start + up, count, SLOT + 1024, LINE)
+        _copy(words_to, start + up, count, SLOT + 1024, C.LINE)
     lane = gl.arange(0, 32, gl.SliceLayout(0, scales.type.layout))[None, :]
     lane, _ = gl.broadcast(lane, entries_to)
     for part in gl.static_range((ENTRIES + 31) // 32):
@@ -185,12 +188,19 @@ def _fetch(
         wanted = (lane < ENTRIES).to(gl.int32)
         _copy_some(entries_to + lane * 4, start_scales, bytes_, wanted, SCALES + 128 * part, 4)
     if WITH_X:
-        left = gl.minimum(gl.maximum(2 * (K - (first + i) * 128) - lane * 16, 0), 16)
+        left = gl.minimum(gl.maximum(2 * (C.K - (first + i) * 128) - lane * 16, 0), 16)
         left = gl.where(i < mine_entries, left, 0)
-        _copy_some(
-            entries_to + lane * 16, x + i * 256, left, (lane < 16).to(gl.int32), SCALES + 4 * ENTRIES, 16
-        )
+        _copy_some(entries_to + lane * 16, x + i * 256, left, (lane < 16).to(gl.int32), SCALES + 4 * ENTRIES, 16)
     _commit()
+
+
+@gluon.jit
+def _load_end(ptr, at):
+    """What `finish` takes: (values in fp32,), or () without a pointer."""
+    if ptr is None:
+        return ()
+    else:
+        return (_load_early(ptr + at).to(gl.float32),)
 
 
 @gluon.jit
@@ -209,68 +219,48 @@ def _now(x):
 
 @prepared
 @gluon.jit(do_not_specialize=["N"])
-def _gemv_int4_sm90_kernel(
-    x_ptr,
-    norm_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    N,
-    eps,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    WARPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    UNROLL: gl.constexpr,
-    X_IN_RING: gl.constexpr,
-    CHAINS: gl.constexpr,
-    LINE: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """16 values of out [1, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
+def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.constexpr):
+    """16 values of out [1, N]. With an activation, the weight has 2N rows: gate, then up."""
     if PDL:
         gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
-    GATED: gl.constexpr = ACTIVATION is not None
+    GATED: gl.constexpr = ep.activation is not None
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    CHUNKS: gl.constexpr = (K + 127) // 128
-    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # chunks of a warp
-    MORE: gl.constexpr = CHUNKS - WARPS * (COUNT - 1)  # warps that have COUNT chunks
-    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
+    CHUNKS: gl.constexpr = (C.K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + C.WARPS - 1) // C.WARPS  # chunks of a warp
+    MORE: gl.constexpr = CHUNKS - C.WARPS * (COUNT - 1)  # warps that have COUNT chunks
+    MOST: gl.constexpr = 4 // C.GROUP  # groups of a chunk
     TILES: gl.constexpr = 2 if GATED else 1
     # A slot of the ring: words of 16 rows, twice if gated, their scale words, and 128 columns of x.
     SLOT_X: gl.constexpr = (1024 + 64 * MOST) * TILES
-    SLOT: gl.constexpr = SLOT_X + (256 if X_IN_RING else 0)
-    RING: gl.constexpr = STAGES * SLOT
-    ALL_X: gl.constexpr = 0 if X_IN_RING else COUNT * 256
+    SLOT: gl.constexpr = SLOT_X + (256 if C.X_IN_RING else 0)
+    RING: gl.constexpr = C.STAGES * SLOT
+    ALL_X: gl.constexpr = 0 if C.X_IN_RING else COUNT * 256
     all_rows = TILES * N.to(gl.int64)
     n0 = gl.program_id(0) * ROWS
-    base = _shared(WARPS * (RING + ALL_X))
+    base = _shared(C.WARPS * (RING + ALL_X))
 
     # Where a thread copies words from and to: 16 bytes of two rows. Rows past the end repeat the last one and are not stored.
-    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [C.WARPS, 1, 1], [2, 1, 0])
+    warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
     part = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     mine_words = COUNT - (warp >= MORE).to(gl.int32)
     words_to = base + (warp * RING + row * 64 + part * 16)
-    at = gl.minimum(n0 + row, N - 1).to(gl.int64) * (CHUNKS * 32) + (first_chunk(warp, CHUNKS, WARPS) * 32 + part * 8)
+    at = gl.minimum(n0 + row, N - 1).to(gl.int64) * (CHUNKS * 32) + (first_chunk(warp, CHUNKS, C.WARPS) * 32 + part * 8)
     words = (weight_ptr + at).to(gl.int64)
     mine_words, _ = gl.broadcast(mine_words, words)
 
     # Scale words, one for each lane: of a row of gate and one of up, or of two groups.
-    ENTRY: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    entry_warp = gl.arange(0, WARPS, gl.SliceLayout(1, ENTRY))[:, None]
+    ENTRY: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
+    entry_warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, ENTRY))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, ENTRY))[None, :]
-    first = first_chunk(entry_warp, CHUNKS, WARPS)
+    first = first_chunk(entry_warp, CHUNKS, C.WARPS)
     entry_row = gl.minimum(n0 + lane % 16, N - 1) + (lane // 16 * N if GATED else 0)
     entry = entry_row.to(gl.int64) + (first * MOST + (0 if GATED else lane // 16)).to(gl.int64) * all_rows
-    scales = (scale_ptr + entry).to(gl.int64)
+    scales = (ep.scale + entry).to(gl.int64)
     entries_to = base + entry_warp * RING
     mine_entries = COUNT - (entry_warp >= MORE).to(gl.int32)
     x_from = (x_ptr + (first * 128 + lane * 8)).to(gl.int64)
@@ -279,32 +269,27 @@ def _gemv_int4_sm90_kernel(
     mine_entries, _ = gl.broadcast(mine_entries, scales)
     mine = (mine_words, mine_entries)
     sources = (words, N.to(gl.int64) * (CHUNKS * 64), scales, all_rows * 4, x_from)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(C.STAGES):
         # The kernel before may still write x, so the first chunks of x come later.
-        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, K, GROUP, GATED, False, LINE)
+        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, C, GATED, False)
 
     # Bias and residual, for the threads that store outputs.
     ENDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
     n = n0 + gl.arange(0, 16, ENDS)
     inside = gl.minimum(n, N - 1)
-    added = gl.zeros([16], gl.float32, ENDS)
-    added_up = added
-    if bias_ptr is not None:
-        added = _load_early(bias_ptr + inside).to(gl.float32)
-        if GATED:
-            added_up = _load_early(bias_ptr + N + inside).to(gl.float32)
+    rows = (), _load_end(ep.bias, inside), (), _load_end(ep.bias if GATED else None, N + inside)
 
     # x, normalized but for its root mean square, into shared memory: all of it, or the chunks that the ring has slots for.
-    COLUMNS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    STAGED: gl.constexpr = STAGES if X_IN_RING else COUNT
-    column_warp = gl.arange(0, WARPS, gl.SliceLayout(1, COLUMNS))[:, None]
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [C.WARPS, 1], [1, 0])
+    STAGED: gl.constexpr = C.STAGES if C.X_IN_RING else COUNT
+    column_warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, COLUMNS))[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))[None, :]
-    k = first_chunk(column_warp, CHUNKS, WARPS) * 128 + column
-    limit = gl.where(column_warp < MORE, K, gl.minimum(K, (first_chunk(column_warp, CHUNKS, WARPS) + COUNT - 1) * 128))
+    k = first_chunk(column_warp, CHUNKS, C.WARPS) * 128 + column
+    limit = gl.where(column_warp < MORE, C.K, gl.minimum(C.K, (first_chunk(column_warp, CHUNKS, C.WARPS) + COUNT - 1) * 128))
     norms = ()
-    if norm_ptr is not None:
+    if norm is not None:
         for i in gl.static_range(STAGED):
-            norms += (gl.load(norm_ptr + k + 128 * i, mask=k + 128 * i < limit, other=0.0),)  # type: ignore[assignment]
+            norms += (gl.load(norm.weight + k + 128 * i, mask=k + 128 * i < limit, other=0.0),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
     xs = ()
@@ -313,108 +298,102 @@ def _gemv_int4_sm90_kernel(
             xs += (gl.load(x_ptr + k + 128 * i),)  # type: ignore[assignment]
         else:
             xs += (gl.load(x_ptr + k + 128 * i, mask=k + 128 * i < limit, other=0.0),)  # type: ignore[assignment]
-    if residual_ptr is not None:
-        added += _load_early(residual_ptr + inside).to(gl.float32)
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
-    XS: gl.constexpr = 256 if not X_IN_RING else SLOT  # bytes from a chunk of x to the next
-    X0: gl.constexpr = 0 if not X_IN_RING else SLOT_X
-    XSLOTS: gl.constexpr = STAGES if X_IN_RING else COUNT
-    X_WARP: gl.constexpr = ALL_X if not X_IN_RING else RING
-    x_base = base if X_IN_RING else base + WARPS * RING
-    x_to = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, FOUR)))[:, None, None] * X_WARP
+    residual = _load_end(ep.residual, inside)
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [C.WARPS, 1, 1], [2, 1, 0])
+    XS: gl.constexpr = 256 if not C.X_IN_RING else SLOT  # bytes from a chunk of x to the next
+    X0: gl.constexpr = 0 if not C.X_IN_RING else SLOT_X
+    XSLOTS: gl.constexpr = C.STAGES if C.X_IN_RING else COUNT
+    X_WARP: gl.constexpr = ALL_X if not C.X_IN_RING else RING
+    x_base = base if C.X_IN_RING else base + C.WARPS * RING
+    x_to = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, FOUR)))[:, None, None] * X_WARP
     x_to += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, FOUR)))[None, :, None] * 8
-    x_to = x_base + x_to + gl.zeros([WARPS, 32, 4], gl.int32, FOUR)
-    x_to = gl.convert_layout(x_to.reshape([WARPS, 128]), COLUMNS, assert_trivial=True)
-    squares = gl.zeros([WARPS, 128], gl.float32, COLUMNS)
+    x_to = x_base + x_to + gl.zeros([C.WARPS, 32, 4], gl.int32, FOUR)
+    x_to = gl.convert_layout(x_to.reshape([C.WARPS, 128]), COLUMNS, assert_trivial=True)
+    squares = gl.zeros([C.WARPS, 128], gl.float32, COLUMNS)
     for i in gl.static_range(STAGED):
         columns = xs[i]
-        if norm_ptr is not None:
+        if norm is not None:
             wide = columns.to(gl.float32)
             squares += wide * wide
             columns = times(columns, norms[i])
         _write(x_to, columns, X0 + i * XS)
 
     inverse_rms = 1.0
-    if norm_ptr is not None:
-        inverse_rms = gl.rsqrt(gl.sum(_now(gl.sum(squares, 1)), 0) / K + eps)
+    if norm is not None:
+        inverse_rms = gl.rsqrt(gl.sum(_now(gl.sum(squares, 1)), 0) / C.K + norm.eps)
 
     # Where a thread reads its operands: the words of two rows, and 8 columns of x four times.
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [C.WARPS, 1, 1, 1], [3, 2, 1, 0])
     words_at = gl.convert_layout(words_to - base, gl.SliceLayout(3, WORDS), assert_trivial=True)[:, :, :, None]
-    words_at = base + words_at + gl.zeros([WARPS, 16, 4, 8], gl.int32, WORDS)
-    words_at = gl.convert_layout(words_at.reshape([WARPS, 16, 32]), LEFT, assert_trivial=True)
-    EIGHT: gl.constexpr = gl.BlockedLayout([1, 1, 8, 1], [1, 4, 1, 8], [WARPS, 1, 1, 1], [2, 1, 3, 0])
+    words_at = base + words_at + gl.zeros([C.WARPS, 16, 4, 8], gl.int32, WORDS)
+    words_at = gl.convert_layout(words_at.reshape([C.WARPS, 16, 32]), LEFT, assert_trivial=True)
+    EIGHT: gl.constexpr = gl.BlockedLayout([1, 1, 8, 1], [1, 4, 1, 8], [C.WARPS, 1, 1, 1], [2, 1, 3, 0])
     THIRD: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, EIGHT))
-    x_at = gl.arange(0, WARPS, gl.SliceLayout(1, THIRD))[:, None, None, None] * X_WARP
+    x_at = gl.arange(0, C.WARPS, gl.SliceLayout(1, THIRD))[:, None, None, None] * X_WARP
     x_at += gl.arange(0, 4, gl.SliceLayout(0, THIRD))[None, :, None, None] * 16
-    x_at = x_base + x_at + gl.zeros([WARPS, 4, 8, 8], gl.int32, EIGHT)
-    x_at = gl.convert_layout(x_at.reshape([WARPS, 32, 8]), RIGHT, assert_trivial=True)
+    x_at = x_base + x_at + gl.zeros([C.WARPS, 4, 8, 8], gl.int32, EIGHT)
+    x_at = gl.convert_layout(x_at.reshape([C.WARPS, 32, 8]), RIGHT, assert_trivial=True)
     SCALES: gl.constexpr = gl.SliceLayout(2, SUMS)
-    scales_at = gl.arange(0, WARPS, gl.SliceLayout(1, SCALES))[:, None] * RING
+    scales_at = gl.arange(0, C.WARPS, gl.SliceLayout(1, SCALES))[:, None] * RING
     scales_at = base + (scales_at + gl.arange(0, 16, gl.SliceLayout(0, SCALES))[None, :] * 4)
 
-    acc = gl.zeros([WARPS, 16, _COLUMNS], gl.float32, SUMS)
+    acc = gl.zeros([C.WARPS, 16, _COLUMNS], gl.float32, SUMS)
     acc_up = acc
-    for step in range(COUNT // UNROLL):
+    for step in range(COUNT // C.UNROLL):
         slot = 0
-        if STAGES > UNROLL:
-            slot = (step if STAGES == COUNT else step % (STAGES // UNROLL)) * (UNROLL * SLOT)
-        for u in gl.static_range(UNROLL):
-            _wait(STAGES - 1)
-            x_slot = slot if X_IN_RING else step * (UNROLL * 256)
+        if C.STAGES > C.UNROLL:
+            slot = (step if C.STAGES == COUNT else step % (C.STAGES // C.UNROLL)) * (C.UNROLL * SLOT)
+        for u in gl.static_range(C.UNROLL):
+            _wait(C.STAGES - 1)
+            x_slot = slot if C.X_IN_RING else step * (C.UNROLL * 256)
             gate, up, x = _chunk(words_at + slot, scales_at + slot, x_at + x_slot, u * SLOT, X0 + u * XS, MOST, GATED, DTYPE)
-            if STAGES < COUNT:
+            if C.STAGES < COUNT:
                 _sync_warp()  # all lanes have read the slot
                 ring = (words_to + slot, entries_to + slot)
-                next_one = step * UNROLL + (u + STAGES)
-                _fetch(ring, sources, next_one, mine, first, u * SLOT, K, GROUP, GATED, X_IN_RING, LINE)
+                next_one = step * C.UNROLL + (u + C.STAGES)
+                _fetch(ring, sources, next_one, mine, first, u * SLOT, C, GATED, C.X_IN_RING)
             else:
                 _commit()
-            acc = multiply(gate, x, acc, GROUP, CHAINS)
+            acc = multiply(gate, x, acc, C.GROUP, C.CHAINS)
             if GATED:
-                acc_up = multiply(up, x, acc_up, GROUP, CHAINS)
-    for i in gl.static_range(COUNT // UNROLL * UNROLL, COUNT):
-        _wait(STAGES - 1)
-        gate, up, x = _chunk(words_at, scales_at, x_at, i % STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
+                acc_up = multiply(up, x, acc_up, C.GROUP, C.CHAINS)
+    for i in gl.static_range(COUNT // C.UNROLL * C.UNROLL, COUNT):
+        _wait(C.STAGES - 1)
+        gate, up, x = _chunk(words_at, scales_at, x_at, i % C.STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
         _commit()
-        acc = multiply(gate, x, acc, GROUP, CHAINS)
+        acc = multiply(gate, x, acc, C.GROUP, C.CHAINS)
         if GATED:
-            acc_up = multiply(up, x, acc_up, GROUP, CHAINS)
+            acc_up = multiply(up, x, acc_up, C.GROUP, C.CHAINS)
     _wait(0)
 
     if GATED:
         gate, up = gl.sum(gl.join(_of_token(acc), _of_token(acc_up)), 0).split()
-        gate = gl.convert_layout(gate, ENDS, assert_trivial=True) * inverse_rms + added
-        up = gl.convert_layout(up, ENDS, assert_trivial=True) * inverse_rms + added_up
-        result = activate(gate, ACTIVATION) * up
+        gate = gl.convert_layout(gate, ENDS, assert_trivial=True) * inverse_rms
+        up = gl.convert_layout(up, ENDS, assert_trivial=True) * inverse_rms
     else:
-        result = gl.sum(_of_token(acc), 0) * inverse_rms + added
+        gate = gl.sum(_of_token(acc), 0) * inverse_rms
+        up = gate
+    result = finish(gate, up, rows, (), residual, ep)
     gl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 @gluon.jit
 def _chunk(
-    words_at,
-    scales_at,
-    x_at,
-    OWN: gl.constexpr,
-    X_OWN: gl.constexpr,
-    MOST: gl.constexpr,
-    GATED: gl.constexpr,
+    words_at, scales_at, x_at, SLOT: gl.constexpr, X_SLOT: gl.constexpr, MOST: gl.constexpr, GATED: gl.constexpr,
     DTYPE: gl.constexpr,
-):
+):  # fmt: skip
     """A chunk of each warp: gate's tile, up's tile (as for `multiply`; empty if not gated), and x."""
     TILES: gl.constexpr = 2 if GATED else 1
-    gate, up = (_read(words_at, OWN),), ()
+    gate, up = (_read(words_at, SLOT),), ()
     for g in gl.static_range(MOST):
-        gate += (_read_word(scales_at, OWN + 1024 * TILES + 64 * TILES * g),)  # type: ignore[assignment]
+        gate += (_read_word(scales_at, SLOT + 1024 * TILES + 64 * TILES * g),)  # type: ignore[assignment]
     if GATED:
-        up += (_read(words_at, OWN + 1024),)
+        up += (_read(words_at, SLOT + 1024),)
         for g in gl.static_range(MOST):
-            up += (_read_word(scales_at, OWN + 2048 + 128 * g + 64),)  # type: ignore[assignment]
+            up += (_read_word(scales_at, SLOT + 2048 + 128 * g + 64),)  # type: ignore[assignment]
     x = ()
     for j in gl.static_range(4):
-        x += (_read(x_at, X_OWN + 64 * j).to(DTYPE, bitcast=True),)  # type: ignore[assignment]
+        x += (_read(x_at, X_SLOT + 64 * j).to(DTYPE, bitcast=True),)  # type: ignore[assignment]
     return gate, up, x
 
 
@@ -439,8 +418,8 @@ def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) ->
     """Shared memory that a program declares."""
     count = cdiv(cdiv(K, INT4_CHUNK), config.num_warps)
     slot = (1024 + 64 * (128 // group)) * (2 if gated else 1)
-    own = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count
-    return config.num_warps * own
+    of_warp = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count
+    return config.num_warps * of_warp
 
 
 def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed: bool) -> GemvInt4Sm90Config:
@@ -485,19 +464,15 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
 
 def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -> None:
     """Write the output of a product of one token."""
-    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
-    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
-    norm_weight, eps = norm or (None, 0.0)
-    _, N, K = product.shape
-    if scale is None:
+    ep, (_, N, K), gated = product.epilogue, product.shape, product.gated
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    group, gated = int4_group(K, scale.shape[0]), activation is not None
-    c = config or FAMILY.lookup(x.device, product.facts(1))
-    c = fitting(c, K, group, gated, norm_weight is not None)
+    group = int4_group(K, ep.scale.shape[0])
+    c = config or FAMILY.lookup(product.x.device, product.facts(1))
+    c = fitting(c, K, group, gated, product.norm is not None)
+    constants = _Constants(K, group // 32, c.num_warps, c.stages, c.unroll, c.x_in_ring, c.chains, c.line)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
-        x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, GROUP=group // 32, ACTIVATION=activation,
-        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, LINE=c.line,
-        maxnreg=c.registers,
+        product.x, product.norm, product.weight, ep, product.out, N, C=constants, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ the wait for the products, which keeps its registers alive until then.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -34,11 +35,11 @@ from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_
 from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, launch_options, sm_count
-from minirt.kernels.linear.epilogue import activate, add_parts
-from minirt.kernels.linear.int4_small import unpack
+from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
+from minirt.kernels.linear.int4_small_sm90 import unpack
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import place_tile
-from minirt.kernels.prepared import Tiled, prepared
+from minirt.kernels.prepared import Tiled, compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 _ROWS = 128  # weight rows of a tile: 64 for each group of warps
@@ -66,6 +67,19 @@ class Int4Sm90Config:
     num_stages: int
     split: int = 1
     programs: int = 1
+
+
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. QUANTUM: groups have 32 · QUANTUM columns. SPLIT: programs that share one of the last tiles."""
+
+    K: int
+    GATED: bool
+    QUANTUM: int
+    BLOCK_T: int
+    STAGES: int
+    SPLIT: int
+    REGISTERS: int
 
 
 @gluon.jit
@@ -133,40 +147,34 @@ def _fetch_x(x, t, chunk, bar, x_tiles, stage):
 
 
 @gluon.jit
-def _touch_scales(scale_ptr, n, N, chunk, GATED: gl.constexpr, GROUPS: gl.constexpr, QUANTUM: gl.constexpr):
+def _touch_scales(scale_ptr, n, N, chunk, C):
     """Prefetch the scale words of a chunk into L2, so that no group of warps waits for memory. A lane has four rows."""
+    GROUPS: gl.constexpr = (C.K + 32 * C.QUANTUM - 1) // (32 * C.QUANTUM)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    if GATED:
+    if C.GATED:
         row = gl.minimum(n + lane % 16 * 4, N - 1) + gl.where(lane < 16, 0, N)
         rows = 2 * N
     else:
         row = gl.minimum(n + lane * 4, N - 1)
         rows = N
-    for j in gl.static_range(4 // QUANTUM):
-        group = gl.minimum(chunk * (4 // QUANTUM) + j, GROUPS - 1)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(scale_ptr + (group.to(gl.int64) * rows + row)).to(gl.int64)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    for j in gl.static_range(4 // C.QUANTUM):
+        group = gl.minimum(chunk * (4 // C.QUANTUM) + j, GROUPS - 1)
+        touch(scale_ptr + (group.to(gl.int64) * rows + row))
 
 
 @gluon.jit
-def _fetch(
-    x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr,
-    GATED: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+def _fetch(x, weight, ring, scale_ptr, sizes, C, PDL: gl.constexpr):
     """Task of the fetching warp."""
-    GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
-    STAGES: gl.constexpr = w_tiles.shape[0]
-    BLOCK_T: gl.constexpr = x.block_type.shape[0]
-    BYTES: gl.constexpr = BLOCK_T * 128 * 2 + 128 * 64
-    t, n, first, last, _, _ = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
-    ahead = min(STAGES, last - first)
+    x_tiles, w_tiles, full, empty = ring
+    _, N, _ = sizes
+    BYTES: gl.constexpr = C.BLOCK_T * 128 * 2 + 128 * 64
+    t, n, first, last, _, _ = _place(sizes, C)
+    ahead = min(C.STAGES, last - first)
     for i in range(ahead):
         mbarrier.expect(full.index(i), BYTES)
-        _fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), GATED)
+        _fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), C.GATED)
     for i in range(ahead):
-        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
+        _touch_scales(scale_ptr, n, N, first + i, C)
     if PDL:
         gdc_wait()  # the kernel before may still write x, but never weights
     for i in range(ahead):
@@ -174,41 +182,43 @@ def _fetch(
     for i in range(ahead, last - first):
         stage = wait_empty(empty, i)
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), GATED)
+        _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), C.GATED)
         _fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
-        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
+        _touch_scales(scale_ptr, n, N, first + i, C)
     if PDL:
         gdc_launch_dependents()
 
 
 @gluon.jit
-def _place(T, N, full, K: gl.constexpr, BLOCK_T: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr):
+def _place(sizes, C):
     """This program's first token, output column, chunk, and the chunk after its last; its tile and part of those in parts.
 
-    The first `full` programs have whole tiles. The others share the remaining tiles, SPLIT of them each; else the part is -1.
+    The first programs have whole tiles. The others share the remaining tiles, SPLIT of them each; else the part is -1.
     """
-    CHUNKS: gl.constexpr = (K + 127) // 128
-    PART: gl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
-    WIDTH: gl.constexpr = 64 if GATED else 128
+    T, N, whole = sizes
+    CHUNKS: gl.constexpr = (C.K + 127) // 128
+    PART: gl.constexpr = (CHUNKS + C.SPLIT - 1) // C.SPLIT
+    WIDTH: gl.constexpr = 64 if C.GATED else 128
     tile = gl.program_id(0)
-    shared, part = tile - full, 0 * tile
-    if SPLIT > 1:
-        part = gl.where(shared >= 0, shared % SPLIT, -1)
-        shared = shared // SPLIT
-        tile = gl.where(part >= 0, full + shared, tile)
+    shared, part = tile - whole, 0 * tile
+    if C.SPLIT > 1:
+        part = gl.where(shared >= 0, shared % C.SPLIT, -1)
+        shared = shared // C.SPLIT
+        tile = gl.where(part >= 0, whole + shared, tile)
     first = gl.maximum(part, 0) * PART
     last = min(first + PART, CHUNKS)
-    if SPLIT > 1:
+    if C.SPLIT > 1:
         last = gl.where(part >= 0, last, CHUNKS)
-    t, n = place_tile(tile, T, (N + WIDTH - 1) // WIDTH, BLOCK_T, WIDTH)
+    t, n = place_tile(tile, T, (N + WIDTH - 1) // WIDTH, C.BLOCK_T, WIDTH)
     return t, n, first, last, shared, part
 
 
 @gluon.jit
-def _scale_words(ptrs, stride, chunk, GROUPS: gl.constexpr, GROUP: gl.constexpr):
+def _scale_words(ptrs, stride, chunk, C):
+    GROUPS: gl.constexpr = (C.K + 32 * C.QUANTUM - 1) // (32 * C.QUANTUM)
     words = ()
-    for j in gl.static_range(4 // GROUP):
-        group = gl.minimum(chunk * (4 // GROUP) + j, GROUPS - 1)
+    for j in gl.static_range(4 // C.QUANTUM):
+        group = gl.minimum(chunk * (4 // C.QUANTUM) + j, GROUPS - 1)
         words += (gl.load(ptrs + group.to(gl.int64) * stride),)  # type: ignore[assignment]
     return words
 
@@ -234,13 +244,6 @@ def _factor(words):
 
 
 @gluon.jit
-def _bias(ptr, n, N, first, acc):
-    if ptr is not None:
-        acc += gl.load(ptr + first + gl.minimum(n, N - 1)).to(gl.float32)[:, None]
-    return acc
-
-
-@gluon.jit
 def _outputs(t0, n0, T, N, acc):
     """Offsets in the output for sums acc [columns, tokens], and which of them exist."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -250,62 +253,56 @@ def _outputs(t0, n0, T, N, acc):
 
 
 @gluon.jit
-def _multiply(
-    ring, pointers, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr,
-    PDL: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
     """Task of one group of four warps: 64 of the tile's weight rows."""
     x_tiles, w_tiles, full, empty = ring
-    scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr = pointers
-    BLOCK_T: gl.constexpr = x_tiles.shape[1]
-    GATED: gl.constexpr = ACTIVATION is not None
-    GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
-    EXACT: gl.constexpr = BLOCK_T <= 128 and QUANTUM > 1
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
+    T, N, _ = sizes
+    EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    t0, n0, first, last, shared, own_part = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
-    n0 += (32 if GATED else 64) * GROUP
+    t0, n0, first, last, shared, part_of_tile = _place(sizes, C)
+    n0 += (32 if C.GATED else 64) * GROUP
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))
-    if GATED:
+    if C.GATED:
         row = gl.minimum(n0 + r // 16 * 8 + r % 8, N - 1) + gl.where(r // 8 % 2 == 1, N, 0)
         all_rows = 2 * N
     else:
         row = gl.minimum(n0 + r, N - 1)
         all_rows = N
-    scales = scale_ptr + row
-    words = _scale_words(scales, all_rows, first, GROUPS, QUANTUM)
+    scales = ep.scale + row
+    words = _scale_words(scales, all_rows, first, C)
     if PDL:
         gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
-    acc = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
-    if residual_ptr is not None:  # here, where registers are free for all loads at once
+    acc = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
+    if ep.residual is not None and not C.GATED:  # here, where registers are free for all loads at once
         place, inside = _outputs(t0, n0, T, N, acc)
-        if SPLIT > 1:
-            inside = inside & (own_part <= 0)
-        acc = gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
+        if C.SPLIT > 1:
+            inside = inside & (part_of_tile <= 0)
+        acc = load_residual(ep, place, inside)[0]
     for i in range(last - first):
         stage = wait_full(full, i)
-        own = w_tiles.index(stage).slice(64 * GROUP, 64)
-        if GATED:
+        rows_of_group = w_tiles.index(stage).slice(64 * GROUP, 64)
+        if C.GATED:
             STORED: gl.constexpr = (
                 gl.zeros([64, 32], gl.int16, LEFT).reshape([4, 2, 8, 32]).permute((1, 0, 2, 3)).reshape([64, 32]).type.layout
             )
-            w = gl.convert_layout(_alternating(own.load(STORED)), LEFT, assert_trivial=True)
+            w = gl.convert_layout(_alternating(rows_of_group.load(STORED)), LEFT, assert_trivial=True)
         else:
-            w = own.load(LEFT)
+            w = rows_of_group.load(LEFT)
         fence_async_shared()  # TMA overwrites words that threads have read
         # Loaded a step before they are used (past the end, the last ones again), and after the fence, which waits for loads.
-        following = _scale_words(scales, all_rows, first + i + 1, GROUPS, QUANTUM)
+        following = _scale_words(scales, all_rows, first + i + 1, C)
         left_x, right_x = x_tiles.index(2 * stage).permute((1, 0)), x_tiles.index(2 * stage + 1).permute((1, 0))
         q = _unpacked(w, words[0], x_tiles.dtype)
         if EXACT:
             a = _side_by_side(q[0], q[1])
-            if QUANTUM == 2:
+            if C.QUANTUM == 2:
                 q = _unpacked(w, words[1], x_tiles.dtype)
             b = _side_by_side(q[2], q[3])
-            part = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
+            part = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
             part = warpgroup_mma(a, left_x, part, use_acc=False, is_async=True)
             scale = gl.convert_layout(_factor(words[0]), gl.SliceLayout(1, WIDE), assert_trivial=True)
-            if QUANTUM == 4:
+            if C.QUANTUM == 4:
                 part = warpgroup_mma(b, right_x, part, is_async=True)
                 part, a, b = warpgroup_mma_wait(0, deps=[part, a, b])
                 release(empty, i)
@@ -321,9 +318,9 @@ def _multiply(
         else:
             parts = ()
             for j in gl.static_range(4):
-                if (QUANTUM == 1 and j > 0) or (QUANTUM == 2 and j == 2):
-                    q = _unpacked(w, words[j // QUANTUM], x_tiles.dtype)
-                parts += (_scaled(q[j], _factor(words[j // QUANTUM])[:, None]),)  # type: ignore[assignment]
+                if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
+                    q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
+                parts += (_scaled(q[j], _factor(words[j // C.QUANTUM])[:, None]),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)
@@ -331,48 +328,44 @@ def _multiply(
             release(empty, i)
         words = following
     mine = True
-    if SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
-        if own_part >= 0:
+    if C.SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
+        if part_of_tile >= 0:
+            sums_ptr, counters_ptr = workspace
             pair = shared * 2 + GROUP
-            own_sums = sums_ptr + pair * (SPLIT * 64 * BLOCK_T)
-            acc, mine = add_parts(acc, places(acc), None, own_sums, counters_ptr + pair, own_part, SPLIT)
+            sums_ptr += pair * (C.SPLIT * 64 * C.BLOCK_T)
+            acc, mine = add_parts(acc, places(acc), None, sums_ptr, counters_ptr + pair, part_of_tile, C.SPLIT)
     if mine:
-        if GATED:
-            result, up = _of_pairs(acc)
-            n = n0 + gl.arange(0, 32, gl.SliceLayout(1, result.type.layout))
-            result = activate(_bias(bias_ptr, n, N, 0, result), ACTIVATION) * _bias(bias_ptr, n, N, N, up)
-        else:
-            n = n0 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-            result = _bias(bias_ptr, n, N, 0, acc)
-        at, stored = _outputs(t0, n0, T, N, result)
+        gate, up = acc, acc
+        if C.GATED:
+            gate, up = _of_pairs(acc)
+        n = n0 + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))[:, None]
+        at, stored = _outputs(t0, n0, T, N, gate)
+        rows = load_rows(ep, n, n < N, N, False)
+        residual = load_residual(ep, at, stored) if C.GATED else ()  # else it is in the sums
+        result = finish(gate, up, rows, (), residual, ep)
         gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @prepared
-@gluon.jit(do_not_specialize=["T", "N", "full_tiles"])
-def _gemm_int4_sm90_kernel(
-    x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, full_tiles, K: gl.constexpr,
-    QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """A tile of out [T, N]. Groups have 32 · QUANTUM columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
-    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, x.block_type.shape[0], 64], x.layout)
-    w_tiles = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], weight.layout)
-    full, empty = ring_barriers(STAGES, 2)
+@gluon.jit(do_not_specialize=["T", "N", "whole"])
+def _gemm_int4_sm90_kernel(x, weight, ep, out_ptr, sums_ptr, counters_ptr, T, N, whole, C, PDL: gl.constexpr):
+    """A tile of out [T, N]. With an activation, the weight has 2N rows: gate, then up. The first `whole` tiles are not shared."""
+    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * C.STAGES, C.BLOCK_T, 64], x.layout)
+    w_tiles = gl.allocate_shared_memory(gl.int16, [C.STAGES, 128, 32], weight.layout)
+    full, empty = ring_barriers(C.STAGES, 2)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty)
-    pointers = (scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr)
-    GATED: gl.constexpr = ACTIVATION is not None
+    workspace = (sums_ptr, counters_ptr)
+    sizes = (T, N, whole)
     gl.warp_specialize(
         [
-            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 0)),
-            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 1)),
-            (_fetch, (x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K, QUANTUM, GATED, SPLIT,
-             PDL)),
+            (_multiply, (ring, ep, out_ptr, workspace, sizes, C, PDL, 0)),
+            (_multiply, (ring, ep, out_ptr, workspace, sizes, C, PDL, 1)),
+            (_fetch, (x, weight, ring, ep.scale, sizes, C, PDL)),
         ],
         [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+        [C.REGISTERS, 24],
+    )
 
 
 def token_block(T: int) -> int:
@@ -449,26 +442,24 @@ def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) ->
 
 def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
     """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
-    x, weight, out, ep, workspace, pdl = product.x, product.weight, product.out, product.epilogue, product.workspace, product.pdl
-    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
-    T, N, K = product.shape
-    if scale is None:
+    x, ep, workspace, (T, N, K), gated = product.x, product.epilogue, product.workspace, product.shape, product.gated
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    gated = activation is not None
     c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
-    full, shared = share_tiles(c, T, N, gated, sm_count(x.device))
+    whole, shared = share_tiles(c, T, N, gated, sm_count(x.device))
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
         chunks = cdiv(K, INT4_CHUNK)
         split = cdiv(chunks, cdiv(chunks, c.split))  # no part is empty
         sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
     else:
-        full, shared = full + shared, 0
-    _gemm_int4_sm90_kernel[(full + shared * split,)](
-        Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(weight, tma_tile(32 if gated else _ROWS, 32, 2)), scale, bias, residual, out,
-        sums, counters, T, N, full, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
-        STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
-        maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, pdl),
+        whole, shared = whole + shared, 0
+    x_tiles, w_tiles = tma_tile(c.block_t, 64, 2), tma_tile(32 if gated else _ROWS, 32, 2)
+    registers = 240 if c.programs == 1 else 112
+    constants = _Constants(K, gated, int4_group(K, ep.scale.shape[0]) // 32, c.block_t, c.num_stages, split, registers)
+    _gemm_int4_sm90_kernel[(whole + shared * split,)](
+        Tiled(x, x_tiles), Tiled(product.weight, w_tiles), ep, product.out, sums, counters, T, N, whole, C=constants,
+        maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, product.pdl),
     )  # fmt: skip
 
 

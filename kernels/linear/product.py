@@ -125,8 +125,11 @@ class Product(NamedTuple):
 
     @property
     def scale_rows(self) -> int | None:
-        """g, the rows of the blocks of an fp8 weight: a power of two up to 128; None: the weight has no blocks."""
-        scale = self.epilogue.scale
-        if scale is None or scale.ndim == 1 or scale.dtype != torch.float32:  # the scales of 4-bit weights are words
-            return None
-        return block_rows(self.weight.shape[0], scale.shape[0])
+        return scale_rows(self.weight, self.epilogue.scale)
+
+
+def scale_rows(weight: Tensor, scale: Tensor | None) -> int | None:
+    """g, the rows of the blocks of an fp8 weight [N, K] or [E, N, K]: a power of two up to 128; None: it has no blocks."""
+    if scale is None or scale.ndim < weight.ndim or scale.dtype != torch.float32:  # the scales of 4-bit weights are words
+        return None
+    return block_rows(weight.shape[-2], scale.shape[-2])

@@ -20,6 +20,7 @@ As in `products.py`, no result depends on the order of programs. The number of t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves
 from minirt.kernels.hopper.tma import tma_descriptor, tma_load
 from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit, sm_count
-from minirt.kernels.linear.epilogue import activate
-from minirt.kernels.linear.product import ProductFacts
+from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
+from minirt.kernels.linear.product import Product, ProductFacts, scale_rows
+from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import Routing
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
@@ -73,98 +74,121 @@ class ExpertsSm90Config:
         return self.block_t + self.more
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        STRIP: rows of one of the two strips of a tile. COLUMNS: output columns of a tile.
+        MORE: further rows of x in a tile.
+        PROMOTE: steps in K after which sums are set aside.
+    """
+
+    K: int
+    GATED: bool
+    SCALE_ROWS: int | None
+    STRIP: int
+    COLUMNS: int
+    MORE: int
+    STAGES: int
+    PROMOTE: int
+
+
 @gluon.jit
-def _tile(tiles_ptr, most, item, columns, COLUMNS: gl.constexpr):
-    """Expert, first place, end of the expert's places, and first column of a work item."""
+def _tile(routing, sizes, item, C):
+    """A work item: (expert, first place, end of the expert's places, first column)."""
+    most, columns, _ = sizes
     tile = gl.minimum(item // columns, most - 1)
     # Past L1, which may hold what an earlier kernel had written there: this is read before the PDL wait.
-    expert = gl.load(tiles_ptr + tile, cache_modifier=".cg")
-    first = gl.load(tiles_ptr + most + tile, cache_modifier=".cg")
-    end = gl.load(tiles_ptr + 2 * most + tile, cache_modifier=".cg")
-    return expert, first, end, item % columns * COLUMNS
+    expert = gl.load(routing.tiles + tile, cache_modifier=".cg")
+    first = gl.load(routing.tiles + most + tile, cache_modifier=".cg")
+    end = gl.load(routing.tiles + 2 * most + tile, cache_modifier=".cg")
+    return expert, first, end, item % columns * C.COLUMNS
 
 
 @gluon.jit
-def _fetch_strips(weight, expert, n, k, N, bar, tiles, GATED: gl.constexpr):
+def _fetch_strips(weight, expert, n, k, N, bar, tiles, C):
     """Fetch two strips of an expert's weight from row n on: two neighbours, or one of gate and one of up."""
-    STRIP: gl.constexpr = tiles.shape[0] // 2
-    row = expert * N * (2 if GATED else 1) + n
-    tma_load(weight, [row, k], bar, tiles.slice(0, STRIP))
-    tma_load(weight, [row + (N if GATED else STRIP), k], bar, tiles.slice(STRIP, STRIP))
+    row = expert * N * (2 if C.GATED else 1) + n
+    tma_load(weight, [row, k], bar, tiles.slice(0, C.STRIP))
+    tma_load(weight, [row + (N if C.GATED else C.STRIP), k], bar, tiles.slice(C.STRIP, C.STRIP))
 
 
 @gluon.jit
-def _expect(bar, high, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr):
+def _expect(ring, stage, high, C):
     """Announce the bytes of a step, of a high tile or of one whose `more` rows are left out."""
-    if MORE_BYTES == 0:
-        mbarrier.expect(bar, BYTES)
+    x_tiles, _, w_tiles, full, _ = ring
+    ROW: gl.constexpr = w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (x_tiles.shape[1] + w_tiles.shape[1]) * ROW
+    if C.MORE == 0:
+        mbarrier.expect(full.index(stage), BYTES)
     else:
-        mbarrier.expect(bar, BYTES + MORE_BYTES, pred=high)
-        mbarrier.expect(bar, BYTES, pred=high == 0)
+        mbarrier.expect(full.index(stage), BYTES + C.MORE * ROW, pred=high)
+        mbarrier.expect(full.index(stage), BYTES, pred=high == 0)
 
 
 @gluon.jit
-def _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE: gl.constexpr):
+def _fetch_rows(x, more_x, t, k, ring, stage, high, C):
     """Fetch a tile's rows of x from row t on."""
+    bar = ring[3].index(stage)
     tma_load(x, [t, k], bar, ring[0].index(stage))
-    if MORE != 0:
+    if C.MORE != 0:
         tma_load(more_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage), pred=high)
 
 
 @gluon.jit
-def _fetch_tiles(
-    x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K: gl.constexpr, GATED: gl.constexpr,
-    COLUMNS: gl.constexpr, MORE: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
-    STAGES: gl.constexpr = w_tiles.shape[0]
+def _fetch_tiles(x, more_x, weight, ring, routing, sizes, C, PDL: gl.constexpr):
+    """Task of the fetching warp."""
+    x_tiles, _, w_tiles, full, empty = ring
+    _, columns, N = sizes
     BLOCK_K: gl.constexpr = w_tiles.shape[2]
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
-    ROW: gl.constexpr = BLOCK_K * x.dtype.primitive_bitwidth // 8
-    BYTES: gl.constexpr = (BLOCK_T + w_tiles.shape[1]) * ROW
-    AHEAD: gl.constexpr = min(STAGES, (K + BLOCK_K - 1) // BLOCK_K)
+    AHEAD: gl.constexpr = min(C.STAGES, (C.K + BLOCK_K - 1) // BLOCK_K)
     first_item = gl.program_id(0)
-    items = gl.load(used_ptr, cache_modifier=".cg") * columns
+    items = gl.load(routing.used, cache_modifier=".cg") * columns
     step = 0
     ahead = 0
     if PDL:
         # The kernel before may still write x. The lists were written by an earlier one, which has ended.
-        expert, t, end, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        expert, t, end, n = _tile(routing, sizes, first_item, C)
         high = end - t > BLOCK_T
         ahead += gl.where(first_item < items, AHEAD, 0)
         for i in range(ahead):
-            _expect(full.index(i), high, BYTES, MORE * ROW)
-            _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), GATED)
+            _expect(ring, i, high, C)
+            _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), C)
         gdc_wait()
         for i in range(ahead):
-            _fetch_rows(x, more_x, t, i * BLOCK_K, full.index(i), ring, i, high, MORE)
+            _fetch_rows(x, more_x, t, i * BLOCK_K, ring, i, high, C)
         step += ahead
     for item in range(first_item, items, gl.num_programs(0)):
-        expert, t, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        expert, t, end, n = _tile(routing, sizes, item, C)
         high = end - t > BLOCK_T
         skipped = gl.where(item == first_item, ahead, 0)
-        for k in range(skipped * BLOCK_K, K, BLOCK_K):
+        for k in range(skipped * BLOCK_K, C.K, BLOCK_K):
             stage = wait_empty(empty, step)
-            bar = full.index(stage)
-            _expect(bar, high, BYTES, MORE * ROW)
-            _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE)
-            _fetch_strips(weight, expert, n, k, N, bar, w_tiles.index(stage), GATED)
+            _expect(ring, stage, high, C)
+            _fetch_rows(x, more_x, t, k, ring, stage, high, C)
+            _fetch_strips(weight, expert, n, k, N, full.index(stage), w_tiles.index(stage), C)
             step += 1
     if PDL:
         gdc_launch_dependents()
 
 
 @gluon.jit
-def _add_products(ring, left, right, more_left, more_right, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr):
+def _group_strips(w_tiles, stage, C, GROUP: gl.constexpr):
+    """The group's 64 rows of both strips."""
+    tile = w_tiles.index(stage)
+    return tile.slice(64 * GROUP, 64), tile.slice(C.STRIP + 64 * GROUP, 64)
+
+
+@gluon.jit
+def _add_products(ring, left, right, more_left, more_right, step, first, last, C, MORE: gl.constexpr, GROUP: gl.constexpr):
     """Add the products of steps `first` … `last` - 1 of a tile, for the group's 64 rows of both strips."""
     x_tiles, more_tiles, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = w_tiles.shape[0]
-    STRIP: gl.constexpr = w_tiles.shape[1] // 2
     for i in range(first, last):
         stage = wait_full(full, step)
         x = x_tiles.index(stage).permute((1, 0))
-        w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
-        w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
+        w_left, w_right = _group_strips(w_tiles, stage, C, GROUP)
         left = warpgroup_mma(w_left, x, left, use_acc=i > first, is_async=True)
         right = warpgroup_mma(w_right, x, right, use_acc=i > first, is_async=True)
         if MORE != 0:
@@ -174,27 +198,26 @@ def _add_products(ring, left, right, more_left, more_right, step, first, last, M
             left, right, more_left, more_right = warpgroup_mma_wait(4, deps=[left, right, more_left, more_right])
         else:
             left, right = warpgroup_mma_wait(2, deps=[left, right])
-        release(empty, step + STAGES - 1, i > first)  # the step before
+        release(empty, step + C.STAGES - 1, i > first)  # the step before
         step += 1
     if MORE != 0:
         left, right, more_left, more_right = warpgroup_mma_wait(0, deps=[left, right, more_left, more_right])
     else:
         left, right = warpgroup_mma_wait(0, deps=[left, right])
-    release(empty, step + STAGES - 1)
+    release(empty, step + C.STAGES - 1)
     return left, right, more_left, more_right, step
 
 
 @gluon.jit
-def _sum_products(
-    ring, left, right, more_left, more_right, step, STEPS: gl.constexpr, PROMOTE: gl.constexpr, MORE: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
+def _sum_products(ring, left, right, more_left, more_right, step, C, MORE: gl.constexpr, GROUP: gl.constexpr):
     """The products of a tile, for the group's 64 rows of both strips. Sums start at zero, which is what they are given as."""
-    if STEPS > PROMOTE:
+    BLOCK_K: gl.constexpr = ring[2].shape[2]
+    STEPS: gl.constexpr = (C.K + BLOCK_K - 1) // BLOCK_K
+    if STEPS > C.PROMOTE:
         left_aside, right_aside, more_left_aside, more_right_aside = left, right, more_left, more_right
-        for k in range(0, STEPS, PROMOTE):
+        for k in range(0, STEPS, C.PROMOTE):
             left, right, more_left, more_right, step = _add_products(
-                ring, left, right, more_left, more_right, step, k, min(k + PROMOTE, STEPS), MORE, GROUP
+                ring, left, right, more_left, more_right, step, k, min(k + C.PROMOTE, STEPS), C, MORE, GROUP
             )
             left_aside += left
             right_aside += right
@@ -203,34 +226,30 @@ def _sum_products(
                 more_right_aside += more_right
         return left_aside, right_aside, more_left_aside, more_right_aside, step
     else:
-        return _add_products(ring, left, right, more_left, more_right, step, 0, STEPS, MORE, GROUP)
+        return _add_products(ring, left, right, more_left, more_right, step, 0, STEPS, C, MORE, GROUP)
 
 
 @gluon.jit
-def _sum_blocks(
-    ring, left, right, step, x_scale_ptr, scale_ptr, expert, first, end, n, N, K: gl.constexpr, GATED: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _sum_blocks(ring, ep, left, right, step, tile, N, C, GROUP: gl.constexpr):
     """`_sum_products` of weights with scales of blocks. The sums are scaled."""
-    x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
-    STRIP: gl.constexpr = w_tiles.shape[1] // 2
-    BLOCKS: gl.constexpr = (K + 127) // 128
+    x_tiles, _, w_tiles, full, empty = ring
+    expert, first, end, n = tile
+    BLOCKS: gl.constexpr = (C.K + 127) // 128
     place = first + gl.arange(0, left.shape[1], gl.SliceLayout(0, left.type.layout))
-    x_scales = x_scale_ptr + gl.minimum(place, end - 1) * BLOCKS
+    x_scales = ep.x_scale + gl.minimum(place, end - 1) * BLOCKS
     # The group's 64 rows of a strip lie in one block of the expert's. Those past N have the scales of the last row.
-    rows = N * (2 if GATED else 1)
-    scales = scale_ptr + expert * ((rows + SCALE_ROWS - 1) // SCALE_ROWS) * BLOCKS
-    left_scales = scales + gl.minimum(n, N - 1) // SCALE_ROWS * BLOCKS
-    right_row = N + gl.minimum(n, N - 1) if GATED else gl.minimum(n + STRIP, N - 1)
-    right_scales = scales + right_row // SCALE_ROWS * BLOCKS
+    rows = N * (2 if C.GATED else 1)
+    scales = ep.scale + expert * ((rows + C.SCALE_ROWS - 1) // C.SCALE_ROWS) * BLOCKS
+    left_scales = scales + gl.minimum(n, N - 1) // C.SCALE_ROWS * BLOCKS
+    right_row = N + gl.minimum(n, N - 1) if C.GATED else gl.minimum(n + C.STRIP, N - 1)
+    right_scales = scales + right_row // C.SCALE_ROWS * BLOCKS
     left_products, right_products = left, right
     for i in range(BLOCKS):
         # Loaded before the tiles are awaited. Of 32 steps, one finds the scales of a token in L2, the others in L1.
         x_scale, left_scale, right_scale = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
         stage = wait_full(full, step)
         x = x_tiles.index(stage).permute((1, 0))
-        w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
-        w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
+        w_left, w_right = _group_strips(w_tiles, stage, C, GROUP)
         left_products = warpgroup_mma(w_left, x, left_products, use_acc=False, is_async=True)
         right_products = warpgroup_mma(w_right, x, right_products, use_acc=False, is_async=True)
         left_products = warpgroup_mma_wait(1, deps=[left_products])
@@ -243,11 +262,12 @@ def _sum_blocks(
 
 
 @gluon.jit
-def _scaled(acc, scale_ptr, row, inside, x_scale):
-    """acc [n, t] times the scales of the weight's rows and of the tokens."""
-    if scale_ptr is not None:
-        acc *= gl.load(scale_ptr + row, mask=inside, other=0.0)[:, None] * x_scale[None, :]
-    return acc
+def _finish_strip(acc, acc_up, ep, tokens, tile, n, N, C):
+    """`epilogue.finish` for the group's 64 rows of a strip from column n on."""
+    expert, _, _, _ = tile
+    n += gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))[:, None]
+    rows = load_rows(ep, expert * N * (2 if C.GATED else 1) + n, n < N, N, C.SCALE_ROWS is None)
+    return finish(acc, acc_up, rows, tokens, (), ep)
 
 
 @gluon.jit
@@ -260,145 +280,111 @@ def _store(value, out_ptr, rows, inside, n, N, STORED: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
-    left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION: gl.constexpr,
-    STRIP: gl.constexpr,
-):  # fmt: skip
-    """Scale, activate and store a group's 64 rows of both strips for the tokens from place `first` on."""
+def _finish(left, right, ep, out_ptr, order_ptr, tile, N, C):
+    """Scale, activate and store a group's 64 rows of both strips for the tokens of `tile` from its first place on."""
     ROWS: gl.constexpr = left.shape[1]
+    expert, first, end, n = tile
     if ROWS > 64:  # in halves, which take less shared memory for the exchange
         lefts = halves(left)
         rights = halves(right)
-        _finish(lefts[0], rights[0], lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
-        first += ROWS // 2
-        _finish(lefts[1], rights[1], lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
+        _finish(lefts[0], rights[0], ep, out_ptr, order_ptr, tile, N, C)
+        _finish(lefts[1], rights[1], ep, out_ptr, order_ptr, (expert, first + ROWS // 2, end, n), N, C)
     else:
-        PRODUCTS: gl.constexpr = left.type.layout
         WIDE: gl.constexpr = 8 if ROWS >= 16 else 4
         STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [64 // WIDE, WIDE // 2], [1, 4], [0, 1])
-        place = first + gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCTS))
+        place = (first + gl.arange(0, ROWS, gl.SliceLayout(0, left.type.layout)))[None, :]
         stored_place = first + gl.arange(0, ROWS, gl.SliceLayout(0, STORED))
-        row = n + gl.arange(0, 64, gl.SliceLayout(1, PRODUCTS))
-        x_scale = 1.0
-        if x_scale_ptr is not None:
-            x_scale = gl.load(x_scale_ptr + place, mask=place < end, other=0.0)
-        if ACTIVATION is not None:
-            scales = expert * 2 * N + row
-            left = _scaled(left, scale_ptr, scales, row < N, x_scale)
-            right = _scaled(right, scale_ptr, scales + N, row < N, x_scale)
-            _store(activate(left, ACTIVATION) * right, out_ptr, stored_place, stored_place < end, n, N, STORED)
+        tokens = load_tokens(ep, place, place < end, C.SCALE_ROWS is None)
+        if C.GATED:
+            out = _finish_strip(left, right, ep, tokens, tile, n, N, C)
+            _store(out, out_ptr, stored_place, stored_place < end, n, N, STORED)
         else:
-            scales = expert * N + row
-            stored_pair = gl.load(lists[2] + stored_place, mask=stored_place < end, other=0)
-            left = _scaled(left, scale_ptr, scales, row < N, x_scale)
-            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale)
+            stored_pair = gl.load(order_ptr + stored_place, mask=stored_place < end, other=0)
+            left = _finish_strip(left, left, ep, tokens, tile, n, N, C)
+            right = _finish_strip(right, right, ep, tokens, tile, n + C.STRIP, N, C)
             _store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
-            _store(right, out_ptr, stored_pair, stored_place < end, n + STRIP, N, STORED)
+            _store(right, out_ptr, stored_pair, stored_place < end, n + C.STRIP, N, STORED)
 
 
 @gluon.jit
-def _multiply_tiles(
-    ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K: gl.constexpr, ACTIVATION: gl.constexpr,
-    COLUMNS: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr, SCALE_ROWS: gl.constexpr, PDL: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
+def _multiply_tiles(ring, ep, out_ptr, routing, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
     """Task of one group of four warps."""
-    x_tiles, w_tiles = ring[0], ring[2]
-    tiles_ptr, used_ptr = lists[0], lists[1]
-    scales = (x_scale_ptr, scale_ptr)
-    if SCALE_ROWS is not None:
-        gl.static_assert(MORE == 0, "tiles with scales of blocks have no further rows")
-        x_scale_ptr, scale_ptr = None, None  # the sums are scaled already
+    x_tiles = ring[0]
+    columns, N = sizes[1], sizes[2]
+    if C.SCALE_ROWS is not None:
+        gl.static_assert(C.MORE == 0, "tiles with scales of blocks have no further rows")
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
-    STRIP: gl.constexpr = w_tiles.shape[1] // 2
-    STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
+    MOST: gl.constexpr = max(C.MORE, 8)
     DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, DEPTH])
-    MORE_PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(MORE, 8), DEPTH])
+    MORE_PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, DEPTH])
     step = 0
     if PDL:
         gdc_wait()  # these warps write the output
-    items = gl.load(used_ptr) * columns
+    items = gl.load(routing.used) * columns
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        expert, first, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        expert, first, end, n = _tile(routing, sizes, item, C)
         n += 64 * GROUP
+        tile = (expert, first, end, n)
         left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
         right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
-        more_left = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
-        more_right = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
+        more_left = gl.zeros([64, MOST], gl.float32, MORE_PRODUCTS)
+        more_right = gl.zeros([64, MOST], gl.float32, MORE_PRODUCTS)
         high = end - first > BLOCK_T
-        if SCALE_ROWS is not None:
-            left, right, step = _sum_blocks(
-                ring, left, right, step, scales[0], scales[1], expert, first, end, n, N, K, ACTIVATION is not None, SCALE_ROWS,
-                GROUP,
-            )  # fmt: skip
-        elif MORE == 0:
-            left, right, _, _, step = _sum_products(
-                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
-            )
+        if C.SCALE_ROWS is not None:
+            left, right, step = _sum_blocks(ring, ep, left, right, step, tile, N, C, GROUP)
+        elif C.MORE == 0:
+            left, right, _, _, step = _sum_products(ring, left, right, more_left, more_right, step, C, 0, GROUP)
         elif high:
             left, right, more_left, more_right, step = _sum_products(
-                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, MORE, GROUP
+                ring, left, right, more_left, more_right, step, C, C.MORE, GROUP
             )
         else:
             left, right, more_left, more_right, step = _sum_products(
-                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
+                ring, left, right, more_left, more_right, step, C, 0, GROUP
             )
-        _finish(left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
-        if MORE != 0 and high:
-            first += BLOCK_T
-            _finish(
-                more_left, more_right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP
-            )
+        _finish(left, right, ep, out_ptr, routing.order, tile, N, C)
+        if C.MORE != 0 and high:
+            _finish(more_left, more_right, ep, out_ptr, routing.order, (expert, first + BLOCK_T, end, n), N, C)
 
 
 @prepared
 @gluon.jit(do_not_specialize=["most"])
-def _experts_sm90_kernel(
-    x, more_x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, x_scale_ptr, scale_ptr, most, columns, N,
-    K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs.
+def _experts_sm90_kernel(x, more_x, weight, ep, out_ptr, routing, most, columns, N, C, PDL: gl.constexpr):
+    """With an activation: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs.
 
     With SCALE_ROWS, scales are those of blocks of SCALE_ROWS rows and 128 columns.
     """
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
-    STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
-    GATED: gl.constexpr = ACTIVATION is not None
-    COLUMNS: gl.constexpr = STRIP if GATED else 2 * STRIP
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, BLOCK_T, BLOCK_K], x.layout)
     more_tiles = x_tiles
-    if MORE != 0:
-        more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, MORE, BLOCK_K], more_x.layout)
-    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
-    full, empty = ring_barriers(STAGES, STRIP // 64)
+    if C.MORE != 0:
+        more_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.MORE, BLOCK_K], more_x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, 2 * C.STRIP, BLOCK_K], weight.layout)
+    full, empty = ring_barriers(C.STAGES, C.STRIP // 64)
     fence_async_shared()
     ring = (x_tiles, more_tiles, w_tiles, full, empty)
-    lists = (tiles_ptr, used_ptr, order_ptr)
-    if STRIP == 64:
+    sizes = (most, columns, N)
+    if C.STRIP == 64:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, SCALE_ROWS, PDL, 0)),
-                (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
+                (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 0)),
+                (_fetch_tiles, (x, more_x, weight, ring, routing, sizes, C, PDL)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, SCALE_ROWS, PDL, 0)),
-                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, SCALE_ROWS, PDL, 1)),
-                (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
+                (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 1)),
+                (_fetch_tiles, (x, more_x, weight, ring, routing, sizes, C, PDL)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
 
 
 def derive_config(block_t: int, strip: int, programs: int = 1, more: int = 0) -> ExpertsSm90Config:
@@ -459,50 +445,43 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def accepts(
-    H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> bool:  # fmt: skip
+def accepts(mixture: Mixture) -> bool:
     """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations.
 
     And whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up.
     """
-    up_rows, down_rows = expert_scale_rows(gate_up, gate_up_scale), expert_scale_rows(down, down_scale)
+    m, (_, H, inter) = mixture, mixture.sizes
+    up_rows, down_rows = scale_rows(m.gate_up, m.gate_up_scale), scale_rows(m.down, m.down_scale)
     if min(up_rows or 64, down_rows or 64) < 64 or inter % (up_rows or 1):
         return False
-    itemsize = gate_up.element_size()
-    aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (gate_up, down))
-    return aligned and dtype.itemsize == 2
+    itemsize = m.gate_up.element_size()
+    aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (m.gate_up, m.down))
+    return aligned and m.h.element_size() == 2
 
 
-def launch(
-    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, config: ExpertsSm90Config | None, activation: str | None,
-    scale: Tensor | None = None, x_scale: Tensor | None = None, pdl: bool = False,
-) -> Tensor:  # fmt: skip
+def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None = None) -> Tensor:
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
     Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
     A given configuration must have the height of the routing's tiles.
 
     Args:
-        scale: of FP8 weights [E, rows, K], fp32 [E, rows]. Of weights in blocks of g rows, see `accepts`,
-            [E, ⌈rows / g⌉, ⌈K / 128⌉].
-        x_scale: of the rows of x, fp32 [pairs]; with blocks [pairs, ⌈K / 128⌉].
+        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `accepts`)
+            [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
-    (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
-    scale_rows = expert_scale_rows(weight, scale)
-    facts = ProductFacts(
-        token_regime(T), N, K, x.element_size(), gated, blocks=scale_rows is not None, E=E, k=top_k, rows=routing.block_t
-    )
+    x, weight, out, gated, blocks = product.x, product.weight, product.out, product.gated, product.scale_rows
+    (E, rows, K), N, (T, top_k), itemsize = weight.shape, out.shape[1], routing.weights.shape, x.element_size()
+    facts = product.facts(token_regime(T))._replace(E=E, k=top_k, rows=routing.block_t)
     c = config or FAMILY.lookup(x.device, facts)
-    columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]
-    block_k = _ROW_BYTES // x.element_size()
+    width, most, block_k = c.strip if gated else 2 * c.strip, routing.tiles.shape[1], _ROW_BYTES // itemsize
+    columns = cdiv(N, width)
     registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
     promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
     more_x = tma_descriptor(x, c.more, block_k) if c.more else None
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
-        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out,
-        routing.order, routing.tiles, routing.used, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, SCALE_ROWS=scale_rows, **registers, **launch_options(4, 1, pdl),
+        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k),
+        product.epilogue, out, routing, most, columns, N,
+        C=_Constants(K, gated, blocks, c.strip, width, c.more, c.num_stages, promote), **registers,
+        **launch_options(4, 1, product.pdl),
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ start, the logits are complete. Both kernels may therefore follow the router's i
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.launch import Gpu, launch_options, sm_count
-from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
-from minirt.kernels.linear.product import ProductFacts
-from minirt.kernels.prepared import prepared
+from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.moe.mixture import Mixture
+from minirt.kernels.prepared import compile_time, prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
 
@@ -78,8 +79,8 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
     bits = ()  # of the shares, ordered like them; 0 if one is NaN
     for i in tl.static_range(PIECES):
         share = tl.div_rn(shares[i], tl.broadcast(total, shares[i])[0])
-        own = tl.where(total == total, share, 0.0).to(tl.int32, bitcast=True)
-        bits += (tl.where(i * PIECE + lane < E, own, -1),)
+        share = tl.where(total == total, share, 0.0).to(tl.int32, bitcast=True)
+        bits += (tl.where(i * PIECE + lane < E, share, -1),)
     experts, weights = (), ()
     for _ in tl.static_range(TOP_K):
         best = tl.full((PIECE,), -1, tl.int32)
@@ -99,178 +100,184 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
     return experts, weights
 
 
-@triton.jit
-def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of an expert's weight, which has ROWS · N, for a block of outputs. Rows past the end are the last one again."""
-    return expert.to(tl.int64) * ROWS * N + tl.minimum(n + block * BLOCK_N, N - 1)
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch of either kernel compiles in.
 
-
-@triton.jit
-def _scales(
-    scale_ptr, expert, first, n0, N, i: tl.constexpr, COUNT: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """`chunk_scales` of a program's tile i: COUNT are of one block of outputs, the first of which begins at n0; PARTS are a row.
-
-    The weight of an expert has ROWS · N rows. Blocks of outputs past the end have the scales of the last row.
+    Args:
+        SCALE_ROWS: rows of the blocks of an fp8 weight, which have a scale each. None: there are no blocks.
+        ROWS: rows of an expert's weight for each output: 2 of gate and up, else 1.
+        BLOCKS: blocks of BLOCK_N outputs of a program.
+        TILES: tiles of BLOCK_K columns in flight.
     """
-    own = expert * ((ROWS * N + SCALE_ROWS - 1) // SCALE_ROWS) * ((K + 127) // 128)
-    n = tl.minimum(n0 + i // COUNT * BLOCK_N, N - 1)
-    return chunk_scales(scale_ptr + own, first, n, N, i % PARTS, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK)
+
+    K: int
+    TOP_K: int
+    SCALE_ROWS: int | None
+    ROWS: int
+    BLOCK_E: int
+    BLOCK_N: int
+    BLOCK_K: int
+    CHUNK: int
+    BLOCKS: int
+    TILES: int
+
+
+@triton.jit
+def _rows(expert, n, N, block: tl.constexpr, C):
+    """Rows of an expert's weight, which has ROWS · N, for a block of outputs. Rows past the end are the last one again."""
+    return expert.to(tl.int64) * C.ROWS * N + tl.minimum(n + block * C.BLOCK_N, N - 1)
+
+
+@triton.jit
+def _load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
+    return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
+
+
+@triton.jit
+def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
+    """`chunk_scales` of tile i of an expert's rows, for a block of outputs; n0: the first output of the program.
+
+    Blocks of outputs past the end have the scales of the last row.
+    """
+    offset = expert * ((C.ROWS * N + C.SCALE_ROWS - 1) // C.SCALE_ROWS) * ((C.K + 127) // 128)
+    n = tl.minimum(n0 + block * C.BLOCK_N, N - 1)
+    return chunk_scales(ep.scale + offset, first, n, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
 
 
 @prepared
 @triton.jit
-def _one_gate_up_kernel(
-    x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _one_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, C, PDL: tl.constexpr):
     """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1).
 
     With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum of each chunk of products.
     """
-    COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    SCALED: tl.constexpr = C.SCALE_ROWS is not None
     j = tl.program_id(1)
-    n0 = tl.program_id(0) * BLOCKS * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
-    up_offset = tl.cast(N, tl.int64) * K
+    n0 = tl.program_id(0) * C.BLOCKS * C.BLOCK_N
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    up_offset = tl.cast(N, tl.int64) * C.K
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     raw = ()  # loaded while the program looks for its expert
     for i in tl.static_range(COUNT):
-        raw += (load_tile(x_ptr + k, k, i, K, BLOCK_K, ""),)
-    experts, _ = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
+        raw += (_load_tile(x_ptr + k, k, i, C, ""),)
+    experts, _ = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
     expert = experts[0]
-    for i in tl.static_range(1, TOP_K):
+    for i in tl.static_range(1, C.TOP_K):
         expert = tl.where(j == i, experts[i], expert)
     gate, up = (), ()
     gate_scales, up_scales = (), ()
-    for i in tl.static_range(TILES):
-        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
-        gate += (load_tile(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
-        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
-        if SCALE_ROWS is not None:
-            gate_scales += (_scales(scale_ptr, expert, 0, n0, N, i, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
-            up_scales += (_scales(scale_ptr, expert, N, n0, N, i, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for i in tl.static_range(C.TILES):
+        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
+        gate += (_load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
+        up += (_load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
+        if SCALED:
+            gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
+            up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
+    squares = tl.zeros((C.BLOCK_K,), tl.float32)
     xs = ()
     for i in tl.static_range(COUNT):
         x = raw[i].to(tl.float32)
-        if norm_ptr is not None:
+        if norm is not None:
             squares += x * x
-            x *= load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
         xs += (x,)
     inverse_rms = 1.0
-    if norm_ptr is not None:
-        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    if norm is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
+    gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
-    for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None and SCALE_ROWS is None and i % COUNT == 0:  # of this block: used after its products
-            scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
-            gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
-        products = chunk_products(gate[i], xs[i % COUNT], CHUNK)
-        gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
-        products = chunk_products(up[i], xs[i % COUNT], CHUNK)
-        up_sums += products if SCALE_ROWS is None else products * up_scales[i]
-        if i + TILES < BLOCKS * COUNT:
-            ptrs = weight_ptr + _rows(expert, n, N, (i + TILES) // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
-            gate += (load_tile(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
-            up += (load_tile(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
-            if SCALE_ROWS is not None:
-                gate_scales += (
-                    _scales(scale_ptr, expert, 0, n0, N, i + TILES, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
-                )
-                up_scales += (
-                    _scales(scale_ptr, expert, N, n0, N, i + TILES, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
-                )
+    for i in tl.static_range(C.BLOCKS * COUNT):
+        column = n + i // COUNT * C.BLOCK_N
+        if i % COUNT == 0:  # of this block: loaded before its products, used after them
+            rows = load_rows(ep, _rows(expert, n, N, i // COUNT, C), True, N, not SCALED)
+        products = chunk_products(gate[i], xs[i % COUNT], C.CHUNK)
+        gate_sums += products * gate_scales[i] if SCALED else products
+        products = chunk_products(up[i], xs[i % COUNT], C.CHUNK)
+        up_sums += products * up_scales[i] if SCALED else products
+        if i + C.TILES < C.BLOCKS * COUNT:
+            ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
+            gate += (_load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            up += (_load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            if SCALED:
+                gate_scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
+                up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
         if i % COUNT == COUNT - 1:
-            gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
-            if scale_ptr is not None and SCALE_ROWS is None:
-                gate_value *= gate_scale
-                up_value *= up_scale
-            out = activate(gate_value, ACTIVATION) * up_value
-            column = n + i // COUNT * BLOCK_N
+            out = finish(tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms, rows, (), (), ep)
             tl.store(out_ptr + j * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
-            gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+            gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
             up_sums = gate_sums
 
 
 @prepared
 @triton.jit
 def _one_down_kernel(
-    x_ptr, logits_ptr, weight_ptr, scale_ptr, residual_ptr, shared_ptr, gate_ptr, out_ptr, E, N, K: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, E, N, C, NORMALIZE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K].
-
-    SCALE_ROWS: as for gate and up.
-    """
-    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # tiles of one expert
-    COUNT: tl.constexpr = TOP_K * PARTS
+    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
+    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
+    COUNT: tl.constexpr = C.TOP_K * PARTS
+    SCALED: tl.constexpr = C.SCALE_ROWS is not None
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n0 = tl.program_id(0) * BLOCKS * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
-    experts, weights = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
+    n0 = tl.program_id(0) * C.BLOCKS * C.BLOCK_N
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    experts, weights = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
     w = ()
     scales = ()
-    for i in tl.static_range(TILES):
-        row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
-        w += (load_tile(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
-        if SCALE_ROWS is not None:
-            expert = experts[i % COUNT // PARTS]
-            scales += (_scales(scale_ptr, expert, 0, n0, N, i, COUNT, PARTS, K, 1, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+    for i in tl.static_range(C.TILES):
+        expert = experts[i % COUNT // PARTS]
+        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
+        w += (_load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"),)
+        if SCALED:
+            scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = 0.0
-    for j in tl.static_range(TOP_K):
+    for j in tl.static_range(C.TOP_K):
         total += weights[j]
     shares = ()
-    for j in tl.static_range(TOP_K):
+    for j in tl.static_range(C.TOP_K):
         share = weights[j]
         if NORMALIZE:
             share = tl.div_rn(share, total)
         shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
-    out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     sums = out
-    for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None and SCALE_ROWS is None and i % COUNT == 0:  # of this block: all loads before the first use
+    for i in tl.static_range(C.BLOCKS * COUNT):
+        if ep.scale is not None and not SCALED and i % COUNT == 0:  # of this block: all loads before the first use
             row_scales = ()
-            for j in tl.static_range(TOP_K):
-                row_scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
-        x = load_tile(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
-        products = chunk_products(w[i], x, CHUNK)
-        sums += products if SCALE_ROWS is None else products * scales[i]
-        if i + TILES < BLOCKS * COUNT:
-            row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
-            ptrs = weight_ptr + row[:, None] * K + k[None, :]
-            w += (load_tile(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
-            if SCALE_ROWS is not None:
-                expert = experts[(i + TILES) % COUNT // PARTS]
-                scales += (
-                    _scales(scale_ptr, expert, 0, n0, N, i + TILES, COUNT, PARTS, K, 1, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
-                )
-        if i % PARTS == PARTS - 1:  # the last tile of an expert. Threads add their own sums; one reduction at the end is enough.
-            if scale_ptr is not None and SCALE_ROWS is None:
+            for j in tl.static_range(C.TOP_K):
+                row_scales += (tl.load(ep.scale + _rows(experts[j], n, N, i // COUNT, C)),)
+        x = _load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
+        products = chunk_products(w[i], x, C.CHUNK)
+        sums += products * scales[i] if SCALED else products
+        if i + C.TILES < C.BLOCKS * COUNT:
+            expert = experts[(i + C.TILES) % COUNT // PARTS]
+            ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
+            w += (_load_tile(ptrs, k[None, :], (i + C.TILES) % PARTS, C, "evict_first"),)
+            if SCALED:
+                scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % PARTS, C),)
+        if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
+            if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]
             out += sums * shares[i % COUNT // PARTS]
-            sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+            sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
-            column = n + i // COUNT * BLOCK_N
+            column = n + i // COUNT * C.BLOCK_N
             valid = column < N
             value = tl.sum(out, 1)
             if shared_ptr is not None:
                 shared = tl.load(shared_ptr + column, mask=valid, other=0.0).to(tl.float32)
                 value += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
-            value += tl.load(residual_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            value += load_residual(ep, column, valid)[0]
             tl.store(out_ptr + column, value.to(out_ptr.dtype.element_ty), mask=valid)
-            out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+            out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> OneTokenConfig:
@@ -321,45 +328,59 @@ def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
     return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
 
 
-def gate_up(
-    x: Tensor, norm_weight: Tensor | None, eps: float, logits: Tensor, weight: Tensor, activation: str, out: Tensor,
-    scale: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
-) -> Tensor:  # fmt: skip
-    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I].
+def accepts(mixture: Mixture) -> bool:
+    """Whether the logits are whole, as those of one token are: every program adds them up by itself."""
+    return isinstance(mixture.logits, Tensor)
 
-    `scale`: of FP8 weights, [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
+
+def _constants(product: Product, c: OneTokenConfig, top_k: int, tiles: int) -> _Constants:
+    """`tiles`: of a program in all."""
+    weight = product.weight
+    return _Constants(
+        weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, triton.next_power_of_2(weight.shape[0]),
+        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles),
+    )  # fmt: skip
+
+
+def gate_up(product: Product, logits: Tensor, config: OneTokenConfig | None = None) -> Tensor:
+    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], weight [E, 2I, H] → out [k, I].
+
+    Args:
+        product: with an activation. Its scales, of FP8 weights, are [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
+        logits: [1, E].
     """
-    (E, _, K), (top_k, N), scale_rows = weight.shape, out.shape, expert_scale_rows(weight, scale)
-    facts = ProductFacts(1, N, K, weight.element_size(), True, blocks=scale_rows is not None, E=E, k=top_k)
-    c = config or FAMILY.lookup(x.device, facts)
+    weight, out = product.weight, product.out
+    (E, _, K), (top_k, N) = weight.shape, out.shape
+    c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
     programs = triton.cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * triton.cdiv(K, c.block_k))
     _one_gate_up_kernel[(programs, top_k)](
-        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation,
-        SCALE_ROWS=scale_rows, BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        CHUNK=_chunk(weight, c), BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)),
-        maxnreg=_registers(c, x.device, programs * top_k), **launch_options(c.num_warps, 1, pdl),
+        product.x, product.norm, logits, weight, product.epilogue, out, E, N, C=constants,
+        maxnreg=_registers(c, out.device, programs * top_k), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
 
 
 def down(
-    x: Tensor, logits: Tensor, weight: Tensor, residual: Tensor, out: Tensor, normalize: bool, scale: Tensor | None = None,
-    shared: Tensor | None = None, shared_gate: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
+    product: Product, logits: Tensor, normalize: bool, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+    config: OneTokenConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [k, I], weight [E, H, I] → out [1, H].
 
-    `scale`: of FP8 weights, [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. With PDL, the kernel that wrote the logits must have
-    ended before the kernel before this one triggered.
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
+
+    Args:
+        product: with a residual. Its scales, of FP8 weights, are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉].
+        logits: [1, E].
     """
-    (E, N, K), top_k, scale_rows = weight.shape, x.shape[0], expert_scale_rows(weight, scale)
-    facts = ProductFacts(1, N, K, weight.element_size(), False, blocks=scale_rows is not None, E=E, k=top_k)
-    c = config or FAMILY.lookup(x.device, facts)
+    x, weight, out = product.x, product.weight, product.out
+    (E, N, K), top_k = weight.shape, x.shape[0]
+    c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
     programs = triton.cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * top_k * triton.cdiv(K, c.block_k))
     _one_down_kernel[(programs,)](
-        x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
-        SCALE_ROWS=scale_rows, BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c),
-        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)),
-        maxnreg=_registers(c, x.device, programs), **launch_options(c.num_warps, 1, pdl),
+        x, logits, weight, product.epilogue, shared, shared_gate, out, E, N, C=constants, NORMALIZE=normalize,
+        maxnreg=_registers(c, out.device, programs), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
 

@@ -1,11 +1,12 @@
 """The products of a mixture of experts: tiles of the tokens of one expert, gathered and scattered by the lists of `route`.
 
-`gate_up` writes act(gate) · up for each pair, in the order of the tiles; `down` writes each pair to its own row; `combine` adds a
-token's rows, each times its weight, in a fixed order. So no result depends on the order of programs, and none needs
-atomics. Experts that no token uses are not read.
+The first product writes act(gate) · up for each pair, in the order of the tiles; the second writes each pair to a separate row;
+`combine` adds a token's rows, each times its weight, in a fixed order. So no result depends on the order of programs, and none
+needs atomics. Experts that no token uses are not read.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.fp8 import block_scales, expert_scale_rows
-from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
-from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.fp8 import block_scales
+from minirt.kernels.launch import capability, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
+from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
+from minirt.kernels.linear.product import Product
 from minirt.kernels.moe.route import FEW, Routing
 from minirt.kernels.pdl import wait_for_input
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
@@ -63,127 +65,102 @@ def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
     return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, fit_stages(stage_bytes, shared_limit(cc) - 4096, 4))
 
 
-@triton.jit
-def _accumulate(
-    x_ptrs, w_ptrs, up_offset, first_k, last_k, K: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x · weightᵀ from `first_k` to `last_k`; GATED: of gate and of up, whose rows are `up_offset` values further."""
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    acc_up = acc
-    for start in range(first_k, last_k, BLOCK_K):
-        if K % BLOCK_K == 0:
-            a = tl.load(x_ptrs + start)
-            b = tl.load(w_ptrs + start)
-        else:
-            a = tl.load(x_ptrs + start, mask=start + k[None, :] < K, other=0.0)
-            b = tl.load(w_ptrs + start, mask=start + k[:, None] < K, other=0.0)
-        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
-        if GATED:
-            if K % BLOCK_K == 0:
-                b = tl.load(w_ptrs + up_offset + start)
-            else:
-                b = tl.load(w_ptrs + up_offset + start, mask=start + k[:, None] < K, other=0.0)
-            acc_up = tl.dot(a, b.to(a.dtype), acc_up, input_precision="ieee")
-    return acc, acc_up
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. PROMOTE: steps in K after which sums are added in fp32; 0: never."""
+
+    K: int
+    TOP_K: int
+    SCALE_ROWS: int | None
+    BLOCK_T: int
+    BLOCK_N: int
+    BLOCK_K: int
+    PROMOTE: int
 
 
 @triton.jit
-def _accumulate_blocks(
-    x_ptrs, w_ptrs, up_offset, x_scales, scale_ptr, first_n, N, K: tl.constexpr, GATED: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`_accumulate` of all of K with scales of blocks, which multiply the products of each step before they are added.
+def _load(ptrs, start, k, C):
+    """Load `ptrs` + start. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
+    if C.K % C.BLOCK_K == 0:
+        return tl.load(ptrs + start)
+    else:
+        return tl.load(ptrs + start, mask=start + k < C.K, other=0.0)
 
-    `scale_ptr`: the scales of this expert. `x_scales`: those of the first 128 channels of each row of x.
+
+@triton.jit
+def _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, first_k, last_k, N, C, GATED: tl.constexpr):
+    """x · weightᵀ from `first_k` to `last_k`; GATED: of gate and of up.
+
+    Scales of blocks multiply the products of each step before they are added. `scale_ptr`: those of this expert. `x_scales`:
+    those of the first 128 channels of each row of x.
     """
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
+    k = tl.arange(0, C.BLOCK_K)
+    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * C.K
+    acc = tl.zeros((C.BLOCK_T, C.BLOCK_N), tl.float32)
     acc_up = acc
-    for start in range(0, K, BLOCK_K):
-        block = start // 128
-        token = tl.load(x_scales + block)[:, None]
-        factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
+    for start in range(first_k, last_k, C.BLOCK_K):
+        if BLOCKS:
+            block = start // 128
+            token = tl.load(x_scales + block)[:, None]
+            factor = token * block_scales(scale_ptr, 0, first_n, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 0)
+            if GATED:
+                factor_up = token * block_scales(scale_ptr, N, first_n, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 0)
+        a = _load(x_ptrs, start, k[None, :], C)
+        b = _load(w_ptrs, start, k[:, None], C)
+        acc = acc + tl.dot(a, b) * factor if BLOCKS else tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
         if GATED:
-            factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
-        if K % BLOCK_K == 0:
-            a = tl.load(x_ptrs + start)
-            b = tl.load(w_ptrs + start)
-        else:
-            a = tl.load(x_ptrs + start, mask=start + k[None, :] < K, other=0.0)
-            b = tl.load(w_ptrs + start, mask=start + k[:, None] < K, other=0.0)
-        acc += tl.dot(a, b) * factor
-        if GATED:
-            if K % BLOCK_K == 0:
-                b = tl.load(w_ptrs + up_offset + start)
-            else:
-                b = tl.load(w_ptrs + up_offset + start, mask=start + k[:, None] < K, other=0.0)
-            acc_up += tl.dot(a, b) * factor_up
+            b = _load(up_ptrs, start, k[:, None], C)
+            acc_up = acc_up + tl.dot(a, b) * factor_up if BLOCKS else tl.dot(a, b.to(a.dtype), acc_up, input_precision="ieee")
     return acc, acc_up
 
 
 @prepared
 @triton.jit(do_not_specialize=["most"])
-def _experts_kernel(
-    x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, most, N, K: tl.constexpr,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
-):  # fmt: skip
-    """Compute one tile. With ACTIVATION: rows of x are tokens, of the output places; the weight [E, 2N, K] is gate and up.
+def _experts_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, N, C):
+    """Compute one tile. With an activation: rows of x are tokens, of the output places; the weight [E, 2N, K] is gate and up.
     Without: rows of x are places, of the output pairs.
 
     With SCALE_ROWS, the scales are those of blocks: [E, ⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [rows of x, ⌈K / 128⌉].
     """
-    GATED: tl.constexpr = ACTIVATION is not None
-    columns = tl.cdiv(N, BLOCK_N)
+    GATED: tl.constexpr = ep.activation is not None
+    ROW_SCALES: tl.constexpr = C.SCALE_ROWS is None
+    ROWS: tl.constexpr = 2 if GATED else 1  # of the weight, for each output
+    columns = tl.cdiv(N, C.BLOCK_N)
     tile = tl.program_id(0) // columns
-    expert = tl.load(tiles_ptr + tile)
+    expert = tl.load(routing.tiles + tile)
     if expert < 0:
         return
-    first_n = tl.program_id(0) % columns * BLOCK_N
-    place = tl.load(tiles_ptr + most + tile) + tl.arange(0, BLOCK_T)
-    end = tl.load(tiles_ptr + 2 * most + tile)
+    first_n = tl.program_id(0) % columns * C.BLOCK_N
+    place = tl.load(routing.tiles + most + tile) + tl.arange(0, C.BLOCK_T)
+    end = tl.load(routing.tiles + 2 * most + tile)
     valid = place < end
     place = tl.minimum(place, end - 1)  # rows past the end repeat the last one; they are not stored
-    pair = tl.load(order_ptr + place)
-    row = (pair // TOP_K if GATED else place).to(tl.int64)
-    n = first_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    rows = expert.to(tl.int64) * N * (2 if GATED else 1)  # of the weight, before this expert's
-    x_ptrs = x_ptr + row[:, None] * K + k[None, :]
-    w_ptrs = weight_ptr + (rows + tl.minimum(n, N - 1))[None, :] * K + k[:, None]
-    up_offset = N.to(tl.int64) * K
-    if SCALE_ROWS is not None:
-        COLUMNS: tl.constexpr = (K + 127) // 128
-        own = expert * tl.cdiv(N * (2 if GATED else 1), SCALE_ROWS) * COLUMNS  # before this expert's scales
-        acc, acc_up = _accumulate_blocks(
-            x_ptrs, w_ptrs, up_offset, x_scale_ptr + row * COLUMNS, scale_ptr + own, first_n, N, K, GATED, SCALE_ROWS, BLOCK_T,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    elif PROMOTE == 0:
-        acc, acc_up = _accumulate(x_ptrs, w_ptrs, up_offset, 0, K, K, GATED, BLOCK_T, BLOCK_N, BLOCK_K)
+    pair = tl.load(routing.order + place)
+    row = (pair // C.TOP_K if GATED else place).to(tl.int64)
+    n = first_n + tl.arange(0, C.BLOCK_N)
+    k = tl.arange(0, C.BLOCK_K)
+    offset = expert.to(tl.int64) * N * ROWS  # rows of the weight before this expert's
+    x_ptrs = x_ptr + row[:, None] * C.K + k[None, :]
+    w_ptrs = weight_ptr + (offset + tl.minimum(n, N - 1))[None, :] * C.K + k[:, None]
+    scale_ptr, x_scales = ep.scale, ep.x_scale
+    if not ROW_SCALES:
+        COLUMNS: tl.constexpr = (C.K + 127) // 128
+        scale_ptr += expert * tl.cdiv(N * ROWS, C.SCALE_ROWS) * COLUMNS
+        x_scales += row * COLUMNS
+    if C.PROMOTE == 0:
+        acc, acc_up = _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, 0, C.K, N, C, GATED)
     else:
-        acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        acc = tl.zeros((C.BLOCK_T, C.BLOCK_N), tl.float32)
         acc_up = acc
-        for first_k in range(0, K, PROMOTE * BLOCK_K):
-            last_k = tl.minimum(first_k + PROMOTE * BLOCK_K, K)
-            part, part_up = _accumulate(x_ptrs, w_ptrs, up_offset, first_k, last_k, K, GATED, BLOCK_T, BLOCK_N, BLOCK_K)
+        for first_k in range(0, C.K, C.PROMOTE * C.BLOCK_K):
+            last_k = tl.minimum(first_k + C.PROMOTE * C.BLOCK_K, C.K)
+            part, part_up = _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, first_k, last_k, N, C, GATED)
             acc += part
             acc_up += part_up
-    if scale_ptr is not None and SCALE_ROWS is None:
-        acc *= tl.load(scale_ptr + rows + n, mask=n < N, other=0.0)[None, :]
-        if GATED:
-            acc_up *= tl.load(scale_ptr + rows + N + n, mask=n < N, other=0.0)[None, :]
-    if x_scale_ptr is not None and SCALE_ROWS is None:
-        x_scale = tl.load(x_scale_ptr + row)[:, None]
-        acc *= x_scale
-        acc_up *= x_scale
-    if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
-        out_row = place.to(tl.int64)
-    else:
-        out_row = pair.to(tl.int64)
+    rows = load_rows(ep, offset + n[None, :], n[None, :] < N, N, ROW_SCALES)
+    acc = finish(acc, acc_up, rows, load_tokens(ep, row[:, None], valid[:, None], ROW_SCALES), (), ep)
+    out_row = (place if GATED else pair).to(tl.int64)
     at = out_row[:, None] * N + n[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
 
@@ -211,43 +188,27 @@ def _sum_experts_kernel(
     tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gate_up(
-    x: Tensor, weight: Tensor, routing: Routing, activation: str, out: Tensor, config: ExpertsConfig,
-    scale: Tensor | None = None, x_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """act(gate) · up of each pair, in the order of `routing.order`: x [T, H], weight [E, 2I, H] → out [T · k, I].
+def launch(product: Product, routing: Routing, config: ExpertsConfig | None = None) -> Tensor:
+    """With an activation: act(gate) · up of each pair, x [T, H] → out [T · k, I], in the order of `routing.order`.
+    Without: x [T · k, I] in that order → out [T · k, H], rows in the order of pairs.
 
-    FP8: `scale` [E, 2I] and `x_scale` [T], or of blocks [E, 2I / g, ⌈H / 128⌉] and [T, ⌈H / 128⌉].
+    The kernel does not overlap with the kernel before it, whatever `product.pdl` says.
+
+    Args:
+        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [rows of x], or of blocks
+            [E, ⌈rows / g⌉, ⌈K / 128⌉] and [rows of x, ⌈K / 128⌉].
     """
-    return _launch(x, weight, out, routing, config, activation, scale, x_scale)
-
-
-def down(
-    h: Tensor, weight: Tensor, routing: Routing, out: Tensor, config: ExpertsConfig, scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """h · weightᵀ: h [T · k, I] in the order of `routing.order`, weight [E, H, I] → out [T · k, H].
-
-    FP8: `scale` [E, H] and `h_scale` [T · k], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉] and [T · k, ⌈I / 128⌉].
-    """
-    return _launch(h, weight, out, routing, config, None, scale, h_scale)
-
-
-def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, config: ExpertsConfig, activation: str | None,
-    scale: Tensor | None, x_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
-    N, c, most = out.shape[1], config, routing.tiles.shape[1]
-    rows = expert_scale_rows(weight, scale)
-    if rows is not None and FP8_BLOCK % c.block_k:
+    x, (T, top_k), (_, N, K), scale_rows = product.x, routing.weights.shape, product.shape, product.scale_rows
+    c, most = config or choose_config(T, x.element_size(), product.gated, capability(x.device)), routing.tiles.shape[1]
+    if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
+    promote = _PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn and scale_rows is None else 0
     _experts_kernel[(most * cdiv(N, c.block_n),)](
-        x, weight, out, routing.order, routing.tiles, x_scale, scale, most, N, K=x.shape[1],
-        TOP_K=routing.weights.shape[1], ACTIVATION=activation, SCALE_ROWS=rows, BLOCK_T=c.block_t, BLOCK_N=c.block_n,
-        BLOCK_K=c.block_k, PROMOTE=_PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn else 0, num_warps=c.num_warps,
+        x, product.weight, product.epilogue, product.out, routing, most, N,
+        C=_Constants(K, top_k, scale_rows, c.block_t, c.block_n, c.block_k, promote), num_warps=c.num_warps,
         num_stages=c.num_stages,
     )  # fmt: skip
-    return out
+    return product.out
 
 
 def combine(

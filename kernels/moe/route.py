@@ -6,7 +6,7 @@ normalized and quantized on the way. All shapes depend only on the number of tok
 token and one of its k experts: pair t · k + j is token t with its j-th expert.
 
 With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
-copy triggers after its wait: so the kernel after it finds the lists complete before its own wait.
+copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,10 @@ from minirt.errors import InputError
 from minirt.kernels.checks import check_activations
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
+from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.pdl import wait_for_input
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
 
@@ -74,133 +75,141 @@ def shares_of(logits, e, E):
     return shares, tl.where(e < E, bits, -1)
 
 
+@compile_time
+class _ChooseConstants(NamedTuple):
+    """What the choice compiles in. PARTS: of the logits; 0: they are whole. EARLY: as in `wait_for_input`."""
+
+    PARTS: int
+    TOP_K: int
+    NORMALIZE: bool
+    BLOCK_E: int
+    BLOCK_K: int
+    BLOCK_P: int
+    EARLY: bool
+
+
+@compile_time
+class _PlaceConstants(NamedTuple):
+    """What the lists compile in. BLOCK_T: rows of a tile. BLOCK: pairs that are read at a time; FEW: these are all."""
+
+    BLOCK_T: int
+    BLOCK_E: int
+    BLOCK: int
+    FEW: bool
+
+
 @triton.jit
-def _sum_parts(
-    parts_ptr, squares_ptr, t, e, T, E, H, eps, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+def _sum_parts(parts_ptr, squares_ptr, H, eps, t, e, T, E, C, DTYPE: tl.constexpr):
     """One token's logits from their parts, see `LogitParts`."""
     logits = tl.zeros(e.shape, tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(C.PARTS):
         logits += tl.load(parts_ptr + (part * T + t) * E + e, mask=e < E, other=0.0)
     if squares_ptr is not None:
-        part = tl.arange(0, BLOCK_P)
-        squares = tl.sum(tl.load(squares_ptr + part * T + t, mask=part < PARTS, other=0.0), 0)
+        part = tl.arange(0, C.BLOCK_P)
+        squares = tl.sum(tl.load(squares_ptr + part * T + t, mask=part < C.PARTS, other=0.0), 0)
         logits *= tl.rsqrt(squares / H + eps)
     return logits.to(DTYPE)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _choose_kernel(
-    logits_ptr, squares_ptr, weights_ptr, experts_ptr, counts_ptr, T, E, H, eps, PARTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them.
-
-    With PARTS, the logits are given as so many parts.
-    """
+def _choose_kernel(logits_ptr, squares_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
+    """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them."""
     t = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK_E)
-    j = tl.arange(0, BLOCK_K)
+    e = tl.arange(0, C.BLOCK_E)
+    j = tl.arange(0, C.BLOCK_K)
     if PDL:
-        wait_for_input(EARLY)
-    if PARTS == 0:
+        wait_for_input(C.EARLY)
+    if C.PARTS == 0:
         logits = tl.load(logits_ptr + t * E + e, mask=e < E, other=0.0)
     else:
-        logits = _sum_parts(logits_ptr, squares_ptr, t, e, T, E, H, eps, PARTS, BLOCK_P, weights_ptr.dtype.element_ty)
+        logits = _sum_parts(logits_ptr, squares_ptr, H, eps, t, e, T, E, C, routing.weights.dtype.element_ty)
     shares, bits = shares_of(logits, e, E)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
-    experts = tl.zeros((BLOCK_K,), tl.int32)
-    for i in tl.static_range(TOP_K):
+    weights = tl.zeros((C.BLOCK_K,), tl.float32)
+    experts = tl.zeros((C.BLOCK_K,), tl.int32)
+    for i in tl.static_range(C.TOP_K):
         # Two reductions of 32 bits are single instructions of a warp; one of 64 bits is a chain of shuffles.
         best = tl.max(bits, 0)
-        expert = tl.min(tl.where(bits == best, e, BLOCK_E), 0)
+        expert = tl.min(tl.where(bits == best, e, C.BLOCK_E), 0)
         weights = tl.where(j == i, best.to(tl.float32, bitcast=True), weights)
         experts = tl.where(j == i, expert, experts)
         bits = tl.where(e == expert, -1, bits)
     any_nan = tl.sum((shares != shares).to(tl.int32), 0) > 0
-    weights = tl.where((j < TOP_K) & any_nan, float("nan"), weights)
-    if NORMALIZE:
+    weights = tl.where((j < C.TOP_K) & any_nan, float("nan"), weights)
+    if C.NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 0), weights)[0])
-    at = t * TOP_K + j
-    tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=j < TOP_K)
-    tl.store(experts_ptr + at, experts, mask=j < TOP_K)
-    tl.atomic_add(counts_ptr + experts, 1, mask=j < TOP_K, sem="relaxed")
+    at = t * C.TOP_K + j
+    tl.store(routing.weights + at, weights.to(routing.weights.dtype.element_ty), mask=j < C.TOP_K)
+    tl.store(routing.experts + at, experts, mask=j < C.TOP_K)
+    tl.atomic_add(counts_ptr + experts, 1, mask=j < C.TOP_K, sem="relaxed")
 
 
 @prepared
 @triton.jit(do_not_specialize=["pairs", "most"])
-def _place_kernel(
-    experts_ptr, counts_ptr, order_ptr, places_ptr, tiles_ptr, used_ptr, pairs, most, E, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write the pairs and the tiles of one expert behind those of lower experts. Program 0 marks the unused tiles.
-
-    With FEW, there are at most BLOCK pairs.
-    """
+def _place_kernel(routing, counts_ptr, pairs, most, E, C, PDL: tl.constexpr):
+    """Write the pairs and the tiles of one expert behind those of lower experts. Program 0 marks the unused tiles."""
     e = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    every = tl.arange(0, BLOCK_E)
+    lane = tl.arange(0, C.BLOCK)
+    every = tl.arange(0, C.BLOCK_E)
     if PDL:
-        wait_for_input(FEW)
-    if FEW:
-        own = tl.load(experts_ptr + lane, mask=lane < pairs, other=-1) == e
+        wait_for_input(C.FEW)
+    if C.FEW:
+        chosen = tl.load(routing.experts + lane, mask=lane < pairs, other=-1) == e
     counts = tl.load(counts_ptr + every, mask=every < E, other=0)
-    tiles = (counts + BLOCK_T - 1) // BLOCK_T
+    tiles = (counts + C.BLOCK_T - 1) // C.BLOCK_T
     first = tl.sum(tl.where(every < e, counts, 0), 0)
     count = tl.sum(tl.where(every == e, counts, 0), 0)
     first_tile = tl.sum(tl.where(every < e, tiles, 0), 0)
-    own_tiles = (count + BLOCK_T - 1) // BLOCK_T
-    for start in range(0, own_tiles, 128):
+    tiles_of_expert = (count + C.BLOCK_T - 1) // C.BLOCK_T
+    for start in range(0, tiles_of_expert, 128):
         i = start + tl.arange(0, 128)
-        inside = i < own_tiles
-        at = tiles_ptr + first_tile + i
+        inside = i < tiles_of_expert
+        at = routing.tiles + first_tile + i
         tl.store(at, tl.zeros((128,), tl.int32) + e, mask=inside)
-        tl.store(at + most, first + i * BLOCK_T, mask=inside)
+        tl.store(at + most, first + i * C.BLOCK_T, mask=inside)
         tl.store(at + 2 * most, tl.zeros((128,), tl.int32) + first + count, mask=inside)
     if e == 0:
-        tl.store(used_ptr, tl.sum(tiles, 0))
+        tl.store(routing.used, tl.sum(tiles, 0))
         for start in range(tl.sum(tiles, 0), most, 128):
             i = start + tl.arange(0, 128)
             for row in tl.static_range(3):
-                tl.store(tiles_ptr + row * most + i, tl.full((128,), -1, tl.int32), mask=i < most)
+                tl.store(routing.tiles + row * most + i, tl.full((128,), -1, tl.int32), mask=i < most)
     place = first
-    if FEW:
-        place += tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(order_ptr + place, lane, mask=own)
-        tl.store(places_ptr + lane, place, mask=own)
+    if C.FEW:
+        place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(routing.order + place, lane, mask=chosen)
+        tl.store(routing.places + lane, place, mask=chosen)
     else:
-        for start in range(0, pairs, BLOCK):
+        for start in range(0, pairs, C.BLOCK):
             pair = start + lane
-            own = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == e
-            ranks = tl.cumsum(own.to(tl.int32), 0)
-            tl.store(order_ptr + place + ranks - 1, pair, mask=own)
-            tl.store(places_ptr + pair, place + ranks - 1, mask=own)
-            place += tl.sum(own.to(tl.int32), 0)
+            chosen = tl.load(routing.experts + pair, mask=pair < pairs, other=-1) == e
+            ranks = tl.cumsum(chosen.to(tl.int32), 0)
+            tl.store(routing.order + place + ranks - 1, pair, mask=chosen)
+            tl.store(routing.places + pair, place + ranks - 1, mask=chosen)
+            place += tl.sum(chosen.to(tl.int32), 0)
 
 
 @prepared
 @triton.jit
 def _gather_kernel(
-    x_ptr, norm_ptr, places_ptr, out_ptr, scale_ptr, H, eps, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, norm, places_ptr, out_ptr, scale_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token to its places, normalized if `norm_ptr` is given, and quantized if `scale_ptr` is.
+    """Copy one token to its places, normalized if `norm` is given, and quantized if `scale_ptr` is.
 
     It has one scale or, if GROUP, one for each GROUP channels.
     """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
-    if norm_ptr is not None:
-        weight = tl.load(norm_ptr + h, mask=inside, other=0.0)
+    if norm is not None:
+        weight = tl.load(norm.weight + h, mask=inside, other=0.0)
     if PDL:
         wait_for_input(False)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
-    if norm_ptr is not None:  # as `norm.py` does
+    if norm is not None:  # as `norm.py` does
         wide = x.to(tl.float32)
-        x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(x.dtype) * weight
+        x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + norm.eps)).to(x.dtype) * weight
     if GROUP is not None:
         x, scales = group_scales(x, GROUP)
         x = tl.reshape(to_fp8(x, scales[:, None]).to(tl.float8e4nv, bitcast=True), [BLOCK_H])
@@ -248,12 +257,12 @@ def route(
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     pairs = T * top_k
     most = most_tiles(pairs, E, block_t)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
     weights = torch.empty(T, top_k, dtype=dtype, device=device)
-    experts = torch.empty(T, top_k, dtype=torch.int32, device=device)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    places = torch.empty_like(order)
-    tiles = torch.empty(3, most, dtype=torch.int32, device=device)
-    used = torch.empty(1, dtype=torch.int32, device=device)
+    routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
         block_e = next_power_of_2(E)
         counts, squares, hidden, eps = None, None, 1, 0.0
@@ -264,26 +273,26 @@ def route(
             counts = torch.zeros(E, dtype=torch.int32, device=device)
         options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
         _choose_kernel[(T,)](
-            logits if parts is None else parts.sums, squares, weights, experts, counts, T, E, hidden, eps,
-            PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e, BLOCK_K=next_power_of_2(top_k),
-            BLOCK_P=next_power_of_2(max(1, count)), EARLY=few, **options,
+            logits if parts is None else parts.sums, squares, hidden, eps, routing, counts, T, E,
+            C=_ChooseConstants(
+                count, top_k, normalize, block_e, next_power_of_2(top_k), next_power_of_2(max(1, count)), few
+            ), **options,
         )  # fmt: skip
         block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
         _place_kernel[(E,)](
-            experts, counts, order, places, tiles, used, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,
-            FEW=few, **launch_options(4 if few else 16, 1, pdl),
+            routing, counts, pairs, most, E, C=_PlaceConstants(block_t, block_e, block, few),
+            **launch_options(4 if few else 16, 1, pdl),
         )  # fmt: skip
-    return Routing(weights, experts, order, places, tiles, used, block_t)
+    return routing
 
 
 def gather(
-    x: Tensor, routing: Routing, quantized: bool, norm_weight: Tensor | None = None, eps: float = 0.0, *, blocks: bool = False,
-    pdl: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, routing: Routing, quantized: bool, norm: Norm | None = None, *, blocks: bool = False, pdl: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Tokens in the order of `routing.order`: x [T, H] → [T · k, H], quantized also their scales [T · k], see `quantize`.
 
-    With `norm_weight` [H], the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are
-    [T · k, ⌈H / 128⌉], one for each 128 channels.
+    With a norm, the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are [T · k, ⌈H / 128⌉], one for
+    each 128 channels.
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
     out = torch.empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype, device=x.device)
@@ -292,8 +301,8 @@ def gather(
     scale = torch.empty(shape, dtype=torch.float32, device=x.device) if quantized else None
     block = max(group or 1, next_power_of_2(H))
     _gather_kernel[(T,)](
-        x, norm_weight, routing.places, out, scale, H, eps, TOP_K=routing.weights.shape[1], BLOCK_H=block,
-        GROUP=group, **launch_options(min(16, max(1, block // 512)), 1, pdl),
+        x, norm, routing.places, out, scale, H, TOP_K=routing.weights.shape[1], BLOCK_H=block, GROUP=group,
+        **launch_options(min(16, max(1, block // 512)), 1, pdl),
     )  # fmt: skip
     return out, scale
 

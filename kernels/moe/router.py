@@ -8,6 +8,7 @@ logits, once `route` has added the sums of squares as well. So no kernel stores 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.pdl import wait_for_input
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 
 CASES = [
     {"T": 2, "E": 5, "H": 40},
@@ -48,35 +49,44 @@ class LogitParts:
     dtype: torch.dtype
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. H: the hidden size. PART: channels of a part. EARLY: as in `wait_for_input`."""
+
+    H: int
+    PART: int
+    BLOCK_T: int
+    BLOCK_E: int
+    BLOCK_K: int
+    EARLY: bool
+
+
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _router_kernel(
-    x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_ptr, T, E, H: tl.constexpr, PART: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _router_kernel(x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_ptr, T, E, C, PDL: tl.constexpr):
     """A part of the logits of BLOCK_T tokens and BLOCK_E experts: over PART channels from part · PART on."""
     part = tl.program_id(2)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    k = part * PART + tl.arange(0, BLOCK_K)
+    t = tl.program_id(0) * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+    e = tl.program_id(1) * C.BLOCK_E + tl.arange(0, C.BLOCK_E)
+    k = part * C.PART + tl.arange(0, C.BLOCK_K)
     # Rows past the end repeat the last one; they are not stored.
-    w_ptrs = weight_ptr + tl.minimum(e, E - 1)[:, None] * H
-    x_ptrs = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[None, :] * H
-    acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
-    squares = tl.zeros((BLOCK_T,), tl.float32)
-    w = _weight(w_ptrs, norm_ptr, k, H)  # of the first step: read before the wait
+    w_ptrs = weight_ptr + tl.minimum(e, E - 1)[:, None] * C.H
+    x_ptrs = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[None, :] * C.H
+    acc = tl.zeros((C.BLOCK_E, C.BLOCK_T), tl.float32)
+    squares = tl.zeros((C.BLOCK_T,), tl.float32)
+    w = _weight(w_ptrs, norm_ptr, k, C.H)  # of the first step: read before the wait
     if PDL:
-        wait_for_input(EARLY)
-    tl.store(counts_ptr + e, tl.zeros((BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
-    for i in tl.static_range(PART // BLOCK_K):
-        at = k + i * BLOCK_K
-        x = tl.load(x_ptrs + at[:, None], mask=at[:, None] < H, other=0.0)
+        wait_for_input(C.EARLY)
+    tl.store(counts_ptr + e, tl.zeros((C.BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
+    for i in tl.static_range(C.PART // C.BLOCK_K):
+        at = k + i * C.BLOCK_K
+        x = tl.load(x_ptrs + at[:, None], mask=at[:, None] < C.H, other=0.0)
         if squares_ptr is not None:
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
-        if i + 1 < PART // BLOCK_K:
-            w = _weight(w_ptrs, norm_ptr, at + BLOCK_K, H)
+        if i + 1 < C.PART // C.BLOCK_K:
+            w = _weight(w_ptrs, norm_ptr, at + C.BLOCK_K, C.H)
     stored = (e < E)[:, None] & (t < T)[None, :]
     tl.store(sums_ptr + (part * T + t).to(tl.int64)[None, :] * E + e[:, None], acc, mask=stored)
     if squares_ptr is not None:
@@ -116,8 +126,8 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
     block_e = min(128, max(16, next_power_of_2(E)))
     _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
-        x, norm_weight, weight, sums, counts, squares, T, E, H=H, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
-        EARLY=T <= _EARLY, **launch_options(4 if block_t == 16 else 8, 1, pdl),
+        x, norm_weight, weight, sums, counts, squares, T, E, C=_Constants(H, part, block_t, block_e, block_k, T <= _EARLY),
+        **launch_options(4 if block_t == 16 else 8, 1, pdl),
     )  # fmt: skip
     return LogitParts(sums, counts, squares, H, eps, x.dtype)
 

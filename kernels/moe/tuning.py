@@ -11,6 +11,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, register
 from minirt.kernels.launch import capability
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.linear.tuning import check_close, fp8_weight, shape_facts
 from minirt.kernels.moe import experts_sm90, one_token
 from minirt.kernels.moe.route import gather, route
@@ -80,11 +81,12 @@ def _prepare_one(shape: LinearShape, E: int, k: int, device: torch.device) -> Pr
     out = torch.empty(k if shape.gated else 1, shape.N, dtype=shape.dtype, device=device)
 
     def run(logits: Tensor, config: Any) -> None:
-        weight, scale = inputs.weight, inputs.scale
         if shape.gated:
-            one_token.gate_up(x, None, 0.0, logits, weight, "silu", out, scale, pdl, config)
+            epilogue = Epilogue(inputs.scale, activation="silu")
+            one_token.gate_up(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, config)
         else:
-            one_token.down(x, logits, weight, residual, out, True, scale, pdl=pdl, config=config)
+            epilogue = Epilogue(inputs.scale, residual=residual)
+            one_token.down(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, True, config=config)
 
     weights, experts = reference.route(inputs.logits[0], k, True)
     each = [inputs.expected(x if shape.gated else x[j : j + 1], e, False) for j, e in enumerate(experts[0].tolist())]
@@ -99,10 +101,11 @@ def _prepare(shape: LinearShape, T: int, E: int, k: int, block_t: int, device: t
     # The same rows for all routings: only the time depends on them.
     x, x_scale = gather(tokens, first, shape.fp8, blocks=shape.blocks)
     out = torch.empty(T * k, shape.N, dtype=shape.dtype, device=device)
+    epilogue = Epilogue(inputs.scale, x_scale, activation="silu" if shape.gated else None)
+    product = Product(x, inputs.weight, out, epilogue=epilogue, pdl=True)
 
     def run(logits: Tensor, config: Any) -> None:
-        rest = (routings[id(logits)], config, "silu" if shape.gated else None, inputs.scale, x_scale, True)
-        experts_sm90.launch(x, inputs.weight, out, *rest)
+        experts_sm90.launch(product, routings[id(logits)], config)
 
     expected = torch.empty_like(out)
     experts = first.experts.flatten()[first.order]

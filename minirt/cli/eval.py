@@ -1,6 +1,7 @@
 """`minirt eval`: measures the quality of a model."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,8 +22,9 @@ from minirt.cli.options import (
     to_load_options,
 )
 from minirt.cli.output import write
-from minirt.errors import InputError
+from minirt.errors import InputError, printable
 from minirt.progress import LoadProgress, load_bars
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     from minirt.bench.perplexity import Perplexity, ProgressCallback
@@ -63,7 +65,7 @@ def perplexity_command(
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
-        write(_as_json(generator, result) if output_format == "json" else _as_text(result))
+        write(_as_json(generator, result) if output_format == "json" else _as_text(generator, result))
 
 
 @evaluate.command("fp8")
@@ -96,6 +98,8 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
         warmup=False,
     )  # fmt: skip
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
         plain = stack.enter_context(open_generator(load, quiet))
         require_tokenizer(plain, "--text")
         if plain.plan.formats:
@@ -116,8 +120,11 @@ def _bar(quiet: bool) -> Iterator["ProgressCallback | None"]:
         yield (lambda done, total: bars("tokens", done, total)) if bars else None
 
 
-def _as_text(result: "Perplexity") -> str:
-    lines = [f"perplexity     {result.perplexity:.6g}", f"nats a token   {result.nll / result.tokens:.6g}"]
+def _as_text(generator: "Generator", result: "Perplexity") -> str:
+    size = format_size(generator.plan.weight_bytes)
+    dtypes = " · ".join((str(generator.model.dtype).removeprefix("torch."), *generator.plan.formats))
+    lines = [f"model          {printable(generator.name)} · {dtypes} · {size} of weights · {generator.device}"]
+    lines += [f"perplexity     {result.perplexity:.6g}", f"nats a token   {result.nll / result.tokens:.6g}"]
     if result.bits_per_byte is not None:
         lines.append(f"bits a byte    {result.bits_per_byte:.6g}")
     lines.append(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}")
@@ -125,5 +132,8 @@ def _as_text(result: "Perplexity") -> str:
 
 
 def _as_json(generator: "Generator", result: "Perplexity") -> str:
-    record = {"model": generator.name, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, **vars(result)}
+    plan = generator.plan
+    record: dict[str, Any] = {"model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes}
+    record |= {"dtype": str(generator.model.dtype).removeprefix("torch."), "formats": plan.formats}
+    record |= {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, **vars(result)}
     return json.dumps(record) + "\n"

@@ -1,12 +1,12 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import click
 
 from minirt.cli.files import read_text, shown_name
-from minirt.cli.generate_many import generate_many
+from minirt.cli.generate_many import Printing, generate_many
 from minirt.cli.options import (
     debug_option,
     detail_options,
@@ -21,11 +21,8 @@ from minirt.cli.options import (
     text_format_option,
     warm_prompt_option,
 )
-from minirt.cli.output import completion_record, completion_summary, json_line, note, write
+from minirt.cli.output import completion_record, completion_summary, json_line, note, note_template, write
 from minirt.errors import MinirtError, inside
-
-if TYPE_CHECKING:
-    from minirt.outputs import Samples
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -38,14 +35,16 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default.")
 @sampling_options
 @detail_options
 @text_format_option
+@click.option("--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from.")
 @quiet_option
 @debug_option
 def generate(
-    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, output_format: str, quiet: bool,
-    **options: Any,
+    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None, output_format: str,
+    verbose: bool, quiet: bool, **options: Any,
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
 
@@ -64,10 +63,14 @@ def generate(
     finish_reason "error"; the others continue, and the exit code is 1.
     """
     as_json = output_format == "json"
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat, which applies the chat template")
+    if verbose and not as_json:
+        raise click.UsageError("--verbose needs --json, which prints the values")
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
-        generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
+        generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system)
         return
     if not (prompts or files) and not sys.stdin.isatty():
         piped = _piped()
@@ -83,10 +86,10 @@ def generate(
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
     with open_model(options, quiet) as generator:
-        inputs, shows_text = [], generator.tokenizer is not None and params.detokenize
+        inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
             with inside(place):
-                inputs.append(encode_prompt(generator, text, chat, params))
+                inputs.append(encode_prompt(generator, text, chat, params, system))
             try:
                 with named_by_option():
                     generator.check(inputs[-1], params)  # check all prompts before any text is printed
@@ -95,22 +98,25 @@ def generate(
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
                 if params.n > 1:
-                    samples = cast("Samples", generator.generate(tokens, params)).outputs
+                    samples = generator.generate(tokens, params).outputs
                 else:
                     for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                         if not as_json:
                             write(piece.text if shows_text else f"{piece.token_ids[0]} ")
-                    samples = [completion]
+                    samples = completion.outputs
+            done += samples
             for i, completion in enumerate(samples):
                 sample = {"sample": i} if params.n > 1 else {}
                 if as_json:
-                    write(json_line({"prompt": text, **sample, **completion_record(completion)}))
+                    write(json_line({"prompt": text, **sample, **completion_record(completion, verbose)}))
                 elif sample:
                     write((completion.text if shows_text else " ".join(map(str, completion.token_ids))) + "\n")
                 else:
                     write("\n")
                 if not quiet:
                     note(completion_summary(generator, completion))
+        if not chat:
+            note_template(generator, done, quiet)
 
 
 def _piped() -> str:

@@ -3,16 +3,24 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import open_model, sampling_params
-from minirt.cli.output import completion_record, json_line, load_summary, not_applied, note, write
+from minirt.cli.output import (
+    completion_record,
+    json_line,
+    load_summary,
+    not_applied,
+    note,
+    note_template,
+    write,
+)
 from minirt.cli.process import finishing
 from minirt.errors import InputError
 from minirt.progress import prompt_bar
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     from minirt.cli.request_file import PromptLine
@@ -23,7 +31,16 @@ if TYPE_CHECKING:
 _SHOWN = 5  # line numbers in a message
 
 
-def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bool, quiet: bool) -> None:
+@dataclass(frozen=True)
+class Printing:
+    """How results are printed. `verbose`: in JSON with all sampling values. `quiet`: without notes."""
+
+    as_json: bool
+    verbose: bool
+    quiet: bool
+
+
+def generate_many(name: str, options: dict[str, Any], printing: Printing, *, chat: bool, system: str | None) -> None:
     """Run the requests of the JSON-lines file `name` ("-" is stdin) and print the results in the order of the file.
 
     All requests are checked before the first one runs. A result is printed as soon as all results before it are printed. On
@@ -37,22 +54,24 @@ def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bo
     from minirt.cli.request_file import read_prompt_lines
 
     requests = read_prompt_lines(read_file(name), shown_name(name), sampling_params(options))
-    for request in requests if not as_json else ():
+    for request in requests if not printing.as_json else ():
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(request.params, key) is not None:
                 raise InputError(f"{key} needs --json, which prints them", where=request.where)
-    with open_model(options, quiet) as generator:
-        inputs = [request.encode(generator, chat) for request in requests]
-        results = _Results(requests, as_json, texts=generator.tokenizer is not None)
+    with open_model(options, printing.quiet) as generator:
+        inputs = [request.encode(generator, chat, system) for request in requests]
+        results = _Results(requests, printing, texts=generator.tokenizer is not None)
         started = time.perf_counter()
         try:
-            _run(generator, inputs, results, quiet)
+            _run(generator, inputs, results, printing.quiet)
         finally:
             with finishing():
                 seconds = time.perf_counter() - started
                 results.print_rest()
-                if results.all and not quiet:
+                if results.all and not printing.quiet:
                     note(f"{load_summary(generator)} · {results.summary(seconds)}")
+                if not chat:
+                    note_template(generator, results.plain, printing.quiet)
     failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)
@@ -66,7 +85,7 @@ def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", q
     results.expect(running.all)
     with closing(running), prompt_bar(len(inputs), not quiet) as bar:
         for _, result in running:
-            bar(n_finished=1, n_tokens=sum(len(completion.token_ids) for completion in _outputs(result)))
+            bar(n_finished=1, n_tokens=sum(len(completion.token_ids) for completion in result.outputs))
             with bar.hidden():
                 results.print_ready()
 
@@ -74,15 +93,15 @@ def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", q
 class _Results:
     """All completions so far, and their printing in the order of the file. A finished one has a finish_reason."""
 
-    def __init__(self, requests: "Sequence[PromptLine]", as_json: bool, texts: bool) -> None:
-        self.requests, self._as_json, self._texts = requests, as_json, texts
+    def __init__(self, requests: "Sequence[PromptLine]", printing: Printing, texts: bool) -> None:
+        self.requests, self._printing, self._texts = requests, printing, texts
         self.all: list[Completion] = []
         self._samples: list[dict[str, int]] = []  # of each completion, which of several samples it is
         self._next = 0  # index of the first completion not printed yet
 
     def expect(self, results: "Sequence[Completion | Samples]") -> None:
         """Take each prompt's result, as it stands. From here on, every sample of a prompt counts as a request."""
-        outputs = [_outputs(result) for result in results]
+        outputs = [result.outputs for result in results]
         self.requests = [request for request, own in zip(self.requests, outputs, strict=True) for _ in own]
         self._samples = [{"sample": i} if len(own) > 1 else {} for own in outputs for i in range(len(own))]
         self.all = [completion for own in outputs for completion in own]
@@ -104,33 +123,32 @@ class _Results:
             if not completion.token_ids:
                 return
             completion = replace(completion, finish_reason="abort")
-        if self._as_json:
-            write(json_line({**request.record(), **sample, **completion_record(completion)}))
+        if self._printing.as_json:
+            record = completion_record(completion, self._printing.verbose)
+            write(json_line({**request.record(), **sample, **record}))
         else:
             texts = self._texts and request.params.detokenize
             write((completion.text if texts else " ".join(map(str, completion.token_ids))) + "\n")
 
+    @property
+    def plain(self) -> "list[Completion]":
+        """The completions of prompts that are texts."""
+        return [own for request, own in zip(self.requests, self.all, strict=True) if request.kind == "prompt"]
+
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""
-        done = [completion for completion in self.all if completion.token_ids]
+        done = [own for own in self.all if own.token_ids or own.prompt_logprobs]  # or max_tokens is 0
         new = sum(len(completion.token_ids) for completion in done)
         text = f"{len(done)} prompts of {sum(len(completion.prompt_token_ids) for completion in done)} tokens"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
         if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
-            text += f" · peak memory {format_bytes(peak)}"
+            text += f" · peak memory {format_size(peak)}"
         lines = [text, *sorted({not_applied(completion) for completion in done} - {""})]
         open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
         for what, begun in (("unfinished", True), ("left out", False)):
             if places := [line for line, has_tokens in open_ if has_tokens == begun]:
                 lines.append(f"{what}: {_lines(places)}")
         return "\n".join(lines)
-
-
-def _outputs(result: "Completion | Samples") -> "list[Completion]":
-    """The completions of one prompt."""
-    from minirt.outputs import Samples
-
-    return result.outputs if isinstance(result, Samples) else [result]
 
 
 def _lines(numbers: "Sequence[int]") -> str:

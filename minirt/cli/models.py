@@ -2,6 +2,7 @@
 
 import io
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import click
 
 from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
 from minirt.cli.output import json_line, write
-from minirt.sizes import format_bytes, format_size
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,9 @@ def models(output_format: str, **options: Any) -> None:
         write(json_line({"device": str(device), "free_bytes": free_memory(device), "models": rows}))
         return
     write(_table(rows, f"{device} · {format_size(free_memory(device))} free"))
+    write(f"{_owners(rows)}\n")
+    if gpu is not None and gpu.assumed:
+        write(f"{gpu.assumption}\n")
 
 
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
@@ -91,24 +95,39 @@ def _ways(
 
 def _table(rows: list[dict[str, Any]], title: str) -> str:
     """One row for a model and its -Instruct form, which has the same shape but for its context."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     names = {row["name"] for row in rows}
-    table = Table(title=title)
-    for column in ("model", "Hub id", "parameters", "bf16", "fp8", "fits"):
-        right = column in ("parameters", "bf16", "fp8")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")  # no name is cut
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("model", "params", "bf16", "fp8", "fits"):
+        right = column in ("params", "bf16", "fp8")
+        # No name is cut. The options are wrapped first.
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column != "fits")
     for row in rows:
         if row["name"].removesuffix("-Instruct") != row["name"] and row["name"].removesuffix("-Instruct") in names:
             continue
         suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
         fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
-        hub = "part of the package" if row["hub_id"] is None else row["hub_id"] + suffix
-        sizes = (format_bytes(row["bf16_bytes"]), format_bytes(row["fp8_bytes"]))
-        table.add_row(row["name"] + suffix, hub, f"{row['parameters'] / 1e6:,.1f} M", *sizes, fits)
+        sizes = (format_size(row["bf16_bytes"]), format_size(row["fp8_bytes"]))
+        count = row["parameters"]
+        shown = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+        table.add_row(row["name"] + suffix, shown, *sizes, fits)
     printed, terminal = io.StringIO(), sys.stdout.isatty()
-    width = None if terminal else 150
+    width = None if terminal else 80
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+    console.print(title)
     console.print(table)
-    return printed.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+def _owners(rows: list[dict[str, Any]]) -> str:
+    """Whose the models are on the Hub: a Hub id is OWNER/NAME."""
+    families: dict[str, list[str]] = {}
+    for row in rows:
+        if row["hub_id"] is not None:
+            owner, family = row["hub_id"].partition("/")[0], row["name"].partition("-")[0]
+            families.setdefault(owner, []).append(family)
+    owners = [f"{owner} ({', '.join(dict.fromkeys(own))})" for owner, own in families.items()]
+    return textwrap.fill(f"A Hub id is OWNER/MODEL. Owners: {', '.join(owners)}.", 80)

@@ -395,16 +395,24 @@ def prompt_limit(generator: "Generator", params: "SamplingParams | None") -> int
     return generator.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
 
 
-def encode_prompt(generator: "Generator", text: str, chat: bool, params: "SamplingParams | None" = None) -> list[int]:
-    """Token ids of a prompt of the command line. With `chat`, `text` is a user message.
+def encode_prompt(
+    generator: "Generator", text: str, chat: bool, params: "SamplingParams | None" = None, system: str | None = None
+) -> list[int]:
+    """Token ids of a prompt of the command line. With `chat`, `text` is a user message, after the `system` message if any.
 
     Without a tokenizer, `text` is a list of ids such as "1 2 3".
     """
     most = prompt_limit(generator, params)
     if chat:
-        return generator.encode_chat([{"role": "user", "content": text}], most)
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return generator.encode_chat([*before, {"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
         return generator.encode(text, most)
+    return token_ids(generator, text)
+
+
+def token_ids(generator: "Generator", text: str) -> list[int]:
+    """"1 2 3" → [1, 2, 3], for a model without a tokenizer."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(

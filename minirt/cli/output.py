@@ -4,13 +4,15 @@ import json
 import math
 import re
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from minirt.errors import MinirtError, printable
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
 if TYPE_CHECKING:
     from minirt.engine.logprobs import TokenLogprobs
@@ -62,34 +64,56 @@ def note(text: str) -> None:
     click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
-def completion_record(completion: "Completion") -> dict[str, Any]:
-    """The fields that --json prints for a completion, in addition to its request. Missing values are null."""
+def note_template(generator: "Generator", completions: Sequence["Completion"], quiet: bool) -> None:
+    """After prompts that were not chat messages: say so if the model has a chat template. Warn if texts are empty."""
+    if not completions or generator.tokenizer is None or not generator.tokenizer.has_chat_template:
+        return
+    texts = [own for own in completions if own.sampling.detokenize]
+    empty = sum(own.finish_reason == "stop" and not own.text.strip() for own in texts)
+    if empty:
+        what = "the text is empty" if len(texts) == 1 else f"{empty} of {len(texts)} texts are empty"
+        warnings.warn(f"{what}; the model has a chat template that was not applied: --chat applies it", stacklevel=2)
+    elif not quiet:
+        note("the model has a chat template that was not applied: --chat applies it")
+
+
+def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]:
+    """The fields that --json prints for a completion, in addition to its request. Missing values are null.
+
+    `verbose`: with all sampling values and their sources; otherwise only the seed of random draws.
+    """
     names = ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens")
     record = {name: getattr(completion, name) for name in names}
     for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
         record[name] = getattr(completion, name) or None
     if completion.error is not None:
         record["error"] = str(completion.error)
+    if completion.logprobs is not None:
+        record["cumulative_logprob"] = finite(completion.cumulative_logprob)
     for name in ("logprobs", "prompt_logprobs"):
         rows = getattr(completion, name)
         if rows is not None:
             record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
-    record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
-    if effective.structured_outputs is not None:
-        record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
-    record["sampling_sources"] = effective.sources
+    if effective.temperature > 0:
+        record["seed"] = effective.seed
+    if verbose:
+        record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
+        if effective.structured_outputs is not None:
+            record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
+        record["sampling_sources"] = effective.sources
     return record
 
 
 def logprobs_record(row: "TokenLogprobs") -> dict[str, Any]:
-    """The log-probabilities of one token. Minus infinity, which JSON does not have, is null."""
+    """The log-probabilities of one token."""
+    top = [[token, finite(logprob)] for token, logprob in row.top]
+    return {"token_id": row.token_id, "logprob": finite(row.logprob), "rank": row.rank, "top": top}
 
-    def number(logprob: float) -> float | None:
-        return logprob if math.isfinite(logprob) else None
 
-    top = [[token, number(logprob)] for token, logprob in row.top]
-    return {"token_id": row.token_id, "logprob": number(row.logprob), "rank": row.rank, "top": top}
+def finite(number: float | None) -> float | None:
+    """A number for JSON, which has no infinity: null in its place."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def load_summary(generator: "Generator") -> str:
@@ -97,7 +121,7 @@ def load_summary(generator: "Generator") -> str:
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
-        text += f" ({format_bytes(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
+        text += f" ({format_size(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
     if generator.warm_up_time_s > 0.01:
         text += f", warm-up {generator.warm_up_time_s:.2f} s"
     if generator.device.type == "cpu":
@@ -110,13 +134,15 @@ def load_summary(generator: "Generator") -> str:
 
 def completion_summary(generator: "Generator", completion: "Completion") -> str:
     """The times, rates and settings of one completion. The bandwidth counts weight bytes only."""
-    first, rate = completion.time_to_first_token_s, completion.decode_tokens_per_s
+    first, rate, prompt = completion.time_to_first_token_s, completion.decode_tokens_per_s, len(completion.prompt_token_ids)
+    speed = f"prompt {prompt} tokens"
+    if first:  # else no token was asked for
+        speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
     lines = [
-        f"{load_summary(generator)} · first token {first:.3f} s · prompt {len(completion.prompt_token_ids)} tokens, "
-        f"{len(completion.prompt_token_ids) / first:.1f} tokens/s",
+        f"{load_summary(generator)} · {speed}",
         f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
         f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
-        f"peak memory {format_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
+        f"peak memory {format_size(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]

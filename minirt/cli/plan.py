@@ -1,6 +1,7 @@
 """`minirt plan`: which implementation each layer runs, and why, and whether the model fits. Reads no weights."""
 
 import sys
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -46,31 +47,45 @@ def plan(output_format: str, **options: Any) -> None:
     load = to_load_options(options, name)
     model, memory = plan_load(load, gpu)
     length = options["max_model_len"] or model.config.context_len
+    one = _sequence_bytes(model, memory, length)
     kernels = _special_kernels(model)
     if output_format == "json":
         facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
         facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
         sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
+        sizes["sequence"] = one
         record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
         write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
-        return
+        sys.exit(0 if memory.fits else 1)
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
-        write(f"Kernels for this compute capability only: {', '.join(kernels)}\n")
-    write("".join(f"{line}\n" for line in _memory_lines(memory, length, gpu)))
+        write(textwrap.fill(f"Kernels for this compute capability only: {', '.join(kernels)}", 80) + "\n")
+    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, gpu)))
+    if gpu is not None and gpu.assumed:
+        write(f"{gpu.assumption}\n")
     if not memory.fits:
         needed = format_size(memory.needed, up=True)
         write(f"Does not fit: it needs {needed} ({remedy(load, gpu or model.device)})\n")
+        sys.exit(1)
 
 
-def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> list[str]:
+def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
+    """What the KV cache keeps for one sequence of `length` tokens: its pages, and the states of recurrent layers."""
+    from minirt.engine.kv_cache import PAGE_SIZE, state_bytes
+
+    return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
+
+
+def _memory_lines(memory: "MemoryPlan", length: int, one: int, gpu: AbsentGPU | None) -> list[str]:
     free = f"{format_size(memory.free)} free"
     free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
     share = f", of which the model may take {format_size(memory.budget)} ({memory.budget / max(memory.free, 1):.0%})"
-    lines = [f"Memory: {free}{share}"]
+    lines = [textwrap.fill(f"Memory: {free}{share}", 80, subsequent_indent="  ")]
     if memory.others:
         lines.append(f"  {memory.others[0].upper()}{memory.others[1:]}.")
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
+    beside = format_size(memory.weights + memory.other + memory.step + one, up=True)
+    lines.append(f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} in all.")
     if not memory.fits:
         return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]

@@ -136,6 +136,5 @@ def warning_lines() -> Iterator[None]:
             sys.stderr.write(f"minirt: warning: {text}\n")
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # a torch warning; nothing here needs NumPy
         warnings.showwarning = show
         yield

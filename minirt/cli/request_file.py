@@ -37,15 +37,21 @@ class PromptLine:
     params: SamplingParams
     id: str | int | None = None
 
-    def encode(self, generator: "Generator", chat: bool) -> list[int]:
-        """Token ids, checked against the model. With `chat`, a text is a user message. Errors name file and line."""
+    def encode(self, generator: "Generator", chat: bool, system: str | None) -> list[int]:
+        """Token ids, checked against the model. With `chat`, a text is a user message, after the `system` message if any.
+
+        Errors name file and line.
+        """
         with inside(self.where):
+            if system is not None and self.kind != "prompt":
+                what, hint = "--system is for prompts that are texts", "put the system message into the line's messages"
+                raise InputError(what, expected='"prompt"', found=f'"{self.kind}"', hint=hint)
             if self.kind == "messages":
                 tokens = generator.encode_chat(self.content, prompt_limit(generator, self.params))
             elif self.kind == "prompt_token_ids":
                 tokens = generator.encode(self.content)
             else:
-                tokens = encode_prompt(generator, self.content, chat, self.params)
+                tokens = encode_prompt(generator, self.content, chat, self.params, system)
             generator.check(tokens, self.params)
         return tokens
 

@@ -205,7 +205,8 @@ class Engine:
             ContextLengthError: the prompt can never fit.
             UnsupportedError: a grammar has a feature that is not supported.
         """
-        self._scheduler.check_length(len(prompt_token_ids))  # before its tokens are looked at: it may be very long
+        new = 1 if sampling is None else min(1, sampling.max_tokens)
+        self._scheduler.check_length(len(prompt_token_ids), new)  # before its tokens are looked at: it may be very long
         self.check_tokens(prompt_token_ids)
         if sampling is not None:
             self._check_prompt_logprobs(len(prompt_token_ids), sampling.prompt_logprobs)
@@ -247,7 +248,7 @@ class Engine:
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
         sequence = Sequence(
             request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
-            prompt_logprobs=sampling.prompt_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs, num_unscored=request.num_unscored, num_scored=request.num_unscored - 1,
         )  # fmt: skip
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
@@ -262,7 +263,8 @@ class Engine:
     def _prepare(self, prompt_len: int, sampling: EffectiveSampling, ends: frozenset[int]) -> Future[TokenConstraint] | None:
         """The constraint of a new request, or the error with which it ends; None: it has no constraint."""
         try:
-            self._scheduler.check_length(prompt_len)  # again: a prompt that was pinned since lowers the limit
+            new = min(1, sampling.max_tokens)
+            self._scheduler.check_length(prompt_len, new)  # again: a prompt that was pinned since lowers the limit
         except ContextLengthError as error:
             return _failed(error)
         if (spec := sampling.structured_outputs) is None:
@@ -441,6 +443,9 @@ class Engine:
         for token in tokens:
             if token < 0:  # the sampler returns −1 for unusable logits
                 return TokenOutput(sequence.id, (), "error", self._no_token(request))
+            if len(known) >= sequence.final_len:  # max_tokens is 0: the step has drawn a token all the same
+                ends = "length"
+                break
             known.append(token)
             count += 1
             ends = "stop" if token in request.ends else "length" if len(known) >= sequence.final_len else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import MinirtError
+from minirt.kernels.attention.operands import KVPages
 from minirt.modeling.formats import FP8
 
 if TYPE_CHECKING:
@@ -134,16 +135,10 @@ class CombinedSpec:
         return CombinedCache(spec.allocate(room) for spec in self.specs)
 
 
-class LayerKV(NamedTuple):
-    """The pages of one attention layer: k and v, each [num_pages, page_size, Nkv, D].
+class LayerKV(KVPages):
+    """The pages of one attention layer, as its kernels take them, with the methods of a `LayerCache`."""
 
-    FP8 pages have one scale per token and head: k_scale and v_scale, each [num_pages, page_size, Nkv] fp32.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    __slots__ = ()
 
     def tensors(self) -> list[Tensor]:
         return [tensor.flatten(0, 1) for tensor in self if tensor is not None]

@@ -26,7 +26,8 @@ class Request:
         cache_salt: requests with different salts share no cached prefix.
         bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
-        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
+        group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
+        num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
     """
 
     id: int
@@ -37,6 +38,7 @@ class Request:
     priority: int = 0
     group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    num_unscored: int = 1
 
     @property
     def rules(self) -> "Rules | None":
@@ -63,12 +65,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """The new tokens of one request, one or more.
+    """The new tokens of one request.
 
     `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
     `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
-    if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
-    asks; else None. `queue_time_s`: how long the request waited for its first step, with its first output; else None.
+    if the request asks. `prompt_logprobs`: of each token of the prompt but the first `Request.num_unscored`, with the first
+    output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
+    long the request waited for its first step, with its first output; else None.
     """
 
     request_id: int

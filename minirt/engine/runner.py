@@ -25,10 +25,11 @@ from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model, Observer
+from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
-ProgressCallback = Callable[[int, int], None]  # (done, total)
+ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class Scores(NamedTuple):
@@ -208,7 +209,8 @@ class Runner:
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel that a step can need and capture every CUDA graph. Does nothing on a CPU.
 
-        Dry runs of each kind of step find the kernels. The cache's pages must not be in use.
+        Dry runs of each kind of step find the kernels. The cache's pages must not be in use. The stages of `progress` are
+        COMPILING ("kernels", if Triton's cache has all of them) and "CUDA graphs".
         """
         if not self._cuda or not isinstance(self._model, Model):
             return
@@ -216,22 +218,19 @@ class Runner:
 
         static = self._static
         buckets = [] if static is None else self._buckets.all()
-        kernels = 0
 
-        def compiled(done: int, total: int) -> None:
-            nonlocal kernels
-            kernels = total
+        def ready(done: int, total: int, compiles: bool) -> None:
             if progress is not None:
-                progress(done, total + len(buckets))
+                progress(COMPILING if compiles else "kernels", done, total)
 
         with on_device(self._device):
-            with compile_ahead(self._device, compiled):
+            with compile_ahead(self._device, ready):
                 self.launch_all(self._model)
             if static is not None:
-                for done, bucket in enumerate(buckets, kernels + 1):
+                for done, bucket in enumerate(buckets, 1):
                     self._capture(static, bucket, compiled=True)
                     if progress is not None:
-                        progress(done, kernels + len(buckets))
+                        progress("CUDA graphs", done, len(buckets))
                 stored = [batch.row_maxima.values for batch in static.graphs.batches if batch.row_maxima is not None]
                 for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
                     self._sample(SamplingParams(temperature=0.0), row_maxima)

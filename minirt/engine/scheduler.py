@@ -44,7 +44,8 @@ class Sequence:
     slot: int = -1  # row of what the device keeps while it runs, such as recurrent states and token counts; −1: none
     admissions: int = 0  # number of times it was admitted; in between, other sequences may have had its slot
     prompt_logprobs: int | None = None  # number of most probable tokens to list for each prompt token; None: no scores
-    num_scored: int = 0  # number of prompt tokens, without the first, whose scores are known or in a step that was started
+    num_unscored: int = 1  # number of first prompt tokens that are not scored: at least the first one
+    num_scored: int = 0  # number of prompt tokens after the first that need no scores, or whose scores are known or in a step
     salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
     num_registered: int = 0  # number of its pages that are in the prefix cache
@@ -69,7 +70,7 @@ class Sequence:
     @property
     def has_started(self) -> bool:
         """Whether it holds pages, or a token was sampled or scored for it."""
-        return len(self.pages) > 0 or self.num_generated > 0 or self.num_scored > 0
+        return len(self.pages) > 0 or self.num_generated > 0 or self.num_scored >= self.num_unscored
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:
@@ -126,12 +127,12 @@ class Scheduler:
         self.num_preemptions = 0
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
 
-    def check_length(self, tokens: int) -> None:
-        """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
-        if tokens >= self.max_len:
+    def check_length(self, tokens: int, new: int = 1) -> None:
+        """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
+        if tokens + new > self.max_len:
             raise ContextLengthError(
                 "the prompt is too long",
-                expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
+                expected=f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new,
                 found=f"{tokens} tokens",
                 hint=f"shorten it, or raise {self._limit} if the model and the memory allow",
             )
@@ -223,12 +224,12 @@ class Scheduler:
             if preempted and sequence.id not in self.running:  # for an earlier one
                 continue
             length, drafts = sequence.length, sequence.drafts
-            if length >= sequence.final_len:  # its last token is pending
+            if length >= sequence.final_len and sequence.pending:  # its last token
                 continue
             if drafts:
                 del drafts[sequence.final_len - length - 1 :]  # a step gives one token more than it verifies
             count = min(length + len(drafts) - sequence.num_computed, budget)
-            count = min(count, scores) if sequence.unscored else count
+            count = min(count, _most(sequence, scores)) if sequence.unscored else count
             if not count:
                 continue
             while not self._reserve(sequence, count):
@@ -249,7 +250,7 @@ class Scheduler:
             if (sequence.unscored and not scores) or not self._admit(sequence):
                 break
             count = min(sequence.length - sequence.num_computed, budget)
-            count = min(count, scores) if sequence.unscored else count
+            count = min(count, _most(sequence, scores)) if sequence.unscored else count
             self._reserve(sequence, count)
             self.running[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
@@ -268,9 +269,10 @@ class Scheduler:
             return False
         pages: list[int] = []
         if self.prefix_cache is not None:
-            known = 0 if sequence.unscored else (sequence.length - 1) // size  # at least one token is computed
+            # At least one token is computed. The logits of token i score token i + 1.
+            known = (sequence.num_scored if sequence.unscored else sequence.length - 1) // size
             pages = self.prefix_cache.find(sequence.keys, sequence.tokens, sequence.salt, known)
-        needed = self._cache.pages_for(sequence.length + 1) - len(pages)
+        needed = self._cache.pages_for(min(sequence.length + 1, sequence.final_len)) - len(pages)
         if needed > allocator.num_free - allocator.count_free(pages):
             self._blocked = sequence.id, allocator.num_changes
             return False
@@ -369,6 +371,11 @@ class Scheduler:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
+
+
+def _most(sequence: Sequence, scores: int) -> int:
+    """How many tokens of a prompt a step may compute if it scores at most `scores` of them."""
+    return scores + max(0, sequence.num_scored - sequence.num_computed)
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

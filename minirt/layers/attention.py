@@ -9,6 +9,7 @@ from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
+from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FP8
@@ -130,22 +131,13 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 
 @register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
-    """Kernels: norm + QKV + bias; QK-norm + RoPE + KV write (with attention, if every sequence has one token); O + residual.
-
-    In other steps, attention has separate kernels for sequences with one new token and for the others; the device decides which
-    sequence is which.
-    """
-    from minirt.kernels.attention.dispatch import (
-        paged_attention_decode,
-        paged_attention_prefill,
-        rope_paged_attention_decode,
-    )
-    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
+    """Kernels: norm + QKV + bias; QK-norm, RoPE, KV write and attention (`attention`); O + residual."""
+    from minirt.kernels.attention.dispatch import attention
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 
     config, workspace, pdl = layer.config, layer.context.workspace, layer.context.pdl
     norm, linear, o = layer.norm, layer.qkv, layer.o
-    eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
+    eps, nq, d = config.rms_norm_eps, config.num_heads, config.head_dim
     cos_sin = layer.cos_sin
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
@@ -155,30 +147,12 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm.weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
-        if batch.max_query_len == 1:
-            a = rope_paged_attention_decode(
-                qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
-                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, k_scales=kv.k_scale, v_scales=kv.v_scale,
-                max_seq_len=batch.max_seq_len, pdl=pdl, check=False,
-            )  # fmt: skip
-        else:
-            q = qk_norm_rope_kv_write(
-                qkv, cos_sin, batch.positions, batch.slots, kv.k, kv.v, nq, nkv, q_norm, k_norm, eps, k_scales=kv.k_scale,
-                v_scales=kv.v_scale, check=False,
-            )  # fmt: skip
-            a, shortest = torch.empty_like(q), 1
-            if batch.num_seqs > 1:  # sequences with one new token and a long context are split
-                shortest = 2
-                paged_attention_decode(
-                    q, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device, batch.max_splits,
-                    layer.scale, workspace, a, query_starts=batch.query_starts_device, k_scales=kv.k_scale,
-                    v_scales=kv.v_scale, check=False,
-                )  # fmt: skip
-            paged_attention_prefill(
-                q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device, layer.scale, a,
-                k_scales=kv.k_scale, v_scales=kv.v_scale, shortest=shortest, workspace=workspace, max_splits=batch.max_splits,
-                check=False,
-            )  # fmt: skip
+        query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
+        sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
+        a = attention(AttentionInput(
+            qkv, kv, sequences, Scores(layer.scale), qkv.new_empty(len(qkv), nq, d), Rope(cos_sin, q_norm, k_norm, eps),
+            batch.positions, batch.slots, workspace, batch.max_splits, batch.max_seq_len, pdl=pdl,
+        ))  # fmt: skip
         return linear_residual(
             a.view(-1, nq * d), o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False
         )

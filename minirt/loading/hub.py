@@ -25,6 +25,10 @@ _SMALL = (
     "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "chat_template.json",
 )  # fmt: skip
+_NO_GGUF = (
+    "GGUF files are not supported: there are no kernels for their block formats, such as Q4_K. Use the model's safetensors, with "
+    "--quantize int4 for 4 bits"
+)
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 
 
@@ -75,9 +79,9 @@ def resolve(
             raise InputError("a local folder has no revisions", where="--revision", found=revision)
         return _check(folder.resolve().name, folder, None, weights)
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") + model.count("\\") > 1:
-        raise ModelNotFoundError("there is no such folder", where=model, hint=_ACCEPTED)
+        raise ModelNotFoundError("there is no such folder", where=model, hint=_accepted(model))
     if model.count("/") != 1:
-        raise ModelNotFoundError("is neither a folder nor a Hub id", where=repr(model), hint=_ACCEPTED)
+        raise ModelNotFoundError("is neither a folder nor a Hub id", where=repr(model), hint=_accepted(model))
     folder = _download(model, revision, token, weights, progress)
     return _check(model, folder, folder.name, weights)
 
@@ -140,8 +144,7 @@ def _local_folder(model: str) -> Path | None:
     except ValueError:  # a null character, or a lone surrogate that stands for no byte of a name
         return None
     if not is_folder:
-        hint = "GGUF files are not read; a folder with config.json and safetensors is needed"
-        hint = hint if folder.suffix.lower() == ".gguf" else "give the folder that holds config.json"
+        hint = _NO_GGUF if folder.suffix.lower() == ".gguf" else "give the folder that holds config.json"
         raise ModelNotFoundError("is a file, not a folder", where=folder, hint=hint)
     try:
         str(folder).encode()
@@ -242,8 +245,16 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
+def _accepted(name: str) -> str:
+    """The hint for a name that is not a model's: what is accepted, or that GGUF is not."""
+    return _NO_GGUF if "gguf" in name.lower() else _ACCEPTED
+
+
 def _contents(folder: Path) -> str:
-    """The end of a hint that lists the folder's weight files with other names; "" if there are none."""
+    """The end of a hint that lists the folder's weight files with other names; "" if there are none.
+
+    Of a Hub model, other files than those that are read are not downloaded, so its name tells of GGUF.
+    """
     files = _listed(folder)
     if "adapter_config.json" in files:
         return "; the folder holds a LoRA adapter, and adapters are not supported: merge it into its model"
@@ -251,8 +262,8 @@ def _contents(folder: Path) -> str:
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
     other = other or [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf"))]
-    unread = ", and GGUF files are not read" if any(name.endswith(".gguf") for name in other) else ""
-    return f"; found {_some(other)}{unread}" if other else ""
+    gguf = any(name.endswith(".gguf") for name in other) or (not other and "gguf" in str(folder).lower())
+    return (f"; found {_some(other)}" if other else "") + (f"; {_NO_GGUF}" if gguf else "")
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:
@@ -313,7 +324,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             case errors.RevisionNotFoundError():
                 what, hint = f"has no revision {revision!r}", "give a branch, a tag or a commit of it"
             case errors.HFValidationError():
-                what, hint = f"is not a Hub id: {detail}", _ACCEPTED
+                what, hint = f"is not a Hub id: {detail}", _accepted(repo)
             case _ if constants.HF_HUB_OFFLINE:
                 what, hint = "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
             case errors.LocalEntryNotFoundError() | ConnectionError():

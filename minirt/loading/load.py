@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from minirt.threads import set_threads
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 # Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
 _SMALL = 4 << 20
+_SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
 
 
 class Found(NamedTuple):
@@ -63,7 +65,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         name = preset.hub_id if preset else name
         files = resolve(name, revision=revision, weights=need_weights, progress=progress)
     except ModelNotFoundError as error:
-        if "/" in name:
+        if "/" in name or "gguf" in name.lower():
             raise
         near = get_close_matches(name.lower(), [p.name.lower() for p in models.presets()], n=3, cutoff=0.75)
         names = [p.name for own in near for p in models.presets() if p.name.lower() == own]
@@ -140,7 +142,16 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
+    _note_slow_formats(planned)
     return planned
+
+
+def _note_slow_formats(model: Model) -> bool:
+    """Have the plan say that quantized weights are slow on a CPU. Returns whether there are any."""
+    slow = model.device.type == "cpu" and bool(model.plan.formats)
+    if slow:
+        model.plan = replace(model.plan, notes=(*model.plan.notes, _SLOW_ON_CPU))
+    return slow
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> None:
@@ -232,13 +243,14 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     """Find a model, check that it fits, and load its weights.
 
     Args:
-        progress: called with ("weights", bytes read, total bytes).
+        progress: called with ("weights", bytes read, total bytes). With it, downloads draw bars on a terminal.
     Raises:
         ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError, OutOfMemoryError.
     """
     device = pick_device(options.device)
     set_threads(options.threads)
-    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
+    bars = progress is not None and sys.stderr.isatty()
+    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
     files, config = found.files, found.config
     length = pick_length(config, options.max_model_len)
     weights = None if options.random_weights else files
@@ -258,6 +270,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
+    if _note_slow_formats(model):
+        warnings.warn(_SLOW_ON_CPU, stacklevel=2)
     if device.type == "cuda" and not triton_installed():
         warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())

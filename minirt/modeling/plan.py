@@ -1,14 +1,17 @@
 """`Plan`: which implementation each layer runs, and why. `parse_impl` reads the `--impl` choices that decide it."""
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from minirt.errors import UnsupportedError, printable
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
-_COLUMNS = ("layer", "implementation", "why", "dtype", "weights")
+_COLUMNS = ("layer", "impl", "why", "dtype", "weights")
+_WIDTH = 80  # of a table that is not for a terminal
+_SHORT = 24  # characters of a reason that stands in the table; longer ones stand below it
 
 
 @dataclass(frozen=True)
@@ -76,25 +79,40 @@ class Plan:
         return list(map(printable, lines))
 
     def _cells(self) -> list[tuple[str, ...]]:
-        rows = [(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes)) for row in self.rows]
-        return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_bytes(self.weight_bytes))]]
+        """The cells of the table. Layers that differ only in their number are one row, at the place of the first."""
+        groups: dict[tuple, list[PlanRow]] = {}
+        for row in self.rows:
+            prefix, _, suffix = _parts(row.layer)
+            groups.setdefault((prefix, suffix, row.implementation, row.reason, row.dtypes, row.bytes), []).append(row)
+        rows = []
+        for (prefix, suffix, *cells, size), same in groups.items():
+            numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
+            times = f" × {len(same)}" if len(same) > 1 else ""
+            rows.append((f"{prefix}{numbers}{suffix}", *map(str, cells), format_size(size) + times))
+        return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_size(self.weight_bytes))]]
 
     def render(self, name: str = "", *, terminal: bool = False) -> str:
         """The plan as a table of text. `name`: of the model, for the title. `terminal`: with colours, as wide as the terminal."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=" · ".join(filter(None, (printable(name), self.title))))
-        for column in _COLUMNS:
-            table.add_column(column, justify="right" if column == _COLUMNS[-1] else "left")
-        for cells in self._cells():
-            table.add_row(*cells)
-        printed, width = io.StringIO(), None if terminal else 110
+        table, rows, below = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), self._cells(), list[str]()
+        for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+            whole = column != "why" and max(map(len, values)) <= _WIDTH // 2  # the reason is wrapped first
+            table.add_column(column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=whole)
+        for layer, implementation, reason, *cells in rows:
+            if len(reason) > _SHORT:
+                below += [] if reason in below else [reason]
+                reason = f"[{below.index(reason) + 1}]"
+            table.add_row(layer, implementation, reason, *cells)
+        printed, width = io.StringIO(), None if terminal else _WIDTH
         console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+        console.print(" · ".join(filter(None, (printable(name), self.title))))
         console.print(table)
-        for line in self.remarks:
+        for line in (*(f"[{i}] {reason}" for i, reason in enumerate(below, 1)), *self.remarks):
             console.print(line)
-        return printed.getvalue()
+        return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
     def __str__(self) -> str:
         return self.render()
@@ -109,6 +127,23 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return self.html()
+
+
+def _parts(layer: str) -> tuple[str, int | None, str]:
+    """"layers.3.mlp" → ("layers.", 3, ".mlp"); a name without a number: (name, None, "")."""
+    match = re.fullmatch(r"(\D*\.)?([0-9]{1,9})(\..*)?", layer)
+    return (match[1] or "", int(match[2]), match[3] or "") if match else (layer, None, "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] → "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:

@@ -35,7 +35,7 @@ from minirt.server.wire import (
     ToFront,
     frame,
 )
-from minirt.sizes import format_bytes
+from minirt.sizes import format_size
 
 _READ = 1 << 20
 
@@ -101,7 +101,7 @@ def _load(connection: _Connection, start: Start) -> Generator:
             kept[name] = generator.warm_prompt(text)
     facts = {
         "model": generator.name, "device": str(generator.device), "plan": generator.plan.title,
-        "weights": format_bytes(generator.plan.weight_bytes), "kv_cache": format_bytes(generator.kv_cache_bytes),
+        "weights": format_size(generator.plan.weight_bytes), "kv_cache": format_size(generator.kv_cache_bytes),
         "max_num_batched_tokens": generator.max_num_batched_tokens, "max_waiting": generator.max_waiting,
         "prefix_cache": generator.prefix_cache_stats is not None, "load_time_s": round(generator.load_time_s, 3),
         "warm_up_time_s": round(generator.warm_up_time_s, 3), "warm_prompts": kept,

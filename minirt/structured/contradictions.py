@@ -201,7 +201,7 @@ def _check_bounds(
 
 
 def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Refuse bounds of different schemas that llguidance does not enforce together; see `enforceable` in schema.py."""
+    """Refuse bounds of different schemas that llguidance does not enforce together; see `enforceable`."""
     if low is None or high is None or not high.number - low.number < 1:
         return
     if any({low.keyword, high.keyword} <= set(part) for part in parts):

@@ -12,9 +12,10 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd
-from minirt.structured.schema import check_multiples, check_schema, enforceable, parse_schema, subschemas
+from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""JSON schemas: parsing, and refusals that name the keyword and its place.
+"""JSON schemas: parsing, refusals that name the keyword and its place, and schemas of all drafts in the form of one.
 
 llguidance refuses some keywords and ignores others. Here everything that would not be enforced is refused first. Annotations,
 such as "title", change nothing. `minirt.structured.contradictions` finds schemas that no value fits.
@@ -8,10 +8,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.contradictions import TYPES, check_contradictions
@@ -21,7 +22,7 @@ MAX_DEPTH = 64  # of nested subschemas
 # 100,000 takes some tenths of a second, 500,000 10 s, 10,000,000 4 minutes and 5 GB.
 MAX_REMAINDERS = 100_000
 
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1 << 53  # absolute values of bounds
+MIN_NUMBER, MAX_NUMBER = 1e-22, 1 << 53  # absolute values of bounds
 _INT64_MAX = (1 << 63) - 1
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
@@ -40,7 +41,8 @@ _ANNOTATIONS = {
 }  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBERS = (*_BOUNDS, "multipleOf")
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(
@@ -84,13 +86,13 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
         raise InputError("not a JSON schema", where=where, expected="an object or a bool", found=shortened(json.dumps(schema)))
     if schema is False:
         raise InputError("the schema false accepts nothing", where=where, expected="a schema that accepts something")
-    return schema if isinstance(schema, bool) else _without_unused(schema)
+    return schema if isinstance(schema, bool) else without_unused(schema)
 
 
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def _without_unused(schema: dict[str, Any]) -> dict[str, Any]:
+def without_unused(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without those of its definitions that no "$ref" leads to. With "$anchor" or "$id", all are kept."""
     own = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
     used = {name: set[str]() for name in own}
@@ -124,7 +126,7 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         UnsupportedError: a keyword cannot be enforced.
         InputError: a keyword has a malformed value, or the schema contradicts itself.
     """
-    draft_4 = isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
+    draft_4 = _is_draft_4(schema)
     todo: list[tuple[Any, str, int, bool]] = [(schema, "", 0, False)]
     checked = dict[int, tuple[dict[str, Any], str]]()
     while todo:
@@ -156,15 +158,13 @@ def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) ->
         UnsupportedError: one refers to what has not been checked.
         InputError: one refers to nothing.
     """
-    names = [(own, own[keyword]) for own, _ in checked.values() for keyword in ("$id", "id") if keyword in own]  # before 2019-09
-    names += [(own, f"#{own['$anchor']}") for own, _ in checked.values() if "$anchor" in own]
-    anchors = {name: own for own, name in names if isinstance(name, str)}
+    target = References(root)
     targets = dict[str, Any]()
     for own, place in checked.values():
         if "$ref" not in own or own["$ref"] in targets:
             continue
         reference = own["$ref"]
-        found = targets[reference] = anchors[reference] if reference in anchors else _pointed(root, unquote(reference[1:]))
+        found = targets[reference] = target(reference)
         shown = shortened(json.dumps(reference))
         if found is None:
             expected = "the place of a schema, such as #/$defs/NAME"
@@ -175,55 +175,106 @@ def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) ->
     return targets
 
 
-def _pointed(root: Any, pointer: str) -> Any:
-    """What a JSON pointer leads to; None: nothing."""
-    own = root
-    for name in pointer.split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(own, list):
-            own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
-        else:
-            own = own.get(key) if isinstance(own, dict) else None
-    return own if pointer[:1] in ("", "/") else None
+def _anchors(schemas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schemas that have a name, by the "$ref" that refers to them."""
+    own = [*schemas]
+    names = [(schema, schema[keyword]) for schema in own for keyword in ("$id", "id") if keyword in schema]  # before 2019-09
+    names += [(schema, f"#{schema['$anchor']}") for schema in own if "$anchor" in schema]
+    return {name: schema for schema, name in names if isinstance(name, str)}
 
 
-def enforceable(schema: Any) -> Any:
-    """A copy of a checked schema for llguidance 1.9, in which it enforces all bounds of numbers.
+class References:
+    """What a "$ref" within the document `root`, which need not be checked, leads to. Calls give a schema, or None: nothing."""
 
-    llguidance accepts 0 for (0, 0.5]: it includes an exclusive bound that is an integer if the other bound has the same integer
-    part. Such a bound becomes an inclusive one, moved inwards by about a billionth of the range.
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    @cached_property
+    def _names(self) -> dict[str, Any]:
+        todo, schemas = [self._root], dict[int, dict[str, Any]]()
+        while todo:
+            own = todo.pop()
+            if isinstance(own, dict) and id(own) not in schemas:
+                schemas[id(own)] = own
+                todo += [value for _, value in subschemas(own)]
+        return _anchors(schemas.values())
+
+    def __call__(self, reference: str) -> Any:
+        if reference in self._names:
+            return self._names[reference]
+        pointer = unquote(reference[1:])
+        own = self._root if reference.startswith("#") and pointer[:1] in ("", "/") else None
+        for name in pointer.split("/")[1:]:
+            key = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(own, list):
+                own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
+            else:
+                own = own.get(key) if isinstance(own, dict) else None
+        return own
+
+
+def _is_draft_4(schema: Any) -> bool:
+    return isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
+
+
+def normalized(schema: dict[str, Any], root: str = "") -> dict[str, Any]:
+    """A copy of a schema with the keywords of draft 2020-12, and JSON pointers as its only references.
+
+    "$schema", names, "items" as a list and exclusive bounds as bools are gone. What is malformed stays as it is.
+
+    Args:
+        root: the JSON pointer of the copy within a larger document.
+    Raises:
+        InputError: it is nested too deeply.
     """
-    own = json.loads(json.dumps(schema))
-    todo = [own]
+    copies = dict[int, dict[str, Any]]()
+    own = _copied(schema, 0, copies)
+    target = References(own)
+    referring = [(part, target(part["$ref"])) for part in copies.values() if isinstance(part.get("$ref"), str)]
+    draft_4 = _is_draft_4(schema)
+    for part in copies.values():
+        for keyword in ("$schema", "$id", "id", "$anchor"):
+            if part is own or str(part.get(keyword)).startswith("#") or keyword[-2:] != "id":
+                part.pop(keyword, None)  # what is left changes what "$ref" is, which `check_schema` refuses
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if draft_4 and isinstance(part.get(exclusive), bool) and part.pop(exclusive) and bound in part:
+                part[exclusive] = part.pop(bound)
+        others = part.pop("additionalItems", None)
+        if isinstance(part.get("items"), list):
+            part["prefixItems"] = part.pop("items")
+            part |= {} if others is None else {"items": others}
+        elif others is not None and "items" not in part:
+            part["additionalItems"] = others  # is refused, unless it has no effect
+    pointers, todo = dict[int, str](), [(own, "")]
     while todo:
-        part = todo.pop()
+        part, pointer = todo.pop()
         if isinstance(part, dict):
-            _include_bounds(part)
-            todo += [value for _, value in subschemas(part)]
+            pointers[id(part)] = pointer
+            todo += [(value, f"{pointer}/{name}") for name, value in subschemas(part)]
+    for part, found in referring:
+        if id(found) in pointers:
+            part["$ref"] = "#" + quote(pointers[id(found)], safe="/~$")  # llguidance refuses "[" and the like
+        if root and part["$ref"].startswith("#"):
+            part["$ref"] = f"#{root}{part['$ref'][1:]}"
     return own
 
 
-def _include_bounds(schema: dict[str, Any]) -> None:
-    """Change the exclusive bounds of one schema, see `enforceable`."""
-    stated = dict[str, float]()
-    for keyword, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if schema.get(exclusive) is True:  # draft 4
-            stated[exclusive] = schema.get(keyword, math.inf)
-        elif exclusive in schema and schema[exclusive] is not False:
-            stated[exclusive] = schema[exclusive]
-        elif keyword in schema:
-            stated[keyword] = schema[keyword]
-    low = stated.get("exclusiveMinimum", stated.get("minimum", -math.inf))
-    high = stated.get("exclusiveMaximum", stated.get("maximum", math.inf))
-    if schema.get("type") in ("integer", ["integer"]) or not 0 < high - low < 1:
-        return
-    step = 10.0 ** (math.floor(math.log10(high - low)) - 9)
-    if "exclusiveMinimum" in stated and low >= 0 and float(low).is_integer():
-        schema["minimum"] = max(low + step, schema.get("minimum", -math.inf))
-        del schema["exclusiveMinimum"]
-    if "exclusiveMaximum" in stated and high <= 0 and float(high).is_integer():
-        schema["maximum"] = min(high - step, schema.get("maximum", math.inf))
-        del schema["exclusiveMaximum"]
+def _copied(schema: Any, depth: int, copies: dict[int, dict[str, Any]]) -> Any:
+    """A copy of a schema and its subschemas. Values, such as those of "enum", are shared. `copies`: all copies, in order."""
+    if depth > MAX_DEPTH:
+        raise InputError("the schema is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+    if not isinstance(schema, dict):
+        return schema
+    own = dict(schema)
+    copies[id(own)] = own
+    for keyword, value in own.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            own[keyword] = {name: _copied(part, depth + 1, copies) for name, part in value.items()}
+        elif keyword in (*_LISTS, "items") and isinstance(value, list):
+            own[keyword] = [_copied(part, depth + 1, copies) for part in value]
+        elif keyword in _SINGLE:
+            own[keyword] = _copied(value, depth + 1, copies)
+    return own
 
 
 def check_multiples(schema: Any, where: str) -> None:
@@ -260,9 +311,9 @@ def check_multiples(schema: Any, where: str) -> None:
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(its JSON pointer within `schema`, without the first slash, and the subschema)."""
     for keyword, value in schema.items():
-        if keyword in _MAPS:
+        if keyword in _MAPS and isinstance(value, dict):
             yield from ((f"{keyword}/{_escaped(name)}", part) for name, part in value.items())
-        elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+        elif keyword in (*_LISTS, "items") and isinstance(value, list):
             yield from ((f"{keyword}/{i}", part) for i, part in enumerate(value))
         elif keyword in _SINGLE:
             yield keyword, value
@@ -288,6 +339,15 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
         if _has_control(stated):
             what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
             raise UnsupportedError(what, where=place, found=shortened(json.dumps(stated)), hint=hint)
+    for keyword in filter(schema.__contains__, ("const", "enum", *_BOUNDS)):
+        for number in _numbers(schema[keyword]):
+            if not _is_exact(number) and not _is_open_end(keyword, number, schema.get("type")):
+                what, hint = f'"{keyword}" has a number that is not enforced exactly', "round it, or state it as a text"
+                expected = "integers up to 2^53 in absolute value, and numbers of up to 15 digits from 1e-22 to 1e22"
+                raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(number)), hint=hint)
+    if "additionalItems" in schema and "prefixItems" in schema and "items" not in schema:
+        what, hint = '"additionalItems" beside "prefixItems" is not supported', 'write "items", as draft 2020-12 does'
+        raise UnsupportedError(what, where=place, hint=hint)
     for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
         if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(_NEGATED.sub("", pattern)):
             what = '"pattern" with a control character is not supported'
@@ -299,6 +359,35 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
         # The names of additional properties may repeat, so only required ones and one more are sure to be different.
         what, expected = "minProperties is not supported", "at most the number of required properties plus 1"
         raise UnsupportedError(what, where=place, expected=expected, found=f'"minProperties": {low}')
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """All numbers in a JSON value."""
+    todo = [value]
+    while todo:
+        own = todo.pop()
+        if isinstance(own, int | float) and not isinstance(own, bool):
+            yield own
+        elif isinstance(own, dict | list):
+            todo += own.values() if isinstance(own, dict) else own
+
+
+def _is_exact(number: float) -> bool:
+    """Whether llguidance reads a number as it is.
+
+    It rounds the digits, as one integer, to a double, and multiplies or divides that by a power of ten: two roundings.
+    """
+    digits = Decimal(repr(number))
+    if isinstance(number, int):
+        digits = digits.normalize()  # of its zeros at the end
+    _, own, exponent = digits.as_tuple()
+    whole = int("".join(map(str, own)))
+    if abs(int(exponent)) > 308 or (isinstance(number, int) and whole > MAX_NUMBER):
+        return False
+    if abs(number) > MAX_NUMBER and Decimal(repr(number)) != Decimal(number):
+        return False  # the digits that are written are those of another integer
+    power = float(f"1e{abs(int(exponent))}")
+    return (whole * power if int(exponent) >= 0 else whole / power) == abs(number)
 
 
 def _has_control(value: Any) -> bool:
@@ -345,11 +434,16 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
 
 def _check_size(keyword: str, value: float, types: Any, place: str) -> None:
     """Refuse a number that llguidance rounds, cannot compile, or crashes with."""
-    open_end = keyword == "maximum" and types == "integer" and value >= _INT64_MAX  # then it allows int64 numbers
+    open_end = _is_open_end(keyword, value, types)
     if not math.isfinite(value) or not (value == 0 or open_end or MIN_NUMBER <= abs(value) <= MAX_NUMBER):
         what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
         expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
         raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
+
+
+def _is_open_end(keyword: str, value: float, types: Any) -> bool:
+    """Whether a bound allows all int64 numbers, whatever llguidance makes of it."""
+    return keyword == "maximum" and types == "integer" and value >= _INT64_MAX
 
 
 def _expect(fits: object, keyword: str, expected: str, found: object, place: str) -> None:

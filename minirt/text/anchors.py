@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from re import _constants as ops  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
-from minirt.errors import UnsupportedError
+from minirt.errors import InputError, UnsupportedError, shortened
 from minirt.modeling.patterns import accepts, parsed
+from minirt.text.reply import first_marker
 
+MAX_MATCH = 1000  # characters of a match in text that is still growing
 _MAX_PROGRAM = 5000
+_MAX_RESCANS = 16  # how often each character may be looked at to find all matches, on average
 
 
 class Found(NamedTuple):
@@ -31,56 +34,42 @@ class Anchor:
         Raises:
             UnsupportedError: the pattern uses what is not known, or can match nothing.
         """
-        self._literals = sorted(literals, key=len, reverse=True)  # of two at one place, the longer one
-        self._program: list[tuple] = []
+        self.literals = list(literals)
+        self.program: list[tuple] = []
         self._first: dict[str, bool] = {}  # character → whether a match can begin with it
         if pattern is None:
             return
         tree = parsed(pattern)
         self._names = {number: name for name, number in tree.state.groupdict.items()}
         self._compile(tree)
-        self._program.append(("match",))
-        if self._run("", 0, final=True)[0] is not None:
+        self.program.append(("match",))
+        if AnchorSearch(self).next("", 0, 0, final=True)[0] is not None:
             raise UnsupportedError("the pattern can match nothing", found=pattern)
 
     @property
     def names(self) -> set[str]:
         """The named groups."""
-        return set(self._names.values()) if self._program else set()
-
-    def search(self, text: str, start: int, final: bool) -> tuple[Found | None, int]:
-        """The first match from `start` on, and the place from which text must be kept, because a match may have begun there.
-
-        Args:
-            final: no text follows, so nothing is kept. Else a match that more text could replace by another is not returned yet.
-        """
-        return self._find_literal(text, start, final) if self._literals else self._run(text, start, final)
+        return set(self._names.values()) if self.program else set()
 
     def find_all(self, text: str) -> Iterator[Found]:
-        """All matches, one after the other."""
-        place = 0
-        while (found := self.search(text, place, final=True)[0]) is not None:
-            yield found
-            place = found.end
+        """All matches, one after the other.
 
-    def _find_literal(self, text: str, start: int, final: bool) -> tuple[Found | None, int]:
-        places = [(place, i) for i, literal in enumerate(self._literals) if (place := text.find(literal, start)) >= 0]
-        kept = len(text)
-        if not final:
-            for length in range(min(len(self._literals[0]) - 1, len(text) - start), 0, -1):
-                tail = text[-length:]
-                if any(literal.startswith(tail) and literal != tail for literal in self._literals):
-                    kept = len(text) - length
-                    break
-        if not places or min(places)[0] >= kept:
-            return None, kept
-        place, i = min(places)
-        return Found(place, place + len(self._literals[i]), {}), kept
+        Raises:
+            InputError: the pattern looks at the same text again and again.
+        """
+        place, work = 0, 0
+        search = AnchorSearch(self)
+        while (found := search.next(text, 0, place, final=True)[0]) is not None:
+            yield found
+            work += search.place - place
+            place = found.end
+            if work > _MAX_RESCANS * (len(text) + MAX_MATCH):
+                raise InputError("the text takes too long to search", found=shortened(text, 80))
 
     # --- the virtual machine ---
 
     def _compile(self, nodes: Any) -> None:
-        program = self._program
+        program = self.program
         for operation, argument in nodes:
             if len(program) > _MAX_PROGRAM:
                 raise UnsupportedError("the pattern is too large")
@@ -103,19 +92,19 @@ class Anchor:
     def _branch(self, branches: Sequence[Any]) -> None:
         ends = []
         for i, branch in enumerate(branches):
-            split = len(self._program)
+            split = len(self.program)
             last = i == len(branches) - 1
-            self._program += [] if last else [("split", 0, 0)]
+            self.program += [] if last else [("split", 0, 0)]
             self._compile(branch)
             if not last:
-                ends.append(len(self._program))
-                self._program.append(("jump", 0))
-                self._program[split] = ("split", split + 1, len(self._program))
+                ends.append(len(self.program))
+                self.program.append(("jump", 0))
+                self.program[split] = ("split", split + 1, len(self.program))
         for end in ends:
-            self._program[end] = ("jump", len(self._program))
+            self.program[end] = ("jump", len(self.program))
 
     def _repeat(self, least: int, most: Any, body: Any, lazy: bool) -> None:
-        program = self._program
+        program = self.program
         if int(most) > 1 and body.getwidth()[0] == 0:
             raise UnsupportedError("the pattern repeats what can be empty")
         for _ in range(int(least)):
@@ -138,50 +127,22 @@ class Anchor:
             program[split] = ("split", *(reversed(ways) if lazy else ways))
 
     def _check_size(self) -> None:
-        if len(self._program) > _MAX_PROGRAM:
+        if len(self.program) > _MAX_PROGRAM:
             raise UnsupportedError("the pattern is too large")
 
-    def _run(self, text: str, start: int, final: bool) -> tuple[Found | None, int]:
-        best: Found | None = None
-        threads: list[tuple[int, int, dict]] = []  # (instruction, start of the match, saved places), best first
-        for place in range(start, len(text) + 1):
-            if best is None and place < len(text) and not (threads or self._begins(text[place])):
-                continue
-            if best is None and place < len(text) + final:
-                self._add(threads, {thread[0] for thread in threads}, 0, place, {}, place)
-            if not threads:
-                if best is not None:
-                    break
-                continue
-            following: list[tuple[int, int, dict]] = []
-            seen: set[int] = set()
-            for instruction, begun, saved in threads:
-                kind = self._program[instruction]
-                if kind[0] == "match":
-                    best = Found(begun, place, {name: text[a:b] for name, (a, b) in saved.items() if b >= 0})
-                    break
-                if place == len(text):
-                    following.append((instruction, begun, saved))  # waits for the next character
-                elif kind[0] == "any" or accepts(kind[1], kind[2], text[place]):
-                    self._add(following, seen, instruction + 1, begun, saved, place + 1)
-            threads = following
-        if final or not threads:
-            return best, len(text)
-        return None, min(begun for _, begun, _ in threads)
-
-    def _begins(self, character: str) -> bool:
+    def begins(self, character: str) -> bool:
         """Whether a match can begin with this character. Most characters of a text cannot, and need no threads."""
         if character not in self._first:
             threads: list[tuple[int, int, dict]] = []
-            self._add(threads, set(), 0, 0, {}, 0)
-            kinds = [self._program[instruction] for instruction, _, _ in threads]
+            self.add(threads, set(), 0, 0, {}, 0)
+            kinds = [self.program[instruction] for instruction, _, _ in threads]
             begins = any(kind[0] != "one" or accepts(kind[1], kind[2], character) for kind in kinds)
             if len(self._first) >= _MAX_PROGRAM:
                 self._first.clear()
             self._first[character] = begins
         return self._first[character]
 
-    def _add(self, threads: list, seen: set[int], instruction: int, begun: int, saved: dict, place: int) -> None:
+    def add(self, threads: list, seen: set[int], instruction: int, begun: int, saved: dict, place: int) -> None:
         """Add the threads that `instruction` leads to without a character, in order, each instruction once."""
         stack = [(instruction, saved)]
         while stack:
@@ -189,7 +150,7 @@ class Anchor:
             if instruction in seen:
                 continue
             seen.add(instruction)
-            kind = self._program[instruction]
+            kind = self.program[instruction]
             if kind[0] == "jump":
                 stack.append((kind[1], saved))
             elif kind[0] == "split":
@@ -199,3 +160,81 @@ class Anchor:
                 stack.append((instruction + 1, saved | {kind[1]: (begin, -1 if kind[2] == 0 else place)}))
             elif kind[0] != "never":
                 threads.append((instruction, begun, saved))
+
+
+class AnchorSearch:
+    """The search for one anchor in text that grows. Each character is looked at once, and after a match those that it read ahead.
+
+    Attributes:
+        place: how far the text has been looked at. Places count from the beginning of all text.
+    """
+
+    def __init__(self, anchor: Anchor) -> None:
+        self._anchor = anchor
+        self._restart(0)
+
+    def _restart(self, place: int) -> None:
+        self.place = place  # no match begins before it, but those of `_best` and `_threads`
+        self._best: Found | None = None
+        self._threads: list[tuple[int, int, dict]] = []  # (instruction, start of the match, saved places), best first
+
+    def next(self, text: str, base: int, start: int, final: bool) -> tuple[Found | None, int]:
+        """The first match from `start` on, and the place from which text must be kept, because a match may have begun there.
+
+        Args:
+            text: the text from place `base` on.
+            start: at least that of the last call.
+            final: no text follows, so nothing is kept. Else a match that more text could replace by another is not returned yet.
+        """
+        begun = [self._best.start] if self._best is not None else []
+        if min([*begun, *(thread[1] for thread in self._threads)], default=start) < start:
+            self._restart(start)
+        self.place = max(self.place, start)
+        return self._literal(text, base, final) if self._anchor.literals else self._pattern(text, base, final)
+
+    def _literal(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+        literals = self._anchor.literals
+        kept = len(text)
+        if not final:
+            for length in range(min(max(map(len, literals)) - 1, len(text) - (self.place - base)), 0, -1):
+                tail = text[-length:]
+                if any(literal.startswith(tail) and literal != tail for literal in literals):
+                    kept = len(text) - length
+                    break
+        place, literal = first_marker(text, literals, self.place - base)
+        if not literal or place >= kept:
+            self.place = base + (place if literal else kept)
+            return None, base + kept
+        self.place = base + place
+        return Found(base + place, base + place + len(literal), {}), base + kept
+
+    def _pattern(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
+        anchor, end = self._anchor, base + len(text)
+        while self._best is None or self._threads:
+            place, threads = self.place, self._threads
+            if self._best is None and place < end and not (threads or anchor.begins(text[place - base])):
+                self.place += 1
+                continue
+            if self._best is None and place < end + final:
+                anchor.add(threads, {thread[0] for thread in threads}, 0, place, {}, place)
+            following: list[tuple[int, int, dict]] = []
+            seen: set[int] = set()
+            for instruction, begun, saved in threads:
+                kind = anchor.program[instruction]
+                if kind[0] == "match":
+                    groups = {name: text[a - base : b - base] for name, (a, b) in saved.items() if b >= 0}
+                    self._best = Found(begun, place, groups)
+                    break
+                if place == end:
+                    following.append((instruction, begun, saved))  # waits for the next character
+                elif (final or place - begun < MAX_MATCH) and (kind[0] == "any" or accepts(kind[1], kind[2], text[place - base])):
+                    anchor.add(following, seen, instruction + 1, begun, saved, place + 1)
+            self._threads = following
+            if place == end:
+                break
+            self.place += 1
+        if final:
+            self._threads = []
+        if self._threads:
+            return None, min(begun for _, begun, _ in self._threads)
+        return self._best, end

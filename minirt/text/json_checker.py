@@ -144,18 +144,20 @@ def completed(text: str) -> str:
     A value that is not complete is left out, with its key. So is a number, true, false or null at the end of the text, since it
     could go on. A text that does not begin like an object becomes {}.
     """
-    checker, shown, end, closing = JsonChecker(), list[str](), 0, ""
+    checker, shown, end = JsonChecker(), list[str](), 0
     for character in text.lstrip():
         separates = character == "," and not checker.in_string  # a number before it is complete now
         if checker.done or not checker.push(character):
             break
         if separates:
-            end, closing = len(shown), checker.closing
+            end = len(shown)
         shown.append(_shown(character, checker))
         if checker.complete:
-            end, closing = len(shown), checker.closing
-    found = "".join(shown[:end]) + closing
-    return found if found.startswith("{") else "{}"
+            end = len(shown)
+    checker, found = JsonChecker(), "".join(shown[:end])
+    for character in found:  # again, for the brackets that are open there
+        checker.push(character)
+    return found + checker.closing if found.startswith("{") else "{}"
 
 
 def _shown(character: str, checker: JsonChecker) -> str:

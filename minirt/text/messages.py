@@ -155,9 +155,10 @@ def _arguments(given: object, where: str, form: MessageForm) -> dict[str, Any] |
 
 
 def _object(text: str) -> dict[str, Any] | str:
-    """The JSON object that a text is; the text if it is none."""
+    """The JSON object that a text is; the text if it is none, or if a template could not write the object as JSON again."""
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses 1e999 and half of a surrogate pair
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

@@ -1,6 +1,6 @@
 """`ReasoningParser`: splits `<think>…</think>` off the beginning of streamed text."""
 
-from minirt.text.reply import ContentDelta, Event, ReasoningDelta, held_length
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, held_length, space_end
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -35,19 +35,21 @@ class ReasoningParser:
         self._inside = inside
         self._begun = False  # whether it is decided that there is an opening marker, or none
         self._after = False  # after the block, or there is none
-        self._text = ""  # not used yet
+        self._text = ""  # what could be the beginning of a marker
+        self._space: list[str] = []  # white space before that, which counts only if text follows
         self._empty = True  # nothing of the current part is sent yet, so white space is left out
 
     def feed(self, text: str) -> list[Event]:
         """See `Parser.feed`."""
-        self._text += text
-        if not self._begun and not self._begin():
-            return []
+        text, self._text = self._text + text, ""
         events: list[Event] = []
-        if not self._after:
-            events += self._reasoning()
-        if self._after and self._text:
-            events += self._content()
+        if not self._begun:
+            text = self._begin(text)
+        if self._begun and not self._after:
+            found, text = self._reasoning(text)
+            events += found
+        if self._after and text:
+            events += self._content(text)
         return events
 
     def finish(self) -> list[Event]:
@@ -56,36 +58,54 @@ class ReasoningParser:
         if self._begun and self._after:
             return []
         if not self._begun and not self._inside:
+            text = "".join(self._space) + text
             return [ContentDelta(text)] if text else []
-        text = text.rstrip()
-        text = text.lstrip() if self._empty else text
-        return [ReasoningDelta(text)] if text else []
+        return self._sent(text)
 
-    def _begin(self) -> bool:
-        """Look for the opening marker. Returns whether it is decided."""
-        text = self._text.lstrip()
+    def _begin(self, text: str) -> str:
+        """Look for the opening marker. Returns the text after it, once it is decided."""
+        start = space_end(text)
+        self._space.append(text[:start])
+        text = text[start:]
         if text.startswith(self._opening):
-            self._text = text[len(self._opening) :]
             self._begun = True
-        elif not self._opening.startswith(text):
-            self._begun, self._after = True, not self._inside
-            self._empty = self._inside  # without a block, white space is part of the content
-        return self._begun
+            self._space.clear()
+            return text[len(self._opening) :]
+        if self._opening.startswith(text):
+            self._text = text
+            return ""
+        self._begun, self._after = True, not self._inside
+        self._empty = self._inside  # without a block, white space is part of the content
+        if self._after:
+            text = "".join(self._space) + text
+            self._space.clear()
+        return text
 
-    def _reasoning(self) -> list[Event]:
-        place = self._text.find(self._closing)
-        if place >= 0:
-            found, self._text = self._text[:place].rstrip(), self._text[place + len(self._closing) :]
-            self._after = True
-        else:
-            found = self._text[: len(self._text) - held_length(self._text, [self._closing])].rstrip()
-            self._text = self._text[len(found) :]
-        sent = found.lstrip() if self._empty else found
-        self._empty = self._after or (self._empty and not sent)
-        return [ReasoningDelta(sent)] if sent else []
+    def _reasoning(self, text: str) -> tuple[list[Event], str]:
+        """Returns events, and the text after the block."""
+        place = text.find(self._closing)
+        if place < 0:
+            end = len(text) - held_length(text, [self._closing])
+            self._text = text[end:]
+            return self._sent(text[:end]), ""
+        events = self._sent(text[:place])
+        self._after, self._empty = True, True
+        self._space.clear()
+        return events, text[place + len(self._closing) :]
 
-    def _content(self) -> list[Event]:
-        text = self._text.lstrip() if self._empty else self._text
-        self._text = ""
+    def _sent(self, text: str) -> list[Event]:
+        """More text of the reasoning, without white space at its end, which may be that of the block."""
+        shown = text.rstrip()
+        events: list[Event] = []
+        if shown:
+            sent = shown.lstrip() if self._empty else "".join(self._space) + shown
+            self._space.clear()
+            self._empty = False
+            events.append(ReasoningDelta(sent))
+        self._space.append(text[len(shown) :])
+        return events
+
+    def _content(self, text: str) -> list[Event]:
+        text = text.lstrip() if self._empty else text
         self._empty = self._empty and not text
         return [ContentDelta(text)] if text else []

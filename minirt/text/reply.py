@@ -1,14 +1,19 @@
 """Content, reasoning and tool calls of a model's text, as events; and `ReplyParser`, which finds them in streamed text.
 
 Parsers take the text in any pieces. How it is cut never changes what the events add up to: the joined content, the joined
-reasoning, and for each tool call its name and its joined arguments.
+reasoning, and for each tool call its name and its joined arguments. The work is proportional to the text: a parser keeps what it
+has looked at in a list, and holds back only what could be a marker.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -151,21 +156,43 @@ def content(text: str) -> list[Event]:
     return [ContentDelta(text)] if text else []
 
 
-def held_length(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a marker."""
+def held_length(text: str, markers: Sequence[str], start: int = 0) -> int:
+    """How many characters at the end of `text`, from `start` on, could be the beginning of a marker."""
     longest = max(map(len, markers), default=0) - 1
-    for length in range(min(longest, len(text)), 0, -1):
+    for length in range(min(longest, len(text) - start), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
             return length
     return 0
 
 
 def first_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """The place and the name of the first marker in `text`; (-1, "") if there is none. Of two at one place, the longer one."""
-    found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0]
-    return (min(found)[0], min(found)[2]) if found else (-1, "")
+    """The place and the name of the first marker in `text`; (-1, "") if there is none. Of two at one place, the longer one.
+
+    One search for all markers: one search for each would look at all of the text for a marker that does not come.
+    """
+    found = _any_of(tuple(markers)).search(text, start) if markers else None
+    return (found.start(), found[0]) if found is not None else (-1, "")
+
+
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+
+
+def space_end(text: str, start: int = 0, more: str = "") -> int:
+    """The end of the white space, and of the characters of `more`, that `text` has at `start`."""
+    end = start
+    while end < len(text) and (text[end].isspace() or text[end] in more):
+        end += 1
+    return end
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON, with non-ASCII characters as they are."""
-    return json.dumps(value, ensure_ascii=False)
+    """A value as JSON, with non-ASCII characters as they are. Halves of surrogate pairs, which UTF-8 lacks, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

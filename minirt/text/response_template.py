@@ -5,16 +5,17 @@ read, and into what it is formed. Known fields are `content`, `reasoning_content
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirt.errors import UnsupportedError, shortened
-from minirt.text.anchors import Anchor, Found
+from minirt.errors import InputError, UnsupportedError, shortened
+from minirt.text.anchors import Anchor, AnchorSearch, Found
 from minirt.text.json_checker import escaped
-from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, content, json_text
-from minirt.text.tools import Tool, typed
+from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, content, is_unicode, json_text
+from minirt.text.tools import Tool, number_json, typed_json
 
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _FIELD_KEYS = {"open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional",
@@ -165,10 +166,10 @@ def _reader(name: object, arguments: Mapping[str, Any], where: str, depth: int =
 
 
 def _number(text: str, kind: str) -> int | float:
-    number = typed(text, {"type": kind})
-    if isinstance(number, str):
+    number = number_json(text, kind)
+    if number is None:
         raise _BadRegion
-    return number
+    return json.loads(number)
 
 
 def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: Callable[[str], Any]) -> dict[str, Any]:
@@ -181,14 +182,19 @@ def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: 
 
 
 def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for match in tag.find_all(text):
-        key, own = match.groups.get("key", ""), value(match.groups.get("value", ""))
-        if key in found and merge:
-            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), own]
-        else:
-            found[key] = own
-    return found
+    found: dict[str, list[Any]] = {}
+    try:
+        for match in tag.find_all(text):
+            found.setdefault(match.groups.get("key", ""), []).append(value(match.groups.get("value", "")))
+    except InputError:
+        raise _BadRegion from None
+    return {key: _merged(values) if merge else values[-1] for key, values in found.items()}
+
+
+def _merged(values: list[Any]) -> Any:
+    """The value of a tag, or the list of those of several. The first may be a list already."""
+    first = values[0]
+    return first if len(values) == 1 else [*(first if isinstance(first, list) else [first]), *values[1:]]
 
 
 def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], Any]:
@@ -201,8 +207,8 @@ def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], An
 
     def read(text: str) -> Any:
         try:
-            return json.loads(escaped(_standard(text, delimiters, unquoted)) or text)
-        except (ValueError, RecursionError):
+            return _json(_standard(text, delimiters, unquoted))
+        except ValueError:
             if lax:
                 return text.strip()
             raise _BadRegion from None
@@ -210,20 +216,43 @@ def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], An
     return read
 
 
+def _json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or has a number that is too large.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(name)
+
+    def number(digits: str) -> float:
+        return float(digits) if abs(float(digits)) < math.inf else refuse(digits)
+
+    standard = escaped(text)
+    if standard is None and text.lstrip()[:1] in ("{", "["):
+        raise ValueError(text)
+    return json.loads(text if standard is None else standard, parse_constant=refuse, parse_float=number)
+
+
 def _standard(text: str, delimiters: Sequence[Sequence[str]], unquoted: bool) -> str:
     """JSON of a dialect as standard JSON: other marks around strings become quotes, bare keys get them."""
     pieces, place, before = [], 0, ""  # `before`: the last character that is not white space
+    ended = set[str]()  # marks that do not come any more
     while place < len(text):
         opening = next((pair for pair in delimiters if text.startswith(pair[0], place)), None)
-        end = -1 if opening is None else text.find(opening[1], place + len(opening[0]))
+        end = -1 if opening is None or opening[1] in ended else text.find(opening[1], place + len(opening[0]))
         if opening is not None and end >= 0:
             piece, place = json_text(text[place + len(opening[0]) : end]), end + len(opening[1])
-        elif (string := re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL).match(text, place)) is not None:
-            piece, place = string[0], string.end()
+        elif text[place] == '"':
+            string = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL).match(text, place)
+            piece = text[place:] if string is None else string[0]  # without an end, it goes to the end of the text
+            place += len(piece)
         elif unquoted and before in ("{", ",") and (key := re.compile(r"(\w+)(?=\s*:)").match(text, place)) is not None:
             piece, place = json_text(key[0]), key.end()
         else:
             piece, place = text[place], place + 1
+        ended |= {opening[1]} if opening is not None and end < 0 else set()
         pieces.append(piece)
         before = piece.strip()[-1:] or before
     return "".join(pieces)
@@ -251,13 +280,13 @@ def _formed(transform: Any, scope: Mapping[str, Any]) -> Any:
 
 @dataclass
 class _Region:
-    """The region that is open. `raw` is all of its text, with its opening."""
+    """The region that is open."""
 
     own: _Field | None
     groups: dict[str, str] = field(default_factory=dict)
-    raw: str = ""
-    body: str = ""
-    space: str = ""  # white space at the end of what has come, not sent yet
+    opening: str = ""
+    body: list[str] = field(default_factory=list)  # of tool calls
+    space: list[str] = field(default_factory=list)  # white space at the end of what has come, not sent yet
     sent: bool = False
 
 
@@ -280,7 +309,9 @@ class ResponseTemplateParser:
         self._tools = {tool.name: tool for tool in tools}
         self._calls = Calls(new_id) if new_id is not None else Calls()
         self._count: dict[str, int] = {}  # regions so far, by kind
-        self._text = ""  # not used yet
+        self._text, self._base, self._at = "", 0, 0  # the place of `_text` in all text, and what of it is used
+        anchors = [anchor for own in template.fields for anchor in (own.open, own.close) if anchor is not None]
+        self._searches = {id(anchor): AnchorSearch(anchor) for anchor in anchors}
         self._region = _Region(template.implicit)
         self._advance(template.prefill(prompt), final=False)
 
@@ -293,16 +324,18 @@ class ResponseTemplateParser:
         return self._advance("", final=True) + self._close("")
 
     def _advance(self, text: str, final: bool) -> list[Event]:
-        self._text += text
+        self._base += self._at
+        self._text, self._at = self._text[self._at :] + text, 0
         events: list[Event] = []
         while True:
             found, opened, kept = self._next(final)
+            end = (kept if found is None else found.start) - self._base
+            events += self._add(self._text[self._at : end])
             if found is None:
-                events += self._add(self._text[:kept])
-                self._text = self._text[kept:]
+                self._at = end
                 return events
-            events += self._add(self._text[: found.start])
-            marker, self._text = self._text[found.start : found.end], self._text[found.end :]
+            self._at = found.end - self._base
+            marker = self._text[end : self._at]
             events += self._close("" if opened is not None else marker)
             if opened is not None:
                 self._region = _Region(opened, found.groups, marker)
@@ -315,9 +348,9 @@ class ResponseTemplateParser:
             watched = [(own.open, own) for own in self._template.fields if own.open is not None]
         if inside is not None and inside.close is not None:
             watched.append((inside.close, None))
-        kept, best = len(self._text), None
+        kept, best = self._base + len(self._text), None
         for i, (anchor, opened) in enumerate(watched):
-            found, own = anchor.search(self._text, 0, final)
+            found, own = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
             kept = min(kept, own)
             if found is not None and (best is None or (found.start, -found.end, i) < best[0]):
                 best = (found.start, -found.end, i), found, opened
@@ -331,14 +364,16 @@ class ResponseTemplateParser:
         own = region.own
         if own is None or not text:
             return []
-        region.raw += text
         if own.kind == "tool_calls":
-            region.body += text
+            region.body.append(text)
             return []
         if own.strip:
-            text = region.space + text if region.sent else text.lstrip()
             stripped = text.rstrip()
-            text, region.space = stripped, text[len(stripped) :]
+            space, text = text[len(stripped) :], stripped
+            if text:
+                text = "".join(region.space) + text if region.sent else text.lstrip()
+                region.space.clear()
+            region.space.append(space)
         if not text:
             return []
         if not region.sent:
@@ -350,15 +385,15 @@ class ResponseTemplateParser:
     def _close(self, marker: str) -> list[Event]:
         """Close the region that is open; text after it is implicit."""
         region, self._region = self._region, _Region(self._template.implicit)
-        if region.own is None or region.own.kind != "tool_calls" or not region.raw:
+        raw = region.opening + "".join(region.body)
+        if region.own is None or region.own.kind != "tool_calls" or not raw:
             return []
-        region.raw += marker
         if not self._may_call:
-            return content(region.raw)
+            return content(raw + marker)
         try:
             calls = [self._call(value) for value in _values(region)]
         except _BadRegion:
-            return content(region.raw)
+            return content(raw + marker)
         return [event for name, arguments in calls for event in (self._calls.start(name), self._calls.arguments(arguments))]
 
     def _call(self, value: Any) -> tuple[str, str]:
@@ -375,16 +410,16 @@ class ResponseTemplateParser:
             if not isinstance(arguments, dict):
                 raise _BadRegion
             tool = self._tools.get(name) if isinstance(name, str) else None
-            if tool is not None:
-                arguments = {key: _typed(own, tool.parameter(key)) for key, own in arguments.items()}
-            text = json_text(arguments)
-        if not isinstance(name, str) or not name:
+            values = (f"{json_text(key)}: {_argument(own, tool, key)}" for key, own in arguments.items())
+            text = "{" + ", ".join(values) + "}"
+        if not isinstance(name, str) or not name or not is_unicode(name):
             raise _BadRegion
         return name, text
 
 
-def _typed(value: Any, schema: Any) -> Any:
-    return typed(value, schema) if isinstance(value, str) else value
+def _argument(value: Any, tool: Tool | None, key: str) -> str:
+    """The JSON of an argument. A text gets the type that the tool's schema says."""
+    return typed_json(value, tool.types(key)) if tool is not None and isinstance(value, str) else json_text(value)
 
 
 def _values(region: _Region) -> list[Any]:
@@ -392,7 +427,7 @@ def _values(region: _Region) -> list[Any]:
     own = region.own
     if own is None:
         return []
-    value = own.read(region.body)
+    value = own.read("".join(region.body))
     if own.transform is None:
         return value if isinstance(value, list) else [value]
     if own.transform_each:

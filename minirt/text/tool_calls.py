@@ -8,12 +8,13 @@
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
 that is content, with its markers. If the arguments are damaged later, the rest is content, and the arguments stay incomplete.
-White space between content and calls is left out.
+White space between content and calls is left out. Arguments are passed on as the model wrote them, as far as they are JSON.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from typing import Any
 
 from minirt.errors import InputError
@@ -27,9 +28,11 @@ from minirt.text.reply import (
     content,
     first_marker,
     held_length,
+    is_unicode,
     json_text,
+    space_end,
 )
-from minirt.text.tools import Tool, typed, types
+from minirt.text.tools import Tool, typed_json
 
 _MORE, _DONE, _BAD = "more", "done", "bad"
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
@@ -44,38 +47,40 @@ class _CallReader:
         names: the functions that exist; None: any name. With names, an object that cannot be a call is given up at once.
 
     Attributes:
-        consumed: the text that was read.
         started: whether the start of the call is among the events.
     """
 
     def __init__(self, calls: Calls, names: Collection[str] | None) -> None:
         self._calls, self._names = calls, names
-        self.consumed, self.started = "", False
+        self.started = False
+        self._consumed: list[str] = []  # until the call starts
         self._json = JsonChecker()
         self._key: str | None = None  # whose value is read
         self._part: list[str] | None = None  # the characters of a key or a value of the call
         self._name: str | None = None
         self._arguments: str | None = None  # complete, but not sent
-        self._streaming, self._out = False, ""
+        self._streaming, self._out = False, list[str]()
 
-    def feed(self, text: str) -> tuple[list[Event], int, str]:
-        """Read text. Returns events, the number of characters used, and whether the object needs more, is done, or is bad."""
+    @property
+    def consumed(self) -> str:
+        """The text that was read, if the call has not started."""
+        return "".join(self._consumed)
+
+    def feed(self, text: str, start: int) -> tuple[list[Event], int, str]:
+        """Read text from `start` on. Returns events, where the read text ends, and the status."""
         events: list[Event] = []
-        status, used = _MORE, 0
-        for character in text:
-            status = self._push(character, events)
-            if status is _BAD:
-                break
-            used += 1
-            if status is _DONE:
-                break
-        self.consumed += text[:used]
+        status, end = _MORE, start
+        while status is _MORE and end < len(text):
+            status = self._push(text[end], events)
+            end += status is not _BAD
+        if not self.started:
+            self._consumed.append(text[start:end])
         if self._out:
-            events.append(self._calls.arguments(self._out))
-            self._out = ""
+            events.append(self._calls.arguments("".join(self._out)))
+            self._out.clear()
         if status is _DONE and not self.started:
             status = self._whole(events)
-        return events, used, status
+        return events, end, status
 
     def _push(self, character: str, events: list[Event]) -> str:
         checker = self._json
@@ -92,10 +97,7 @@ class _CallReader:
             return _BAD
         if self._part is not None:
             shown = json_text(character)[1:-1] if character < " " and checker.in_string else character
-            if self._streaming:
-                self._out += shown
-            else:
-                self._part.append(shown)
+            (self._out if self._streaming else self._part).append(shown)
             ended = checker.depth == 1 and not checker.in_string and not checker.scalar
             if (ended and not self._complete()) or not (ended or self._plausible()):
                 return _BAD
@@ -127,15 +129,16 @@ class _CallReader:
         return True
 
     def _plausible(self) -> bool:
-        """Whether a key or a name that is not complete can still become one of a call."""
+        """Whether a key or a name that is not complete can still become one of a call. Looks at few characters."""
         if self._names is None or self._part is None or self._json.depth != 1 or not self._json.in_string:
             return True
-        begun = "".join(self._part[1:])
-        if "\\" in begun:
+        if not self._json.in_key and self._key != "name":
             return True
-        if self._json.in_key:
-            return any(key.startswith(begun) for key in _CALL_KEYS)
-        return self._key != "name" or any(name.startswith(begun) for name in self._names)
+        words = _CALL_KEYS if self._json.in_key else self._names
+        if len(self._part) > 6 * max(map(len, words), default=0) + 1:  # also if each character is written as \uXXXX
+            return False
+        begun = "".join(self._part[1:])
+        return "\\" in begun or any(word.startswith(begun) for word in words)
 
     def _whole(self, events: list[Event]) -> str:
         """The object is complete, and its arguments have not been sent."""
@@ -152,25 +155,25 @@ class _CallReader:
 def _string(text: str) -> str | None:
     """The value of a JSON string that `JsonChecker` has accepted; None if it has a lone surrogate."""
     value = json.loads(text)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return None
-    return value
+    return value if is_unicode(value) else None
 
 
 class _StatefulParser:
-    """A parser whose states are methods: each returns events, or None if it needs more text."""
+    """A parser whose states are methods: each returns events, or None if it needs more text.
+
+    A state uses up all text but what could be the beginning of a marker or a name, so what is held is short.
+    """
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._calls = Calls(new_id) if new_id is not None else Calls()
-        self._text = ""  # not used yet
+        self._text, self._at = "", 0  # the text from `_at` on is not used yet
+        self._space: list[str] = []  # white space before that, which is content only if content follows
         self._state: Callable[[], list[Event] | None]
 
     def feed(self, text: str) -> list[Event]:
         """See `Parser.feed`."""
-        self._text += text
+        self._text, self._at = self._text[self._at :] + text, 0
         events: list[Event] = []
         while (found := self._state()) is not None:
             events += found
@@ -178,26 +181,56 @@ class _StatefulParser:
 
     def finish(self) -> list[Event]:
         """See `Parser.finish`."""
-        events, self._text = self._rest(), ""
+        events = self._rest()
+        self._text, self._at = "", 0
+        self._space.clear()
         return events
 
     def _rest(self) -> list[Event]:
         raise NotImplementedError
+
+    def _take_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _skip_space(self, more: str = "") -> None:
+        """White space and the characters of `more` that come next are kept in `_space`."""
+        end = space_end(self._text, self._at, more)
+        self._space.append(self._text[self._at : end])
+        self._at = end
+
+    def _next(self, *markers: str) -> str | None:
+        """The marker that comes next, after white space; "" if it is none of these, None if more text is needed to know."""
+        self._skip_space()
+        begun = self._text[self._at : self._at + max(map(len, markers))]
+        for marker in markers:
+            if begun.startswith(marker):
+                return marker
+        return None if any(marker.startswith(begun) for marker in markers) else ""
 
     def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
         """Content up to the next marker. Returns events and the marker, which is then used up; "" if there is none yet.
 
         White space before a marker is left out; `_before` has it.
         """
-        place, marker = first_marker(self._text, markers)
-        end = place if marker else len(self._text) - held_length(self._text, markers)
-        text = self._text[:end].rstrip()
-        self._before = self._text[len(text) : end] + marker if marker else ""
-        self._text = self._text[end + len(marker) :] if marker else self._text[len(text) :]
-        return content(text), marker
+        place, marker = first_marker(self._text, markers, self._at)
+        end = place if marker else len(self._text) - held_length(self._text, markers, self._at)
+        text = self._text[self._at : end]
+        shown = text.rstrip()
+        found = self._take_space() + shown if shown else ""
+        self._space.append(text[len(shown) :])
+        self._at = end + len(marker)
+        if marker:
+            self._before = self._take_space() + marker
+        return content(found), marker
+
+    def _unused(self) -> str:
+        return "".join(self._space) + self._text[self._at :]
 
     def _rest_of_content(self) -> list[Event]:
-        return content(self._text) if self._text.strip() or not self._calls.count else []
+        text = self._unused()
+        return content(text) if text.strip() or not self._calls.count else []
 
 
 class _JsonCallParser(_StatefulParser):
@@ -214,21 +247,25 @@ class _JsonCallParser(_StatefulParser):
         """The state at the end of a call."""
         raise NotImplementedError
 
+    def _begin_call(self, names: Collection[str] | None) -> list[Event]:
+        self._reader, self._state = _CallReader(self._calls, names), self._call
+        return []
+
     def _call(self) -> list[Event] | None:
-        if not self._text:
+        if self._at == len(self._text):
             return None
-        events, used, status = self._reader.feed(self._text)
-        self._text = self._text[used:]
+        events, self._at, status = self._reader.feed(self._text, self._at)
         if status is _MORE:
             return events
         self._state = self._after_call if status is _DONE else self._outside
         if status is _BAD and not self._reader.started:
             events += content(self._before + self._reader.consumed)
+        self._before = ""
         return events
 
 
 class HermesParser(_JsonCallParser):
-    """Format `hermes`."""
+    """Format `hermes`. A tag may have several objects."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -239,17 +276,20 @@ class HermesParser(_JsonCallParser):
     def _outside(self) -> list[Event] | None:
         events, marker = self._content([self._OPEN])
         if marker:
-            self._reader = _CallReader(self._calls, None)
-            self._state = self._call
+            self._begin_call(None)
         return events if events or marker else None
 
     def _after_call(self) -> list[Event] | None:
-        text = self._text.lstrip()
-        if text.startswith(self._CLOSE):
-            self._text = text[len(self._CLOSE) :]
-        elif self._CLOSE.startswith(text):
+        marker = self._next(self._CLOSE, "{")
+        if marker is None:
             return None
         self._state = self._outside
+        if marker == "{":
+            self._before = self._take_space()
+            return self._begin_call(None)
+        if marker:
+            self._at += len(marker)
+            self._space.clear()
         return []
 
     def _rest(self) -> list[Event]:
@@ -261,7 +301,7 @@ class HermesParser(_JsonCallParser):
 class Qwen3CoderParser(_StatefulParser):
     """Format `qwen3_coder`. Values are typed by the tools' JSON schemas; strings are streamed.
 
-    Some models leave out `<tool_call>`; then the function has to be one of the tools.
+    Some models leave out `<tool_call>`; then the function has to be one of the tools. A tag may have several functions.
     """
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -270,14 +310,16 @@ class Qwen3CoderParser(_StatefulParser):
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, new_id)
         self._state = self._outside
-        self._name, self._key = "", ""
-        self._raw = ""  # of a call that has not started
+        self._name = ""
+        self._raw: list[str] = []  # of a call that has not started
+        self._value_parts: list[str] = []  # of a value that is no string
+        self._types: tuple[str, ...] = ()
         self._bare, self._started, self._first = False, False, True
 
     def _outside(self) -> list[Event] | None:
         events, marker = self._content([self._OPEN, self._FUNCTION])
         if marker:
-            self._raw, self._started, self._bare = self._before, False, marker == self._FUNCTION
+            self._raw, self._started, self._bare = [self._before], False, marker == self._FUNCTION
             self._state = self._function_name if self._bare else self._opened
         return events if events or marker else None
 
@@ -286,38 +328,42 @@ class Qwen3CoderParser(_StatefulParser):
 
     def _take(self, markers: tuple[str, ...], to: Callable[[str], Any]) -> list[Event] | None:
         """After white space one of `markers` must come; it is used up, and `to` says the next state. Else the call is no call."""
-        text = self._text.lstrip()
-        for marker in markers:
-            if text.startswith(marker):
-                self._use(len(self._text) - len(text) + len(marker))
-                self._state = to(marker)
-                return []
-        return None if any(marker.startswith(text) for marker in markers) else self._give_up()
+        marker = self._next(*markers)
+        if marker:
+            self._use(len(marker))
+            self._state = to(marker)
+            return []
+        return None if marker is None else self._give_up()
 
-    def _use(self, length: int) -> str:
-        used, self._text = self._text[:length], self._text[length:]
+    def _use(self, length: int) -> None:
+        """The next text, and the white space before it, belong to the call."""
         if not self._started:
-            self._raw += used
-        return used
+            self._raw += [*self._space, self._text[self._at : self._at + length]]
+        self._space.clear()
+        self._at += length
 
     def _give_up(self) -> list[Event]:
         """What comes now cannot belong to a call."""
         self._state = self._outside
-        return [] if self._started else content(self._raw)
+        return [] if self._started else content("".join(self._raw))
+
+    def _begun(self) -> str:
+        """The name that comes next, as far as it has come."""
+        end = self._text.find(">", self._at, self._at + _MAX_NAME + 1)
+        return self._text[self._at : end if end >= 0 else self._at + _MAX_NAME + 1]
 
     def _word(self) -> str | None:
         """The name up to ">"; None if it is not complete; "" if it is none."""
-        end = self._text.find(">")
-        begun = self._text if end < 0 else self._text[:end]
+        begun = self._begun()
         if len(begun) > _MAX_NAME or re.search(r'[<"\n]', begun):
             return ""
-        if end < 0:
+        if self._at + len(begun) == len(self._text):
             return None
-        self._use(end + 1)
+        self._use(len(begun) + 1)
         return begun.strip()
 
     def _function_name(self) -> list[Event] | None:
-        if self._bare and not any(name.startswith(self._text.partition(">")[0].strip()) for name in self._tools):
+        if self._bare and not any(name.startswith(self._begun().strip()) for name in self._tools):
             return self._give_up()
         name = self._word()
         if name is None:
@@ -343,8 +389,8 @@ class Qwen3CoderParser(_StatefulParser):
         if not key:
             return None if key is None else self._give_up()
         tool = self._tools.get(self._name)
-        self._schema = tool.parameter(key) if tool is not None else None
-        self._is_string = types(self._schema) in ((), ("string",))
+        self._types = tool.types(key) if tool is not None else ()
+        self._is_string = self._types in ((), ("string",))
         begun = ("{" if self._first else ", ") + json_text(key) + ": " + ('"' if self._is_string else "")
         start = self._start()
         self._first = False
@@ -352,39 +398,47 @@ class Qwen3CoderParser(_StatefulParser):
         return [*start, self._calls.arguments(begun)]
 
     def _value_begins(self) -> list[Event] | None:
-        if not self._text:
+        if self._at == len(self._text):
             return None
-        self._text = self._text.removeprefix("\n")
+        self._at += self._text[self._at] == "\n"
         self._state = self._value
         return []
 
     def _value(self) -> list[Event] | None:
         """Up to the end of the value, without one newline before it."""
-        end = self._text.find(self._PARAMETER_END)
+        end = self._text.find(self._PARAMETER_END, self._at)
         if end >= 0:
-            value, self._text = self._text[:end].removesuffix("\n"), self._text[end + len(self._PARAMETER_END) :]
+            piece, self._at = self._text[self._at : end].removesuffix("\n"), end + len(self._PARAMETER_END)
             self._state = self._body
-            text = json_text(value)[1:] if self._is_string else json_text(typed(value, self._schema))
-            return [self._calls.arguments(text)]
-        if not self._is_string:
-            return None
-        length = len(self._text) - held_length(self._text, [self._PARAMETER_END, "\n" + self._PARAMETER_END])
-        value, self._text = self._text[:length], self._text[length:]
-        return [self._calls.arguments(json_text(value)[1:-1])] if value else None
+        else:
+            held = held_length(self._text, [self._PARAMETER_END, "\n" + self._PARAMETER_END], self._at)
+            piece, self._at = self._text[self._at : len(self._text) - held], len(self._text) - held
+            if not piece:
+                return None
+        if self._is_string:
+            return [self._calls.arguments(json_text(piece)[1 : None if end >= 0 else -1])]
+        self._value_parts.append(piece)
+        if end < 0:
+            return []
+        value = "".join(self._value_parts)
+        self._value_parts.clear()
+        return [self._calls.arguments(typed_json(value, self._types))]
 
     def _end(self) -> list[Event] | None:
         start = self._start()
         events = [*start, self._calls.arguments("{}" if self._first else "}")]
-        self._state = self._outside if self._bare else self._after
+        self._state = self._after
         return events
 
     def _after(self) -> list[Event] | None:
-        text = self._text.lstrip()
-        if text.startswith(self._CLOSE):
-            self._text = text[len(self._CLOSE) :]
-        elif self._CLOSE.startswith(text):
+        marker = self._next(self._CLOSE) if self._bare else self._next(self._CLOSE, self._FUNCTION)
+        if marker is None:
             return None
         self._state = self._outside
+        if marker == self._FUNCTION:
+            self._raw, self._started, self._state = [], False, self._function_name
+        if marker:
+            self._use(len(marker))
         return []
 
     def _rest(self) -> list[Event]:
@@ -392,7 +446,10 @@ class Qwen3CoderParser(_StatefulParser):
             return self._rest_of_content()
         if self._state == self._after:
             return []
-        return content(self._text if self._started else self._raw + self._text)
+        text = "".join(self._value_parts) + self._unused()
+        if not self._started:
+            return content("".join(self._raw) + text)
+        return content(text) if text.strip() else []
 
 
 class Llama3Parser(_JsonCallParser):
@@ -407,33 +464,31 @@ class Llama3Parser(_JsonCallParser):
 
     def _after_call(self) -> list[Event] | None:
         """At the beginning, too: white space (and after a call also separators), then a call; or else content."""
-        text = self._text.lstrip(" \t\r\n;," if self._calls.count else " \t\r\n")
-        if self._TAG.startswith(text) and text != self._TAG:
-            return None
-        skipped = len(self._text) - len(text) + (len(self._TAG) if text.startswith(self._TAG) else 0)
-        if not text.startswith(("{", self._TAG)):
-            self._state = self._outside
-            return []
-        self._before, self._text = self._text[:skipped], self._text[skipped:]
-        self._reader = _CallReader(self._calls, self._tools)
-        self._state = self._call
-        return []
+        self._skip_space(";," if self._calls.count else "")
+        marker = self._next("{", self._TAG)
+        if not marker:
+            self._state = self._outside if marker == "" else self._state
+            return None if marker is None else []
+        self._before = self._take_space()
+        if marker == self._TAG:
+            self._before += marker
+            self._at += len(marker)
+        return self._begin_call(self._tools)
 
     def _outside(self) -> list[Event] | None:
         events, marker = self._content([self._TAG])
         if marker:
-            self._reader = _CallReader(self._calls, self._tools)
-            self._state = self._call
+            self._begin_call(self._tools)
         return events if events or marker else None
 
     def _rest(self) -> list[Event]:
         if self._state == self._call:
             return [] if self._reader.started else content(self._before + self._reader.consumed)
-        separators = self._text.strip(" \t\r\n;,")
-        return content(self._text) if separators or not self._calls.count else []
+        text = self._unused()
+        return content(text) if text.strip(" \t\r\n;,") or not self._calls.count else []
 
 
-class CallListParser(_StatefulParser):
+class CallListParser(_JsonCallParser):
     """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
@@ -442,40 +497,20 @@ class CallListParser(_StatefulParser):
         self._before = ""
 
     def _beginning(self) -> list[Event] | None:
-        return self._separator("[", self._first)
+        return self._separator("[")
 
-    def _separator(self, wanted: str, next_state: Callable[[], list[Event] | None]) -> list[Event] | None:
-        text = self._text.lstrip()
-        if not text:
-            return None
-        if not text.startswith(tuple(wanted)):
-            self._state = self._outside
-            return []
-        skipped = len(self._text) - len(text) + 1
-        self._before += self._text[:skipped]
-        self._state, self._text = self._outside if text[0] == "]" else next_state, self._text[skipped:]
-        return []
+    def _separator(self, *wanted: str) -> list[Event] | None:
+        marker = self._next(*wanted)
+        if not marker:
+            self._state = self._outside if marker == "" else self._state
+            return None if marker is None else []
+        self._before += self._take_space() + marker
+        self._at += 1
+        self._state = self._outside
+        return [] if marker == "]" else self._begin_call(None)
 
-    def _first(self) -> list[Event] | None:
-        self._reader = _CallReader(self._calls, None)
-        self._state = self._call
-        return []
-
-    def _call(self) -> list[Event] | None:
-        if not self._text:
-            return None
-        events, used, status = self._reader.feed(self._text)
-        self._text = self._text[used:]
-        if status is _MORE:
-            return events
-        self._state = self._between if status is _DONE else self._outside
-        if status is _BAD and not self._reader.started:
-            events += content(self._before + self._reader.consumed)
-        self._before = ""
-        return events
-
-    def _between(self) -> list[Event] | None:
-        return self._separator(",]", self._first)
+    def _after_call(self) -> list[Event] | None:
+        return self._separator(",", "]")
 
     def _outside(self) -> list[Event] | None:
         return self._content(())[0] or None
@@ -483,7 +518,7 @@ class CallListParser(_StatefulParser):
     def _rest(self) -> list[Event]:
         if self._state == self._call and not self._reader.started:
             return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._calls.count else content(self._before + self._text)
+        return self._rest_of_content() if self._calls.count else content(self._before + self._unused())
 
 
 class NamedCallParser(_StatefulParser):
@@ -495,25 +530,24 @@ class NamedCallParser(_StatefulParser):
         self._state = self._beginning
 
     def _beginning(self) -> list[Event] | None:
-        text = self._text.lstrip()
-        if not text:
-            return None
-        if not text.startswith("{"):
-            self._state = self._outside
-            return []
-        self._text, self._state = text, self._arguments
+        marker = self._next("{")
+        if not marker:
+            self._state = self._outside if marker == "" else self._state
+            return None if marker is None else []
+        self._space.clear()
+        self._state = self._arguments
         return [self._calls.start(self._name)]
 
     def _arguments(self) -> list[Event] | None:
-        used, shown = 0, ""
-        for character in self._text:
+        shown = list[str]()
+        while self._at < len(self._text):
+            character = self._text[self._at]
             if self._json.done or not self._json.push(character):
                 self._state = self._outside
                 break
-            shown += json_text(character)[1:-1] if character < " " and self._json.in_string else character
-            used += 1
-        self._text = self._text[used:]
-        return [self._calls.arguments(shown)] if shown else None if self._state == self._arguments else []
+            shown.append(json_text(character)[1:-1] if character < " " and self._json.in_string else character)
+            self._at += 1
+        return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
 
     def _outside(self) -> list[Event] | None:
         return self._content(())[0] or None
@@ -525,14 +559,14 @@ class NamedCallParser(_StatefulParser):
 def _merged(events: list[Event]) -> list[Event]:
     """Join neighbouring deltas of one kind."""
     joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + event.text)
-        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and event.index == last.index:
-            joined[-1] = ArgumentsDelta(event.index, last.text + event.text)
+    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        own = list(group)
+        if kind is ContentDelta:
+            joined.append(ContentDelta("".join(event.text for event in own if isinstance(event, ContentDelta))))
+        elif kind is ArgumentsDelta and index is not None:
+            joined.append(ArgumentsDelta(index, "".join(event.text for event in own if isinstance(event, ArgumentsDelta))))
         else:
-            joined.append(event)
+            joined += own
     return joined
 
 
@@ -551,12 +585,16 @@ MARKERS = {
 }
 
 
+# Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
+_OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
+
+
 def detect_format(template: str | None) -> str | None:
     """The format of the tool calls that a chat template writes and asks for; None if it is none that is known."""
-    if template is None:
+    if template is None or any(sign in template for sign in _OTHER_FORMATS):
         return None
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
+    if "<function=" in template:  # with JSON after it, and without parameters: Functionary, and custom functions of Llama 3.1
+        return "qwen3_coder" if "<parameter=" in template else None
     if "<tool_call>" in template:
         return "hermes"
     if "<|python_tag|>" in template or ('"parameters": dictionary of argument name' in template):

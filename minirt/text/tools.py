@@ -1,12 +1,16 @@
 """The tools of a request: `Tool`, values of parameters by their JSON schema, and schemas that force calls (`tool_choice`)."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from minirt.errors import InputError, shortened
+from minirt.errors import InputError, UnsupportedError, shortened
+from minirt.modeling.patterns import matches
+from minirt.structured.schema import References, normalized, without_unused
+from minirt.text.json_checker import escaped
+from minirt.text.reply import json_text
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -28,11 +32,13 @@ class Tool:
     parameters: dict[str, Any]
     value: dict[str, Any]
 
-    def parameter(self, key: str) -> Any:
-        """The JSON schema of an argument; None if there is none."""
-        properties, others = self.parameters.get("properties"), self.parameters.get("additionalProperties")
-        found = properties.get(key) if isinstance(properties, dict) else None
-        return found if found is not None else others if isinstance(others, dict) else None
+    @cached_property
+    def _types(self) -> "_Types":
+        return _Types(self.parameters)
+
+    def types(self, argument: str) -> tuple[str, ...]:
+        """The JSON types that an argument may have, "null" first, then in the schema's order; empty if it does not say."""
+        return self._types.of_argument(argument)
 
 
 def read_tools(values: object) -> list[Tool]:
@@ -97,26 +103,100 @@ def checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Too
 
 # --- values that are written as plain text ---
 
+_IMPLIED = (  # types of which a schema speaks that does not name one
+    ("object", {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}),
+    ("array", {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"}),
+    ("number", {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    ("string", {"pattern", "minLength", "maxLength"}),
+)
 
-def types(schema: Any) -> tuple[str, ...]:
-    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say."""
-    found = dict.fromkeys(_types(schema, 0))
+
+def types(schema: Any, root: Any = None) -> tuple[str, ...]:
+    """The JSON types that a schema allows, "null" first, then in its order; empty if it does not say.
+
+    Args:
+        root: the document that a "$ref" refers to; None: `schema`.
+    """
+    return _null_first(_Types(schema if root is None else root).of(schema))
+
+
+def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
+    found = dict.fromkeys(kinds or ())
     return (*(kind for kind in found if kind == "null"), *(kind for kind in found if kind != "null"))
 
 
-def _types(schema: Any, depth: int) -> list[str]:
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return []
-    stated = schema.get("type")
-    found = [kind for kind in (stated if isinstance(stated, list) else [stated]) if isinstance(kind, str)]
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else []:
-            found += _types(choice, depth + 1)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not found and isinstance(values, list):
-        found = [_type_of(value) for value in values]
-    return [*found, "null"] if schema.get("nullable") is True else found
+class _Types:
+    """The types that the schemas of a document allow. Looks at each schema once, also if references go in circles."""
+
+    def __init__(self, root: Any) -> None:
+        self._root, self._target = root, References(root)
+        self._known: dict[int, list[str] | None] = {}  # by the id of a schema of the document
+        self._arguments: dict[str, tuple[str, ...]] = {}
+
+    def of(self, schema: Any, depth: int = 0) -> list[str] | None:
+        """The types in the schema's order; None: it does not say."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return None
+        if id(schema) not in self._known:
+            self._known[id(schema)] = None  # for a reference to itself
+            self._known[id(schema)] = self._find(schema, depth + 1)
+        return self._known[id(schema)]
+
+    def _find(self, schema: dict[str, Any], depth: int) -> list[str] | None:
+        stated = schema.get("type")
+        limits = [[kind for kind in (stated if isinstance(stated, list) else [stated]) if isinstance(kind, str)]]
+        for union in ("anyOf", "oneOf"):
+            limits.append([kind for choice in _listed(schema, union) for kind in self.of(choice, depth) or ()])
+        limits += [self.of(part, depth) or [] for part in _listed(schema, "allOf")]
+        if isinstance(schema.get("$ref"), str):
+            limits.append(self.of(self._target(schema["$ref"]), depth) or [])
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
+        limits = [own for own in limits if own] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
+        found = limits[0] if limits else None
+        for own in limits[1:]:
+            found = _common(found or [], own)
+        found = None if found is None else [*dict.fromkeys(found)]
+        return [*(found or ()), "null"] if schema.get("nullable") is True else found
+
+    def of_argument(self, name: str) -> tuple[str, ...]:
+        """The types of a property of the root, whichever of its parts states it."""
+        if name not in self._arguments:
+            stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
+            while todo:
+                own = todo.pop(0)
+                if not isinstance(own, dict) or id(own) in seen:
+                    continue
+                seen.add(id(own))
+                properties, patterns = own.get("properties"), own.get("patternProperties")
+                if isinstance(properties, dict) and name in properties:
+                    stated.append(properties[name])
+                for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
+                    stated += [schema] if _found(pattern, name) else []
+                others.append(own.get("additionalProperties"))
+                todo += [part for keyword in ("allOf", "anyOf", "oneOf") for part in _listed(own, keyword)]
+                todo += [self._target(own["$ref"])] if isinstance(own.get("$ref"), str) else []
+            self._arguments[name] = _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
+        return self._arguments[name]
+
+
+def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    return schema[keyword] if isinstance(schema.get(keyword), list) else []
+
+
+def _common(first: list[str], second: list[str]) -> list[str]:
+    """The types of both, in the order of the first; the first if they contradict each other."""
+    narrowed = ["integer" if kind == "number" and "number" not in second else kind for kind in first]
+    wide = {*second, "integer"} if "number" in second else {*second}
+    return [kind for kind in narrowed if kind in wide] or first
+
+
+def _found(pattern: Any, name: str) -> bool:
+    """Whether a pattern of "patternProperties" is found in a name; not if it is not simple enough to be sure in bounded time."""
+    try:
+        return isinstance(pattern, str) and matches(rf"[\s\S]*(?:{pattern})", name)
+    except UnsupportedError:
+        return False
 
 
 def _type_of(value: Any) -> str:
@@ -124,45 +204,40 @@ def _type_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def typed(text: str, schema: Any) -> Any:
-    """The value that a parameter's plain text stands for, by its JSON schema.
+def typed_json(text: str, kinds: Sequence[str]) -> str:
+    """The JSON of the value that a parameter's plain text stands for.
 
-    The first type that fits decides. A text that fits none, and one without a schema, is a string.
+    Numbers, arrays and objects keep the digits and escapes of the text. A Python literal is a string.
+
+    Args:
+        kinds: the types that the value may have. The first that fits decides. A text that fits none is a string.
     """
     word = text.strip()
-    for kind in types(schema):
-        if kind == "null" and word in ("null", "None"):
-            return None
-        if kind == "boolean" and word.lower() in ("true", "false"):
-            return word.lower() == "true"
-        if kind in ("integer", "number") and (number := _number(word, kind)) is not None:
-            return number
-        if kind in ("array", "object"):
-            value = _json(word)
-            if isinstance(value, list if kind == "array" else dict):
-                return value
-        if kind == "string":
-            return text
-    return text
+    for kind in kinds:
+        found: str | None = None
+        if kind == "null":
+            found = "null" if word in ("null", "None") else None
+        elif kind == "boolean":
+            found = word.lower() if word.lower() in ("true", "false") else None
+        elif kind in ("integer", "number"):
+            found = number_json(word, kind)
+        elif kind in ("array", "object"):
+            found = escaped(word) if word.startswith("[" if kind == "array" else "{") else None
+        elif kind == "string":
+            break
+        if found is not None:
+            return found
+    return json_text(text)
 
 
-def _number(word: str, kind: str) -> int | float | None:
+def number_json(word: str, kind: str) -> str | None:
+    """The JSON of an "integer" or a "number" that a double can hold; None if `word` is none. Its digits are kept."""
     if re.fullmatch(r"[+-]?[0-9]{1,300}(\.0{1,300})?" if kind == "integer" else r"[+-]?[0-9]{1,300}", word):
-        return int(word.partition(".")[0])
-    if kind == "number" and re.fullmatch(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?", word):
-        number = float(word)
-        return number if abs(number) < float("inf") else None
-    return None
-
-
-def _json(word: str) -> Any:
-    def refuse(name: str) -> Any:
-        raise ValueError(name)
-
-    try:
-        return json.loads(word, parse_constant=refuse)
-    except (ValueError, RecursionError):
+        return str(int(word.partition(".")[0]))
+    known = re.fullmatch(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?", word)
+    if kind != "number" or known is None or abs(float(word)) == float("inf"):
         return None
+    return word if re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", word) else json_text(float(word))
 
 
 # --- tool_choice ---
@@ -211,26 +286,13 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
 
 
 def _embedded(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments as a part of a larger one: its definitions go to `definitions`, under the tool's name."""
+    """The schema of a tool's arguments as a part of a larger one: it goes to `definitions`, under the tool's name.
 
-    def moved(value: Any, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            expected = f"at most {_MAX_DEPTH} levels"
-            raise InputError("the JSON schema is nested too deeply", where=f"tool {tool.name}", expected=expected)
-        if isinstance(value, list):
-            return [moved(item, depth + 1) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return {key: _moved_reference(own, prefix) if key == "$ref" else moved(own, depth + 1) for key, own in value.items()}
-
-    prefix = tool.name.replace("~", "~0").replace("/", "~1")
-    schema = moved(tool.parameters, 0)
-    definitions[tool.name] = schema
-    return {"$ref": f"#/$defs/{prefix}"}
-
-
-def _moved_reference(reference: Any, prefix: str) -> Any:
-    """A reference into the tool's own schema, from the root of the larger one."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return reference
-    return f"#/$defs/{prefix}{reference[1:]}"
+    In the form of one draft and without names, it means there what it means on its own.
+    """
+    name = tool.name.replace("~", "~0").replace("/", "~1")
+    try:
+        definitions[tool.name] = normalized(without_unused(tool.parameters), f"/$defs/{name}")
+    except InputError as error:
+        raise error.at(f"tool {tool.name}") from error
+    return {"$ref": f"#/$defs/{name}"}

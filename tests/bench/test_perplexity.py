@@ -140,7 +140,8 @@ def test_command(folder, generator, tmp_path):
     assert record["perplexity"] == expected.perplexity
     assert (record["tokens"], record["windows"]) == (expected.tokens, expected.windows)
     plain = CliRunner().invoke(evaluate, common, catch_exceptions=False).output
-    assert plain.startswith(f"perplexity     {perplexity(generator, TEXT, window=64).perplexity:.6g}\n")
+    assert plain.startswith(f"model          {folder} · float32 · ")
+    assert f"\nperplexity     {perplexity(generator, TEXT, window=64).perplexity:.6g}\n" in plain
     assert "bits a byte" in plain
     for options, flag in ((("--max-length", "1"), "--max-length"), (("--stride", "64"), "--stride")):
         with pytest.raises(InputError, match=f"^{flag}: "):

@@ -100,8 +100,15 @@ def test_json(run, folder, expected):
         assert record["finish_reason"] == "length"
         for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
             assert record[name] > 0
+        assert not {"sampling", "sampling_sources", "seed"} & record.keys()
+    for option in ("-v", "--verbose"):
+        record = json.loads(run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 9, option, "hello")[1])
         assert record["sampling"]["max_tokens"] == 9
         assert record["sampling_sources"]["max_tokens"] == "user"
+    base = ("generate", "-m", folder, *CACHE, "--json", "-q", "--temperature", 0.9, "hello")
+    drawn = json.loads(run(*base)[1])
+    again = json.loads(run(*base, "--seed", drawn["seed"])[1])
+    assert drawn["token_ids"] == again["token_ids"], "without its seed, a result cannot be had again"
 
 
 def test_every_sampling_option_arrives(run, folder):
@@ -109,7 +116,7 @@ def test_every_sampling_option_arrives(run, folder):
     flags += ["--frequency-penalty", -0.5, "--repetition-penalty", 1.5, "--logit-bias", "3=-5.5", "--logit-bias", "0=1"]
     flags += ["--allowed-token-ids", "0,3,5,6,7", "--bad-words", "quick", "--bad-words", "dog", "--no-skip-special-tokens"]
     flags += ["--truncate-prompt-tokens", 4, "--logprobs", 2, "--prompt-logprobs", 0]
-    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 3, *flags, "the quick brown fox")
+    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-vq", "--max-tokens", 3, *flags, "the quick brown fox")
     assert (code, err) == (0, "")
     record = json.loads(out)
     expected = {
@@ -461,9 +468,10 @@ def test_json_is_an_output_format(run, monkeypatch):
 def test_plan(run, folder):
     code, out, err = run("plan", "-m", "SmolLM2-135M", "--device", "cpu")
     assert (code, err) == (0, "")
-    assert sum(line.count("layers.") for line in out.splitlines()) == 60
-    for word in ("embedding", "head", "eager", "134.5 M parameters", "538.06 MB"):
+    assert [line.split()[0] for line in out.splitlines() if "layers." in line] == ["layers.0-29.attention", "layers.0-29.mlp"]
+    for word in ("embedding", "head", "eager", "134.5 M parameters", "513.13MiB", " × 30"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 80, "the default width of a terminal"
     impl = ("--impl", "layers.1.*=eager", "--impl", "auto")
     record = json.loads(run("plan", "-m", folder, "--device", "cpu", "--json", *impl)[1])
     assert [row["layer"] for row in record["layers"]][-4:] == ["layers.2.attention", "select", "layers.2.mlp", "head"]
@@ -484,13 +492,16 @@ def test_plan_of_quantized_weights(run, hf_folder, tmp_path, monkeypatch):
     assert "Does not fit" not in out
     record = json.loads(run("plan", "-m", folder, "--device", "cpu", "--json")[1])
     assert record["checkpoint"] == "modelopt: FP8, one scale for each tensor"
-    assert len(record["notes"]) == 2
+    assert len(record["notes"]) == 3
+    assert "slow" in record["notes"][-1]
     assert record["layers"][1]["formats"] == ["fp8"]
     text = folder / "config.json"
     refused(run("eval", "fp8", "-m", add_tokenizer(folder), "--device", "cpu", "--text", text), "quantized already", code=2)
     monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 1000)
-    out = run("plan", "-m", folder, "--device", "cpu")[1]
+    code, out, _ = run("plan", "-m", folder, "--device", "cpu")
+    assert code == 1, "a script asks whether it fits"
     assert re.search(r"^Does not fit: it needs .* \(use a smaller model, or free memory\)$", out, re.MULTILINE)
+    assert run("plan", "-m", folder, "--device", "cpu", "--json")[0] == 1
     refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already", code=2)
 
 
@@ -499,25 +510,28 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     code, out, err = run(*base, "--device", "cuda", "--gpu", "h200")
     assert (code, err) == (0, "")
     assert "cuda (H200, sm_90)" in out
-    assert out.count(" triton ") == 59
+    assert out.count(" triton ") == 5
     assert "CUDA graphs: small steps" in out
-    assert "this compute capability only: decode_fp8_sm90, decode_sm90, " in out
+    assert "this compute capability only: decode_fp8_sm90, decode_sm90," in out
     for line in (
-        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .* take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
+        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .*\n  take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
         r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\.",
+        r"One sequence of 131,072 tokens needs 7GiB of KV cache, 2[0-9.]+GiB in all\.",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     out = run(*base, "--gpu", "24GiB:8.9", "--gpu-memory-utilization", 0.8)[1]
-    assert re.search(r"take 18\.\d+GiB \(80%\)", out)
+    assert re.search(r"take\s+18\.\d+GiB\s+\(80%\)", out)
     assert re.search(r"^Fits with a context of [0-9,]+ instead of 131,072\.$", out, re.MULTILINE)
     refused(run(*base, "--device", "cpu", "--gpu-memory-utilization", 0.8), "--gpu-memory-utilization", code=2)
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
-    assert code == 0
+    assert code == 1
     assert re.search(r"^Does not fit: it needs 28\.\d+GiB \(use --dtype bfloat16: 1\d\.\d+GiB without KV pages\)$", out, re.M)
     for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", "use a smaller model, or ")):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
     assert "sm90" not in out
+    assert "assumed" not in out
+    assert "8.0 is assumed, which has no FP8; --gpu 24GiB:8.9" in run(*base, "--gpu", "24GiB")[1]
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
     assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
@@ -532,19 +546,33 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
     assert re.search(r"^Memory: 1MiB free now, .*$", out, re.MULTILINE), out
     assert re.search(r"^  KV cache +\d+KiB  \d pages, \d+ tokens$", out, re.MULTILINE), out
-    assert "Does not fit" in run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")[1]
+    code, out, _ = run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")
+    assert (code, "Does not fit" in out) == (1, True)
+
+
+def test_plan_of_one_sequence(run):
+    """Catches the pages of all sequences, or those of the context that fits, in place of one full sequence's."""
+    base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB", "--max-model-len", 32768)
+    memory = json.loads(run(*base, "--json")[1])["memory"]
+    assert memory["sequence"] == 32768 * 28 * 2 * 4 * 128 * 2, "tokens, layers, K and V, heads, head size, bytes"
+    out = run(*base)[1]
+    assert "One sequence of 32,768 tokens needs 1.75GiB of KV cache, " in out
+    assert run("plan", "-m", "Qwen2.5-7B", "--gpu", "16GiB", "--max-model-len", 32768)[1].count("One sequence of 32,768") == 1
 
 
 def test_models(run, monkeypatch):
     code, out, err = run("models", "--gpu", "24GiB:8.9")
     assert (code, err) == (0, "")
-    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
-    rows = {name: rest for name, *rest in table}
-    assert rows["Qwen2.5-7B[-Instruct]"] == ["Qwen/Qwen2.5-7B[-Instruct]", "7,615.6 M", "15.23 GB", "8.17 GB", "yes"]
+    assert max(map(len, out.splitlines())) <= 80, "the default width of a terminal"
+    rows = {name: rest for name, *rest in (re.split("  +", line.strip()) for line in out.splitlines() if line.strip())}
+    assert rows["Qwen2.5-7B[-Instruct]"] == ["7.62 B", "14.19GiB", "7.61GiB", "yes"]
     assert rows["Qwen3-14B"][-1] == "--fp8"
     assert rows["Qwen2.5-72B[-Instruct]"][-1] == "no"
-    assert rows["embedded"][0] == "part of the package"
+    assert "embedded" in rows
+    assert "Qwen (Qwen2.5, Qwen3), meta-llama (Llama)" in out
     assert "…" not in out
+    assert "assumed" not in out
+    assert "--gpu 24GiB:8.9" in run("models", "--gpu", "24GiB")[1]
     record = json.loads(run("models", "--gpu", "24GiB:8.6", "-o", "json")[1])
     presets = {row["name"]: row for row in record["models"]}
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
@@ -553,7 +581,9 @@ def test_models(run, monkeypatch):
     assert len(presets) == len(record["models"]) == 38
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
-    assert "…" not in run("models", "--device", "cpu")[1], "names that are cut cannot be copied"
+    out = run("models", "--device", "cpu")[1]
+    assert "…" not in out, "names that are cut cannot be copied"
+    assert max(map(len, out.splitlines())) <= 80
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
     narrow = "--dtype bfloat16"
@@ -711,3 +741,110 @@ def test_a_warm_prompt_is_kept(run, tmp_path, capfd):
     code, _, err = run("generate", "--no-prefix-cache", "--warm-prompt", tmp_path / "stem.txt", "hi")
     assert code == 1
     assert "no prefix cache" in err
+
+
+# scores
+
+
+def test_score(run, folder):
+    """Catches scores that are printed beside another completion, and columns that disagree with the Python API."""
+    completions = [" fox", " the dog\n", "x"]
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
+        truths = generator.score("the quick brown", completions)
+    base = ("score", "-m", folder, *CACHE, "-q")
+    code, out, err = run(*base, "the quick brown", *completions)
+    assert (code, err) == (0, "")
+    head, *rows = out.splitlines()
+    assert head.split() == ["logprob", "tokens", "greedy", "completion"]
+    for row, text, truth in zip(rows, completions, truths, strict=True):
+        logprob, tokens, greedy, shown = row.split(maxsplit=3)
+        assert float(logprob) == pytest.approx(truth.logprob, abs=1e-4)
+        assert (int(tokens), greedy, shown) == (len(truth.token_ids), "yes" if truth.is_greedy else "no", repr(text))
+    records = [json.loads(line) for line in run(*base, "--json", "the quick brown", *completions)[1].splitlines()]
+    for record, text, truth in zip(records, completions, truths, strict=True):
+        assert (record["prompt"], record["completion"], record["token_ids"]) == ("the quick brown", text, truth.token_ids)
+        assert record["prompt_token_ids"] == truth.prompt_token_ids
+        assert record["is_greedy"] == truth.is_greedy
+        assert record["logprob"] == pytest.approx(sum(row["logprob"] for row in record["logprobs"]))
+
+
+def test_a_score_of_token_ids(run, bare, monkeypatch):
+    code, out, _ = run("score", "-m", bare, *CACHE, "-q", "--json", "5 6", "7, 8")
+    assert (code, json.loads(out)["prompt_token_ids"], json.loads(out)["token_ids"]) == (0, [5, 6], [7, 8])
+    refused(run("score", "-m", bare, *CACHE, "-q", "5 6", "seven"), "token ids", "seven")
+
+
+def test_scores_that_make_no_sense_are_refused(run, folder):
+    base = ("score", "-m", folder, *CACHE, "-q")
+    refused(run(*base, "hello"), "COMPLETION", code=2)
+    refused(run(*base), "PROMPT", code=2)
+    refused(run(*base, "hello", ""), "no token of its own")
+    refused(run(*base, "hello " * 200, "x"), "too long")
+    refused(run(*base, "--max-tokens", 5, "hello", "x"), "--max-tokens", code=2)
+    refused(run(*base, "-o", "csv", "hello", "x"), "csv", code=2)
+    refused(run(*base, "hello", "\udcff"), "surrogate")
+
+
+# the chat template
+
+
+def test_a_template_that_is_not_applied_is_said(run, folder, copy, monkeypatch):
+    """Catches the empty line and nothing more of a chat model that is asked without its template."""
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 2)
+    said = "a chat template that was not applied: --chat applies it"
+    code, _, err = run(*base, "--ignore-eos", "hello", "the fox")
+    assert (code, err.count(said)) == (0, 1)
+    assert run(*base, "--ignore-eos", "-q", "hello")[2] == ""
+    assert said not in run(*base, "--chat", "hello")[2]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(211))}))  # any token ends the text
+    code, out, err = run("generate", "-m", copy, *CACHE, "-q", "hello")
+    assert (code, out) == (0, "\n")
+    assert err == f"minirt: warning: the text is empty; the model has {said}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"hello"\n{"messages": [{"role": "user", "content": "x"}]}')))
+    _, _, err = run("generate", "-m", copy, *CACHE, "-q", "--prompts", "-")
+    assert err == f"minirt: warning: the text is empty; the model has {said}\n", "the line of messages had the template"
+
+
+def test_a_system_message(run, folder, expected):
+    base = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 2)
+    record = json.loads(run(*base, "--chat", "--system", "be brief", "hello")[1])
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        assert record["prompt_token_ids"] == generator.encode_chat(messages)
+        messages[0]["content"] = ""
+        assert json.loads(run(*base, "--chat", "--system", "", "hello")[1])["prompt_token_ids"] == generator.encode_chat(messages)
+    refused(run(*base, "--system", "be brief", "hello"), "--system needs --chat", code=2)
+    refused(run("generate", "-m", folder, *CACHE, "-v", "hello"), "--verbose needs --json", code=2)
+    refused(run(*base, "--max-tokens", 0, "hello"), "--max-tokens", "asks for nothing", code=2)
+    refused(run(*base, "--max-tokens", 0, "--prompt-logprobs", 1, "--n", 2, "hello"), "--n", "max_tokens is 0", code=2)
+    refused(run(*base, "--max-tokens", -1, "hello"), "--max-tokens", "or 0 with prompt_logprobs", code=2)
+
+
+def test_a_prompt_that_is_only_scored(run, folder):
+    """Catches a division by the time of a first token that never comes."""
+    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "--max-tokens", 0, "--prompt-logprobs", 0, "hello")
+    record = json.loads(out)
+    assert (code, record["token_ids"], record["time_to_first_token_s"]) == (0, [], None)
+    assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
+    assert f"prompt {len(record['prompt_token_ids'])} tokens\n" in err
+
+
+def test_what_perplexity_is_about(run, folder, tmp_path):
+    """A figure without model, dtype and format says nothing."""
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog")
+    base = ("eval", "perplexity", "-m", folder, *CACHE, "-q", "--text", tmp_path / "text")
+    code, out, _ = run(*base, "--quantize", "fp8")
+    assert code == 0
+    first = out.splitlines()[0]
+    assert first.startswith(f"model          {folder} · float32 · fp8 · ")
+    assert re.search(r" · \d+(\.\d+)?KiB of weights · cpu$", first)
+    record = json.loads(run(*base, "--dtype", "bfloat16", "--json")[1])
+    assert (record["dtype"], record["formats"], record["device"]) == ("bfloat16", [], "cpu")
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_quantized_weights_on_a_cpu_say_that_they_are_slow(run, folder, form):
+    _, _, err = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 1, "--chat", "--quantize", form, "hello")
+    assert err == "minirt: warning: on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow\n"
+    assert "which is slow" in run("plan", "-m", folder, "--device", "cpu", "--quantize", form)[1].replace("\n", " ")
+    assert "slow" not in run("plan", "-m", folder, "--device", "cpu")[1]

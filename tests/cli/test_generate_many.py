@@ -84,7 +84,7 @@ ANSWERS = (
 @pytest.mark.parametrize("seqs", [64, 2])
 def test_results_in_input_order_as_each_prompt_alone_gives_them(run, folder, expected, file, seqs):
     base = ("generate", "-m", folder, *CACHE, "--max-tokens", 12, "--ignore-eos", "--max-num-seqs", seqs)
-    code, out, err = run(*base, "--json", "--prompts", file(*LINES))
+    code, out, err = run(*base, "--json", "-v", "--prompts", file(*LINES))
     assert code == 0
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["line"] for record in records] == [1, 3, 4, 5, 6, 7]
@@ -141,7 +141,7 @@ def test_sampling_values_of_a_line(run, folder, expected, file):
     own = {"presence_penalty": 1.0, "logit_bias": {"5": 4}, "min_tokens": 2, "stop_token_ids": [9], "logprobs": 1}
     path = file("hello", {"prompt": "hello", **own}, {"prompt": "hello", "detokenize": False, "bad_words": ["x"]})
     base = ("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 6, "--prompts")
-    _, out, _ = run(*base, path, "--json")
+    _, out, _ = run(*base, path, "--json", "-v")
     records = [json.loads(line) for line in out.splitlines()]
     truth = expected("hello", max_tokens=6, **own)
     assert records[1]["token_ids"] == truth.token_ids
@@ -234,14 +234,16 @@ def test_own_values_go_before_the_command_lines():
 
 
 def completion(tokens, reason="length"):
-    return SimpleNamespace(token_ids=tokens, text="", finish_reason=reason, prompt_token_ids=[1], peak_memory_bytes=5)
+    done = SimpleNamespace(token_ids=tokens, text="", finish_reason=reason, prompt_token_ids=[1], peak_memory_bytes=5)
+    done.outputs, done.prompt_logprobs = [done], None
+    return done
 
 
 def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     out = []
     monkeypatch.setattr(generate_many, "write", out.append)
     requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
-    results = generate_many._Results(requests, as_json=False, texts=False)
+    results = generate_many._Results(requests, generate_many.Printing(as_json=False, verbose=False, quiet=True), texts=False)
     results.expect([completion([i], None) for i in range(4)])
     for finished, printed in ((2, ""), (0, "0"), (3, "0"), (1, "0123")):
         results.all[finished].finish_reason = "length"
@@ -386,3 +388,24 @@ def test_the_bar_is_on_a_terminal_and_results_are_not_in_it(folder, file):
     assert b"prompts" in shown
     assert b"4/4" in shown or b"3/4" in shown
     assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h"), "the cursor is hidden"
+
+
+def test_system_message_of_all_lines(run, folder, file, expected):
+    """Catches a system message that is dropped, or that a line which has no place for it ignores."""
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 3, "--json", "--chat", "--system", "be brief", "--prompts")
+    code, out, _ = run(*base, file("hello"))
+    assert (code, json.loads(out)["prompt_token_ids"]) == (0, expected(CHAT, max_tokens=3).prompt_token_ids)
+    for line in ({"messages": CHAT}, {"prompt_token_ids": [5]}):
+        refused(run(*base, file("hello", line)), "p.jsonl line 2", "--system is for prompts that are texts")
+
+
+def test_a_prompt_that_is_only_scored(run, folder, file):
+    """Nothing is generated, and the prompt counts in the summary."""
+    path = file({"prompt": "hello", "max_tokens": 0, "prompt_logprobs": 1})
+    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "--prompts", path)
+    record = json.loads(out)
+    assert (code, record["token_ids"], record["text"], record["finish_reason"]) == (0, [], "", "length")
+    assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
+    assert f"1 prompts of {len(record['prompt_token_ids'])} tokens" in err
+    path = file({"prompt": "x", "max_tokens": 0})
+    refused(run("generate", "-m", folder, "--json", "--prompts", path), '"max_tokens"', "line 1")

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,9 @@ def _program(ptx: str, without: tuple[str, ...]) -> tuple[Kernel, Callable[..., 
 def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: int, without: tuple[str, ...]) -> None:
     kernel, function, path = _program(compiled.asm["ptx"], without)
     packed, memory = [], []
-    for name, kind in compiled.src.signature.items():
+    for value, kind in _flat(values, compiled.src.signature):
         if kind != "constexpr":
-            bytes_, tensor = _packed(values[name], kind)
+            bytes_, tensor = _packed(value, kind)
             packed += bytes_
             memory += [tensor.untyped_storage()] if tensor is not None else []
     packed += [bytes(size) for _, size in kernel.parameters[len(packed) :]]  # Triton's scratch pointers, which no kernel uses
@@ -103,6 +103,15 @@ def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: 
         kept = Path(tempfile.gettempdir()) / f"{compiled.name}.ptx"
         shutil.copy(path, kept)
         raise EmulationError(f"{compiled.name}, grid {grid}, {kept}:\n{findings}")
+
+
+def _flat(values: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """Each argument with its type; of a record, each field."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            yield from zip(values[name], kind, strict=True)
+        else:
+            yield values.get(name), kind
 
 
 def _packed(value: Any, kind: str) -> tuple[list[bytes], torch.Tensor | None]:

@@ -1,7 +1,9 @@
 """What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
 of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from minirt.layers import base
 from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
+from minirt.progress import COMPILING
 
 
 @pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])
@@ -88,7 +91,7 @@ def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
     assert [batch_bucket(seqs) for seqs in (69, 75, 85, 91)] == [80, 80, 90, 96]
     known = Buckets(100, 8192).all()
     assert {Bucket(80), Bucket(90), Bucket(1, 80), Bucket(1, 90)} <= set(known)
-    monkeypatch.setattr(attention, "DECODE", (attention.DecodeRegime("made_up", "sequences", 3, 5), *attention.DECODE))
+    monkeypatch.setattr(attention, "DECODE", (attention.AttentionRegime("made_up", "sequences", 3, 5), *attention.DECODE))
     assert [len(step) for step in warm_up_steps(8192, 32768, 64) if 3 <= len(step) <= 5]
     assert batch_bucket(5) == 5
 
@@ -196,3 +199,27 @@ def test_every_step_finds_its_graph(seqs, budget, most):
     assert buckets.find([Chunk([1, 2], 0, [0], num_logits=2)]) is None
     middle = buckets.find([Chunk([1], 0, [0], num_logits=0)])
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"
+
+
+def test_stages_of_a_warm_up(monkeypatch):
+    """A user is told that kernels are compiled only if they are. Emulates the compilation; there is no GPU."""
+    calls = []
+
+    @contextmanager
+    def compile_ahead(device, progress):
+        yield
+        for step in ((1, 3, False), (2, 3, True), (3, 3, True)):
+            progress(*step)
+
+    monkeypatch.setattr("minirt.kernels.compile.ahead_of_time.compile_ahead", compile_ahead)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    static = SimpleNamespace(buffers=SimpleNamespace(batch=lambda bucket: bucket), graphs=SimpleNamespace(batches=[]))
+    buckets = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8, all=lambda: ["small", "large"])
+    own = SimpleNamespace(
+        _cuda=True, _model=object.__new__(Model), _buckets=buckets, _static=static, _max_seq_len=64, _device=torch.device("cpu"),
+        _sample=lambda *_: None, _capture=lambda *_, **__: None,
+        _reserve=lambda *_: None, launch_all=lambda _: None,
+    )  # fmt: skip
+    Runner.warm_up(own, lambda *step: calls.append(step))
+    kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
+    assert calls == [*kernels, ("CUDA graphs", 1, 2), ("CUDA graphs", 2, 2)]

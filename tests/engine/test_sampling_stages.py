@@ -79,14 +79,18 @@ KINDS = [
 WORDS = ((4,), (2, 2), (3, 1, 3), (8, 8, 8, 8), (40, 50), (1, 2, 1, 2, 5))
 
 
-def run(it, requests):
-    """Run (arrival, prompt, params) → tokens, log-probabilities and those of the prompt, by request."""
+def run(it, requests, unscored=None):
+    """Run (arrival, prompt, params) → tokens, log-probabilities and those of the prompt, by request.
+
+    `unscored`: of each request, how many first tokens of its prompt have no scores.
+    """
     ids, tokens, found, scores = {}, {}, {}, {}
     for step in range(10_000):
         for i, (arrival, prompt, params) in enumerate(requests):
             if arrival == step:
                 own = resolve(params, None)
-                request = Request(next(IDS), prompt, own, (5,), bad_words=WORDS if own.bad_words else ())
+                first = unscored[i] if unscored else 1
+                request = Request(next(IDS), prompt, own, (5,), bad_words=WORDS if own.bad_words else (), num_unscored=first)
                 it.check(prompt, own, request.rules)
                 it.add(request)
                 ids[request.id] = i
@@ -168,28 +172,40 @@ def test_logprobs_are_those_of_the_raw_logits(lookahead):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(1, 12), st.booleans()), min_size=1, max_size=8),
+    requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=8),
     pages=st.integers(16, 30),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
     lookahead=st.integers(0, 1),
 )
 def test_every_prompt_token_is_scored_once(requests, pages, seqs, budget, lookahead):
-    """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache."""
+    """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache or is not to be scored."""
     it, cache = engine(pages, seqs, budget, lookahead=lookahead)
     it._runner._model = Noisy()
-    asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on else None)) for w, p, n, on in requests]
-    tokens, _, scores = run(it, asked)
+    asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on or not n else None)) for w, p, n, on in requests]
+    unscored = [min(max(on, 1), len(prompt)) for _, prompt, _, on in requests]
+    tokens, _, scores = run(it, asked, unscored)
     for i, (_, prompt, params) in enumerate(asked):
-        assert tokens[i] == alone(prompt, params)
+        assert tokens[i] == (alone(prompt, params) if params.max_tokens else [])
         assert (i in scores) == (params.prompt_logprobs is not None)
-        for position, row in enumerate(scores.get(i, ()), 1):
+        for position, row in enumerate(scores.get(i, ()), unscored[i]):
             exact = spread(torch.tensor([following(prompt[:position])]))[0].double().log_softmax(-1)
             assert row.token_id == prompt[position]
             assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
         if i in scores:
-            assert len(scores[i]) == len(prompt) - 1
+            assert len(scores[i]) == len(prompt) - unscored[i]
     assert cache.allocator.num_free == pages, "pages leaked"
+
+
+def test_a_prompt_that_is_not_scored_at_its_beginning_may_be_long():
+    """A step is bounded by the rows of logits, which unscored tokens do not need; and the prefix cache has their pages."""
+    it, cache = engine(pages=600, seqs=4, budget=2000, length=1500)
+    it._runner._model = model = Noisy()
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for tail in (5, 6):
+        run(it, [(0, [1] * 1400 + [tail] * 3, params)], [1400])
+    full = (1400 - 1) // cache.page_size * cache.page_size
+    assert model.tokens_per_step == [1403, 1403 - full]
 
 
 def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():

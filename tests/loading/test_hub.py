@@ -17,6 +17,7 @@ from huggingface_hub.utils import are_progress_bars_disabled
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.loading.hub import ModelFiles, resolve
+from minirt.loading.load import find
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -106,8 +107,26 @@ def test_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json.*found llama\.gguf"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json.*found llama\.gguf; GGUF files are not supported"):
         resolve(fill(tmp_path, {"llama.gguf": ""}))
+
+
+def test_gguf_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """A user of llama.cpp names a file, a folder, or a Hub repository with a quantization behind a colon."""
+    file = tmp_path / "Qwen3-8B-Q4_K_M.gguf"
+    file.touch()
+    cached = fill(tmp_path / "models--Qwen--Qwen3-8B-GGUF", {"config.json": "{}"})  # the files of GGUF are not downloaded
+    why = "GGUF files are not supported: there are no kernels for their block formats"
+    names = (file, "./absent.gguf", "absent.gguf", "Qwen/Qwen3-8B-GGUF:Q4_K_M", tmp_path, cached)
+    for name in names:
+        with pytest.raises(MinirtError) as caught:
+            find(str(name), None, need_weights=True)
+        assert str(caught.value).count(why) == 1, name
+        assert "--quantize int4" in str(caught.value)
+    plain = fill(tmp_path / "gguf tools", {"config.json": "{}", "pytorch_model.bin": ""})
+    with pytest.raises(MinirtError) as caught:
+        resolve(plain)
+    assert "GGUF" not in str(caught.value), "the folder holds something else"
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])

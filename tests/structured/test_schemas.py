@@ -1,10 +1,13 @@
+# ruff: noqa: E501  (schemas stand on one line each)
 """A list of JSON schemas, by keyword: most are accepted and all of their outputs are valid; the others are refused by name.
 
 Catches a keyword that is accepted and not enforced, an output that the schema does not accept, and a refusal that does not say
 what is refused. The judge is `jsonschema`.
 """
 
+import datetime
 import json
+import random
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +17,7 @@ from support.structured import compiled, constraints, draw, text_of
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import contradictions
 from minirt.structured import grammar as grammar_module
+from minirt.structured.enforceable import enforceable
 from minirt.structured.schema import FORMATS, check_schema, parse_schema
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
@@ -182,13 +186,13 @@ def test_numbers_whose_multiples_are_quick_to_compile():
     [
         {"type": "integer", "minimum": 1e30}, {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 5},
         {"minimum": 10**18}, {"type": "number", "exclusiveMaximum": 2**53 + 1}, {"type": "number", "minimum": 1e-300},
-        {"type": "integer", "exclusiveMaximum": 2**63}, {"maximum": -1e-31}, {"maximum": 2**63},
+        {"type": "integer", "exclusiveMaximum": 2**63}, {"maximum": -1e-23}, {"maximum": 2**63},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["json", "grammar"])
 def test_bounds_that_are_rounded_or_crash_are_refused(schema, kind):
     spec = {"json": schema} if kind == "json" else {"grammar": f"start: %json {json.dumps(schema)}"}
-    with pytest.raises(UnsupportedError, match=r'"(ex|m)\w+" is too large or too close to 0 .* from 1e-30 to 2\^53; found -?\d'):
+    with pytest.raises(UnsupportedError, match=r'"(ex|m)\w+" is too large or too close to 0 .* from 1e-22 to 2\^53; found -?\d'):
         compiled(OWN, **spec)
 
 
@@ -196,7 +200,7 @@ def test_bounds_that_are_rounded_or_crash_are_refused(schema, kind):
     "schema",
     [
         {"type": "integer", "minimum": -(2**53), "maximum": 2**53}, {"type": "integer", "minimum": 2**53 - 9},
-        {"type": "number", "minimum": 2**53}, {"type": "number", "minimum": 1e-30, "maximum": 2e-30},
+        {"type": "number", "minimum": 2**53}, {"type": "number", "minimum": 1e-22, "maximum": 2e-22},
         {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
     ],
 )  # fmt: skip
@@ -387,3 +391,131 @@ def test_a_used_definition_is_checked():
     schema = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"not": {}}}, "items": {"$ref": "#/$defs/a"}}
     with pytest.raises(UnsupportedError, match=r'/\$defs/b: .* found "not"'):
         compiled(OWN, json=schema)
+
+
+def fits(schema, text):
+    """Whether the grammar of a schema accepts a whole text."""
+    matcher, ids = compiled(OWN, json=schema).start((0,), 0).matcher, OWN._made_of[0].encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("value", [9007199254740993, 1234567890123456789, -(2**53) - 1, 123456789.12345679, 10**23, 5e-324, 1.7976931348623157e308])
+@pytest.mark.parametrize("place", [lambda v: {"const": v}, lambda v: {"enum": ["x", {"a": [v]}]}])
+def test_constants_that_would_be_changed_are_refused(value, place):
+    """llguidance rounds numbers twice: the text would be another number."""
+    with pytest.raises(UnsupportedError, match=r'"(const|enum)" has a number that is not enforced exactly; .*found '):
+        compiled(OWN, json=place(value))
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_bounds_that_would_be_changed_are_refused(keyword):
+    with pytest.raises(UnsupportedError, match=f'"{keyword}" has a number that is not enforced exactly'):
+        compiled(OWN, json={"type": "number", keyword: 123456789.12345679})
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 0.1, 0.30000000000000004, 123456.123456789, 1e22, 1e-7, 10**20, -0.0, 3.0, 0, True])
+def test_constants_are_exact(value):
+    constraint = compiled(OWN, json={"const": value}).start((0,), 0)
+    tokens, done = draw(OWN, constraint, 0, push=1)
+    assert done
+    assert json.loads(text_of(tokens)) == value
+
+
+def test_random_constants_are_exact_or_refused():
+    rng, kept = random.Random(5), 0
+    for _ in range(150):
+        value = rng.choice([lambda: rng.uniform(-1e9, 1e9), lambda: rng.randrange(2**60), lambda: round(rng.uniform(-1e4, 1e4), 3)])()
+        try:
+            constraint = compiled(OWN, json={"const": value}).start((0,), 0)
+        except UnsupportedError:
+            continue
+        kept += 1
+        assert json.loads(text_of(draw(OWN, constraint, 0, push=1)[0])) == value
+    assert kept > 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "0001-01-01", "9999-12-31", "2023-02-28", "2023-04-30"],
+         ["2023-02-29", "1900-02-29", "2100-02-29", "0000-01-01", "2023-04-31", "2023-13-01", "2024-02-30", "2023-1-01"]),
+        ("time", ["23:59:59Z", "00:00:00.5+23:59", "12:00:00-08:00"], ["23:59:60Z", "24:00:00Z", "12:00:00", "12:00:00+24:00", "12:60:00Z"]),
+        ("date-time", ["2024-02-29T23:59:59Z", "2023-01-01T00:00:00.123-01:30"],
+         ["2023-02-29T00:00:00Z", "2016-12-31T23:59:60Z", "2024-02-29 00:00:00Z", "2024-02-29"]),
+        ("hostname", ["a", "a-b.example.com", "a" * 63 + ".b"], ["a" * 64, "-a", "a..b", ".".join(["a" * 63] * 4)]),
+        ("email", ["a.b+c@example.com", "x" * 64 + "@b"], ["x" * 65 + "@b", "a..b@c", "a@" + "b" * 64, "a@b@c", "@b"]),
+    ],
+)  # fmt: skip
+def test_formats_are_exact(kind, good, bad):
+    """Also beside a pattern and lengths of the schema, and where null may stand instead."""
+    for schema in ({"type": "string", "format": kind}, {"type": ["null", "string"], "format": kind, "allOf": [{"maxLength": 300}], "pattern": "."}):
+        assert [text for text in good if not fits(schema, json.dumps(text))] == []
+        assert [text for text in bad if fits(schema, json.dumps(text))] == []
+    assert fits({"type": ["null", "string"], "format": kind}, "null")
+
+
+def test_dates_are_those_of_the_calendar():
+    """Against Python's calendar: each day of a century and of the years around its ends, and what would follow it."""
+    schema, rng = {"type": "string", "format": "date"}, random.Random(1)
+    for _ in range(120):
+        year, month, day = rng.choice([1896, 1900, 1904, 2000, 2023, 2024, 2100, 2400]), rng.choice([2, 2, 4, 12]), rng.randint(27, 32)
+        text = f"{year:04}-{month:02}-{day:02}"
+        try:
+            datetime.date.fromisoformat(text)
+        except ValueError:
+            assert not fits(schema, f'"{text}"'), text
+        else:
+            assert fits(schema, f'"{text}"'), text
+
+
+SCORE = {"type": "object", "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "good", "bad"),
+    [
+        ({"^score$": {"type": "integer"}}, ['{"score":7}', '{"score":7,"b":1}', "{}"], ['{"score":7,', '{"x":1}', '{"score":"a"}']),
+        ({"^score$": {"minimum": 50}}, ['{"score":77}'], ['{"score":7}']),
+        ({"^(score|b)$": {"type": "integer"}}, ['{"score":7,"b":1}'], ['{"b":null}']),
+        ({"^sc(o)re$": {}, "^[b]{1}$|^b$": {"type": "null"}}, ['{"score":7,"b":null}'], ['{"b":1}']),
+        ({"^(score|x)$": {"type": "integer"}}, ['{"score":7,"x":123}'], ['{"x":null}', '{"y":1}']), ({"^s": {}}, ['{"score":7,"sx":null}'], ['{"x":1}']),
+        ({"^b?$": {"type": "null"}}, ['{"b":null,"":null}'], ['{"b":1}']),
+    ],
+)  # fmt: skip
+def test_patterns_that_match_only_stated_properties(patterns, good, bad):
+    """After a comma, no name was left, and half of the answers ended with an error."""
+    schema = SCORE | {"patternProperties": patterns}
+    assert [text for text in good if not fits(schema, text)] == []
+    assert [text for text in bad if fits(schema, text)] == []
+    for seed in range(12):
+        validator(schema).validate(json.loads(text_of(draw(OWN, compiled(OWN, json=schema).start((0,), 0), seed, push=4)[0])))
+
+
+def test_patterns_whose_texts_are_too_many():
+    names = {"a" * i: {} for i in range(200)}
+    patterns = {"^(a?){150}" + f"[{chr(98 + i)}]?$": {} for i in range(20)}
+    with pytest.raises(InputError, match='"patternProperties" are too complex'):
+        enforceable(SCORE | {"properties": names, "patternProperties": patterns})
+    schema = SCORE | {"patternProperties": {"^" + "(x|y)" * 5000 + "$": {}}}
+    assert enforceable(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 3}, "3", "4"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [{"type": "null"}], "items": {}, "minItems": 1}, "[null]", "[1]"),
+        ({"type": "array", "items": {"type": "null"}, "additionalItems": False}, "[null,null]", "[1]"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "#x"}, "type": "array", "definitions": {"q": {"$anchor": "x", "type": "null"}}},
+         "[null]", "[1]"),
+    ],
+)  # fmt: skip
+def test_keywords_mean_the_same_in_all_drafts(schema, good, bad):
+    """A keyword that is younger than the draft of "$schema" was accepted and ignored."""
+    assert fits(schema, good)
+    assert not fits(schema, bad)
+
+
+def test_additional_items_without_a_list_of_items():
+    with pytest.raises(UnsupportedError, match='"additionalItems" beside "prefixItems" is not supported'):
+        compiled(OWN, json={"type": "array", "prefixItems": [{}], "additionalItems": {"type": "string"}})

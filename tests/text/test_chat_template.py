@@ -198,7 +198,11 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("text", ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo"])
+NO_OBJECTS = ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo"]
+NOT_SENDABLE = ['{"n": 1e999}', '{"s": "\\ud83d"}']  # JSON that a template could not write again
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS + NOT_SENDABLE)
 def test_arguments_that_are_no_object_stay_texts(text: str) -> None:
     """An answer that was cut off, or whose call is wrong, must not end the conversation: each style shows its text."""
     expected = {"text": text, "tojson": json.dumps(text), "items()": f"arguments={text}", "items": f"arguments={text}"}

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from minirt.errors import UnsupportedError
-from minirt.text.anchors import Anchor, Found
+from minirt.text.anchors import Anchor, AnchorSearch, Found
 from minirt.text.reply import ArgumentsDelta, ContentDelta, ReasoningDelta, collect
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
 from minirt.text.tools import read_tools
@@ -139,12 +139,23 @@ def test_every_cut_gives_what_transformers_reads(spec, prompt, text):
         (QWEN3, '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu'),
         (LIST, "TOOLS[1]END x", "TOOLS[1]ENDx"),
         (LIST, 'TOOLS[{"call": "f"}]END', 'TOOLS[{"call": "f"}]END'),
+        (LIST, 'TOOLS[{"call": "\\ud83d", "with": {}}]END', 'TOOLS[{"call": "\\ud83d", "with": {}}]END'),
+        (LIST, 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END', 'TOOLS[{"call": "f", "with": {"a": [1e999]}}]END'),
+        (LIST, "TOOLS" + "[" * 300 + "]" * 300 + "END", None),
     ],
 )
 def test_damage_is_content(spec, text, content):
     for pieces in cuts(text):
         reply = run(spec, START if spec is QWEN3 else "<bot>", pieces)
         assert (reply.content, reply.tool_calls) == (text if content is None else content, ()), pieces
+
+
+def test_arguments_can_be_sent():
+    """A half of a surrogate pair, which JSON may have as an escape, is no text in UTF-8: it stays an escape."""
+    (call,) = run(LIST, "<bot>", ['TOOLS[{"call": "g", "with": {"\\ud83d": ["\\udc00é"]}}]END']).tool_calls
+    assert call.arguments == '{"\\ud83d": ["\\udc00é"]}'
+    (call,) = run(QWEN35, START, [CODER.replace("a < b", '["\\ud83d"]') + "</function>\n</tool_call>"]).tool_calls
+    call.arguments.encode()
 
 
 def test_random_answers_do_not_depend_on_the_cut():
@@ -250,9 +261,9 @@ def test_matches_and_groups_of_re():
         text = "".join(source.choice("ab1 \n") for _ in range(source.randrange(9)))
         match = expression.search(text)
         expected = match and Found(match.start(), match.end(), {k: v for k, v in match.groupdict().items() if v is not None})
-        assert anchor.search(text, 0, True)[0] == expected, (rule, text)
+        assert AnchorSearch(anchor).next(text, 0, 0, True)[0] == expected, (rule, text)
         for end in range(len(text)):
-            early, kept = anchor.search(text[:end], 0, False)
+            early, kept = AnchorSearch(anchor).next(text[:end], 0, 0, False)
             if early is not None:
                 assert early == expected, (rule, text, end)
             elif expected is not None:
@@ -264,14 +275,14 @@ def test_matches_and_groups_of_re():
 
 def test_literals_of_which_one_begins_another():
     anchor = Anchor(["<a", "<a>b", "c"])
-    assert anchor.search("x<a", 0, False) == (None, 1)
-    assert anchor.search("x<a", 0, True) == (Found(1, 3, {}), 3)
-    assert anchor.search("x<a>b", 0, False)[0] == Found(1, 5, {})
-    assert anchor.search("x<a>c", 0, False)[0] == Found(1, 3, {})
-    assert anchor.search("xc<", 0, False)[0] == Found(1, 2, {})
+    assert AnchorSearch(anchor).next("x<a", 0, 0, False) == (None, 1)
+    assert AnchorSearch(anchor).next("x<a", 0, 0, True) == (Found(1, 3, {}), 3)
+    assert AnchorSearch(anchor).next("x<a>b", 0, 0, False)[0] == Found(1, 5, {})
+    assert AnchorSearch(anchor).next("x<a>c", 0, 0, False)[0] == Found(1, 3, {})
+    assert AnchorSearch(anchor).next("xc<", 0, 0, False)[0] == Found(1, 2, {})
 
 
 @pytest.mark.parametrize("rule", ["(a|a)+$x", "(a+)+x", ".*.*.*.*x", "(?:a|aa|aaa)+x", r"\s*\s*\s*\s*x"])
 def test_no_pattern_takes_long(rule):
     """Each takes ages with a matcher that backtracks."""
-    assert Anchor(pattern=rule).search("a " * 1000, 0, True)[0] is None
+    assert AnchorSearch(Anchor(pattern=rule)).next("a " * 1000, 0, 0, True)[0] is None

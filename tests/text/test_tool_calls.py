@@ -57,6 +57,23 @@ GOOD = [
      "", [("get_weather", '{"exact": true, "at": null, "days": "x", "tags": ["a", {"b": 1}], "o": "[1]", "other": "5", "city": ""}')]),
     ("qwen3_coder", "<function=get_weather>\n<parameter=city>\n\n Rome \n\n</parameter>\n</function>", "", [("get_weather", '{"city": "\\n Rome \\n"}')]),
     ("qwen3_coder", "<tool_call><function=unknown><parameter=a>1</parameter></function></tool_call>", "", [("unknown", '{"a": "1"}')]),
+    # the model leaves out <tool_call>, but writes </tool_call>
+    ("qwen3_coder", "Sure.\n<function=now>\n</function>\n</tool_call>\n\nBye", "Sure.\n\nBye", [("now", "{}")]),
+    ("qwen3_coder", "<function=now></function>\n<function=now></function> </tool_call>", "", [("now", "{}"), ("now", "{}")]),
+    ("qwen3_coder", "<function=now></function> </tool_ca", "", [("now", "{}")]),
+    # several in one tag
+    ("hermes", '<tool_call>\n{"name": "now"}\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> x', " x", [("now", "{}"), ("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "now"} {"nam": 1}</tool_call>', ' {"nam": 1}</tool_call>', [("now", "{}")]),
+    ("qwen3_coder", "<tool_call><function=now></function>\n<function=unknown>\n</function>\n</tool_call>", "", [("now", "{}"), ("unknown", "{}")]),
+    # arguments keep their digits and escapes, and are JSON
+    ("qwen3_coder", '<tool_call><function=get_weather><parameter=tags>["\\ud83d", 1e999, 12345678901234567890, 0.12345678901234567890]</parameter></function></tool_call>',
+     "", [("get_weather", '{"tags": ["\\ud83d", 1e999, 12345678901234567890, 0.12345678901234567890]}')]),
+    ("qwen3_coder", '<tool_call><function=get_weather><parameter=o>{"\\udc00": "a\nb"}</parameter><parameter=at>0.12345678901234567890</parameter></function></tool_call>',
+     "", [("get_weather", '{"o": {"\\udc00": "a\\u000ab"}, "at": 0.12345678901234567890}')]),
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=tags>[NaN]</parameter><parameter=o>{'a': True}</parameter></function></tool_call>",
+     "", [("get_weather", '{"tags": "[NaN]", "o": "{\'a\': True}"}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ["\\ud83d", 1e999]}}</tool_call>', "", [("now", '{"a": ["\\ud83d", 1e999]}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\\\ud83d\\"}"}</tool_call>', "", [("now", '{"a": "\\ud83d"}')]),
     ("llama3_json", "Hello {\"name\": \"now\", \"parameters\": {}}", None, []),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo"}}', "", [("get_weather", '{"city": "Oslo"}')]),
     ("llama3_json", '\n<|python_tag|>{"name": "now", "parameters": {}}; {"type": "function", "name": "get_weather", "parameters": {"days": 1}}\n', "",
@@ -243,6 +260,10 @@ def test_formats_are_recognised_by_their_templates():
     assert detect_format("<tool_call>\n<function=example>\n<parameter=x>") == "qwen3_coder"
     assert detect_format('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.') == "llama3_json"
     assert detect_format("{{ '<|python_tag|>' + tool_call.name }}") == "llama3_json"
+    for other in ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>", "<tool_calls>\n<tool_call>f\n```json",
+                  "<seed:tool_call>\n<function=f>\n<parameter=x>", "<|python_tag|> <function=example_function_name>{{ args }}</function>",
+                  "<|start_header_id|>{{ role }}<|end_header_id|>\n\n>>>all\n<|python_tag|>"):  # GLM, Hunyuan, Seed-OSS, Functionary
+        assert detect_format(other) is None, other
     assert detect_format("{{ messages }}") is None
     assert detect_format(None) is None
     with pytest.raises(InputError, match="hermes, qwen3_coder, qwen3_xml, llama3_json; found x"):

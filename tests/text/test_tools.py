@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (schemas stand on one line each)
 """The tools of a request: what is refused, values by their schema, schemas that force calls; and the incremental JSON checker.
 
 Catches values of a wrong type in calls, references that break when schemas are put together, and JSON that differs from Python's.
@@ -8,10 +9,13 @@ import random
 
 import jiter
 import pytest
+from support.structured import compiled, constraints
 
-from minirt.errors import InputError
+from minirt.errors import InputError, UnsupportedError
 from minirt.text.json_checker import JsonChecker, completed, escaped
-from minirt.text.tools import call_schema, chosen, read_tools, typed, types
+from minirt.text.tools import call_schema, chosen, read_tools, typed_json, types
+
+OWN = constraints()
 
 
 def tool(name="f", **parameters):
@@ -48,9 +52,9 @@ def test_what_is_no_tool_is_named(value, where):
 def test_a_tool_without_parameters_has_none():
     (found,) = read_tools([{"type": "function", "function": {"name": "a.b/c-d_1"}}])
     assert found.parameters == {"type": "object", "properties": {}}
-    assert found.parameter("x") is None
+    assert found.types("x") == ()
     (found,) = read_tools([tool(properties={"x": {"type": "string"}}, additionalProperties={"type": "integer"})])
-    assert (found.parameter("x"), found.parameter("y")) == ({"type": "string"}, {"type": "integer"})
+    assert (found.types("x"), found.types("y")) == (("string",), ("integer",))
 
 
 @pytest.mark.parametrize("kind", ["object", ["object"], ["null", "object"]])
@@ -79,6 +83,8 @@ def test_arguments_are_an_object(kind):
         ({"type": "number"}, "1e3", 1000.0),
         ({"type": "number"}, "nan", "nan"),
         ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "+007.50", 7.5),
+        ({"type": "array"}, '["a\nb"]', ["a\nb"]),
         ({"type": "number"}, "inf", "inf"),
         ({"type": "number"}, ".5", 0.5),
         ({"type": "boolean"}, "True", True),
@@ -106,8 +112,41 @@ def test_arguments_are_an_object(kind):
     ],
 )
 def test_values_by_their_schema(schema, text, value):
-    found = typed(text, schema)
+    found = json.loads(typed_json(text, types(schema)))
     assert (type(found), found) == (type(value), value)
+
+
+DEFINITIONS = {
+    "Place": {"properties": {"city": {"type": "string"}}}, "Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"},
+    "Maybe": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "a/b": {"items": {}}, "q": {"$anchor": "named", "type": "boolean"},
+    "Tree": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Tree"}}, {"$ref": "#/$defs/Tree"}, {"type": "number"}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"$ref": "#/$defs/Place"}, ("object",)), ({"allOf": [{"$ref": "#/$defs/Count"}], "default": 1}, ("integer",)),
+        ({"$ref": "#/$defs/Maybe"}, ("null", "object")), ({"$ref": "#/$defs/a~1b"}, ("array",)), ({"$ref": "#named"}, ("boolean",)),
+        ({"$ref": "#/$defs/Loop"}, ()), ({"$ref": "#/$defs/Tree"}, ("array", "number")), ({"$ref": "#"}, ("object",)),
+        ({"$ref": "#/nowhere"}, ()), ({"$ref": "https://example.com/x"}, ()), ({"$ref": 5, "items": 1}, ("array",)),
+        ({"type": ["integer", "string", "null"], "allOf": [{"type": ["null", "number"]}]}, ("null", "integer")),
+        ({"type": "number", "allOf": [{"$ref": "#/$defs/Count"}]}, ("integer",)), ({"minimum": 2}, ("number",)),
+        ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ("object",)), ({"maxLength": 2}, ("string",)),
+        ({"type": ["string", "integer"], "enum": [1, 2]}, ("integer",)), ({"type": "string", "enum": [1]}, ("string",)),
+    ],
+)  # fmt: skip
+def test_types_behind_references(schema, expected):
+    """Pydantic's and MCP's schemas: a value of a nested model must not become a string."""
+    (found,) = read_tools([tool(properties={"x": schema}, **{"$defs": DEFINITIONS})])
+    assert found.types("x") == expected
+
+
+def test_arguments_that_only_a_part_of_the_schema_states():
+    parts = [{"$ref": "#/$defs/Args"}, {"patternProperties": {"^n[0-9]+$": {"type": "integer"}, "(": {"type": "null"}}}]
+    args = {"properties": {"x": {"type": "number"}}, "anyOf": [{"properties": {"y": {"type": "array"}}}, {"$ref": "#"}]}
+    (found,) = read_tools([tool(allOf=parts, **{"$defs": {"Args": args}})])
+    assert [found.types(name) for name in ("x", "y", "n12", "n", "z")] == [("number",), ("array",), ("integer",), (), ()]
 
 
 def test_a_schema_without_end_has_no_types():
@@ -179,6 +218,42 @@ def test_schemas_that_cannot_be_put_together():
     deep["properties"] = {"a": deep}
     with pytest.raises(InputError, match="nested too deeply"):
         call_schema(read_tools([tool(properties={"a": deep})]), True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}},
+         '{"x":4}', '{"x":3}'),
+        ({"properties": {"x": {"type": "integer", "minimum": 3, "exclusiveMinimum": True}}}, None, None),
+        ({"properties": {"x": {"$ref": "#a"}}, "$defs": {"q": {"$anchor": "a", "type": "integer"}}}, '{"x":4}', '{"x":null}'),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"$ref": "#a"}}, "definitions": {"q": {"$id": "#a", "type": "integer"}}},
+         '{"x":4}', '{"x":null}'),
+        ({"properties": {"x": {"const": {"$ref": "#/a"}}}}, '{"x":{"$ref":"#/a"}}', '{"x":{"$ref":"#/$defs/a~1b/a"}}'),
+        ({"properties": {"x": {"$ref": "#/properties/$ref"}, "$ref": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
+        ({"$id": "http://x/y", "properties": {"x": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "null"}, "unused": {"not": {}}}}, '{"x":null}', '{"x":1}'),
+        ({"properties": {"x": {"$id": "http://x/y", "items": {"$ref": "#/$defs/q"}}}, "$defs": {"q": {"type": "null"}}}, None, None),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"type": "array", "minItems": 2, "additionalItems": False,
+          "items": [{"$ref": "#/properties/x/items/1"}, {"type": "null"}]}}}, '{"x":[null,null]}', '{"x":[1,null]}'),
+        ({"properties": {"x": {"$ref": "#/$defs/A[int]%25 b"}}, "$defs": {"A[int]% b": {"type": "null"}}}, '{"x":null}', '{"x":1}'),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"const": 3}}}, '{"x":3}', '{"x":4}'),
+        ({"properties": {"x": {"$ref": "#/nope"}}}, None, None), ({"properties": {"x": 7}}, None, None), ({"properties": 7}, None, None),
+    ],
+)  # fmt: skip
+def test_a_list_of_calls_and_a_named_function_have_the_same_arguments(parameters, good, bad):
+    """Put into a larger schema, a tool's schema lost its draft and its names, and constants were changed. None: both refuse."""
+    parameters = {"type": "object", "additionalProperties": False, "required": ["x"], **parameters}
+    tools = read_tools([{"function": {"name": "a/b", "parameters": parameters}}, tool("g")])
+    named = chosen(tools, {"type": "function", "function": {"name": "a/b"}}).parameters
+    for schema, before, after in ((named, "", ""), (call_schema(tools, False), '[{"name":"a/b","arguments":', "}]")):
+        if good is None:
+            with pytest.raises((InputError, UnsupportedError)):
+                compiled(OWN, json=schema)
+            continue
+        for text, fits in ((good, True), (bad, False)):
+            matcher = compiled(OWN, json=schema, disable_any_whitespace=True).start((0,), 0).matcher
+            ids = OWN._made_of[0].encode(before + text + after)
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, (text, schema)
 
 
 def test_the_chosen_tool():

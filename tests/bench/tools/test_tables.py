@@ -179,7 +179,7 @@ def test_sizes_and_quality():
 
     lines = [{"kind": "about", "model": "M"}, line("fp32", 538.06e6, 16.0), line("--quantize fp8", 220e6, 15.9)]
     assert rows(tables.sizes_table({"a": [*lines, line("--quantize int4", 174.4e6, 20.0), line("other", 1, 1)]})) == [
-        ["float32", "538", "16.00", "–"], ["`--fp8`", "220", "15.90", "−0.6%"], ["`--quantize int4`", "174", "20.00", "+25.0%"]
+        ["float32", "513", "16.00", "–"], ["`--fp8`", "210", "15.90", "−0.6%"], ["`--quantize int4`", "166", "20.00", "+25.0%"]
     ]  # fmt: skip
 
 
@@ -331,8 +331,8 @@ def test_loading_in_both_forms():
         "b": run | {"quantization": "fp8", "weights_gb": 8.167, "gpu_resident_gb": 8.5566, "gpu_peak_gb": 9.0},
     }
     assert rows(tables.loading_table(records)) == [
-        ["15.2 GB", "9.0 to 10.0", "2.1", "–", "–", "–"],
-        ["15.2 GB, `--fp8`", "10.0", "1.9", "8.17", "8.56", "9.00"],
+        ["14.2 GiB", "9.0 to 10.0", "1.9", "–", "–", "–"],
+        ["14.2 GiB, `--fp8`", "10.0", "1.8", "7.61", "7.97", "8.38"],
     ]
 
 
@@ -524,7 +524,7 @@ def test_the_cpu():
     text = tables.cpu_table({"a": record})
     assert "On 2 CPU threads" in text
     assert "1.05 times" in text
-    assert "844 MB, of which 538 MB are weights" in text
+    assert "805 MiB, of which 513 MiB are weights" in text
     assert "1.4 s after" in text
 
 

@@ -178,7 +178,7 @@ def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
 
 
 def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
-    """On Hopper, a step of one token runs `gemv_int4_sm90` for large 4-bit weights and `gemm_int4_small` for small ones.
+    """On Hopper, a step of one token runs `gemv_int4_sm90` for large 4-bit weights and `gemm_int4_small_sm90` for small ones.
 
     Catches a case whose steps do not run its kernel. FP32 activations, which Hopper's kernels refuse, run the portable ones.
     """
@@ -193,7 +193,7 @@ def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
             assert case.family is family
     assert found == {
         "gemv_int4_sm90": [("N=18944 ", 1)],
-        "gemm_int4_small": [("N=512 ", 1), ("N=18944 ", 8)],
+        "gemm_int4_small_sm90": [("N=512 ", 1), ("N=18944 ", 8)],
         "gemm_int4_sm90": [("T=128 N=18944 ", 128), ("T=128 N=512 ", 128)],
         "gemv_int4": [("N=512 ", 1)],
         "gemm_int4": [("T=16 N=512 ", 16), ("T=128 N=512 ", 128)],

@@ -11,7 +11,7 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import dispatch, partial, prefill_sm90
 from minirt.kernels.attention import prefill as kernel
-from minirt.kernels.attention.operands import KVPages, Prefill
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Scores, Sequences
 from minirt.kernels.launch import Workspace
 
 QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
@@ -20,7 +20,8 @@ LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
 
 def prefill_on_hopper(q, k, v, tables, starts, lens, scale, out, shortest=1):
     """`prefill_sm90`, of however few tokens."""
-    prefill_sm90.launch(Prefill(q, KVPages(k, v), tables, starts, lens, out, scale, shortest))
+    sequences = Sequences(tables, lens, query_starts=starts)
+    prefill_sm90.launch(AttentionInput(q, KVPages(k, v), sequences, Scores(scale), out, shortest=shortest))
     return out
 
 
@@ -239,8 +240,9 @@ def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
     def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16):
         q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
         where = torch.zeros(1, 1, dtype=torch.int32)
-        operands = Prefill(q, KVPages(pages, pages), where, where[0], where[0], q, 1.0)
-        return dispatch.prefill_regime(operands).kernel == "prefill_sm90"
+        sequences = Sequences(where, where[0], query_starts=where[0])
+        a = AttentionInput(q, KVPages(pages, pages), sequences, Scores(1.0), q)
+        return dispatch.prefill_regime(a).kernel == "prefill_sm90"
 
     assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
     assert not suits(2048, 128, torch.float32, torch.float32)

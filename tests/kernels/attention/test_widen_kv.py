@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minirt.kernels.attention import widen_kv
-from minirt.kernels.attention.operands import KVPages, Prefill
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Scores, Sequences
 
 
 @pytest.mark.parametrize("split", [256, 64])
@@ -23,8 +23,11 @@ def test_copies(case, chunks, sms, split, dtype, cache8, device, monkeypatch):
     pages = KVPages(kv.pages["k_pages"], kv.pages["v_pages"], kv.pages["k_scales"], kv.pages["v_scales"])
     starts = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32, device=device)
     splits, q = sum(-(-n // split) for n in totals), torch.empty(sum(lens), 1, D, dtype=dtype, device=device)
-    operands = Prefill(q, pages, kv.tables, starts, kv.lens, q, 1.0, shortest, split if chunks else 0, splits)
-    (k, v, *_), tables = widen_kv.widen(operands, split)[1:3]
+    widened = widen_kv.widen(AttentionInput(
+        q, pages, Sequences(kv.tables, kv.lens, query_starts=starts), Scores(1.0), q, max_splits=splits, split=split,
+        shortest=shortest, partial=split if chunks else 0,
+    ))  # fmt: skip
+    (k, v, *_), tables = widened.pages, widened.sequences.block_tables
     numbers = []
     for b, (new, total) in enumerate(zip(lens, totals, strict=True)):
         in_parts = chunks and 2 <= new <= 256 and total >= 2 * max(split, split // 4 << (new - 1).bit_length())

@@ -152,7 +152,7 @@ def main() -> None:
         modules.append(build._load_module_from_path("launcher", path))
 
     actions = [partial(launch, scale) for scale in (2, 3, 2, 3, 2)] + [partial(import_launcher, path) for path in "ab"]
-    ahead(*actions, progress=lambda done, total: progress.append([done, total]))
+    ahead(*actions, progress=lambda *step: progress.append(step))
     first = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched), "progress": progress}
     launch(2), launch(3)
     then = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched)}

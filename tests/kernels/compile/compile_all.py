@@ -75,7 +75,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
         records = {name: record._asdict() for name, record in given.items() if hasattr(record, "_fields")}
-        given |= {k if name == "C" else f"{name}.{k}": x for name, fields in records.items() for k, x in fields.items()}
+        for name, fields in records.items():
+            given |= {field if name == "C" else f"{name}.{field}": value for field, value in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
@@ -320,8 +321,9 @@ def experts_other_tiles(calls: Calls) -> None:
                 elif stored == "blocks":
                     scales, x_scale = (empty(*shape, K // 128, like=torch.float32) for shape in ((16, rows // 128), (64,)))
                 for pdl in (True, False):
-                    rest = (routing, config, activation, scales, x_scale, pdl)
-                    experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
+                    epilogue = Epilogue(scales, x_scale, activation=activation)
+                    product = Product(empty(64, K, like=like), weight, empty(64, N), epilogue=epilogue, pdl=pdl)
+                    experts_sm90.launch(product, routing, config)
 
 
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:

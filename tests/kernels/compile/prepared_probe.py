@@ -158,6 +158,12 @@ def changed(value: Any, constexpr: bool) -> list[Any]:
         moved = flat[16 * columns :].view(-1, columns) if rows > 16 else other
         halves = value.tensor[: rows // 2], value.tensor[: rows // 2 * 2 : 2]  # they differ only in the stride
         return [*(value._replace(tensor=tensor) for tensor in (moved, other, *halves) if len(tensor)), None]
+    if isinstance(value, tuple):  # a record
+        constant = type(value) in prepared._CONSTANTS
+        fields = value._asdict().items()
+        return [value._replace(**{name: new}) for name, field in fields for new in changed(field, constexpr or constant)]
+    if isinstance(value, str):
+        return [value + "_"]
     if isinstance(value, torch.Tensor):
         other = {1: torch.int8, 2: torch.int16, 4: torch.float32, 8: torch.float64}[value.element_size()]
         return [value.reshape(-1)[1:], value.view(other), None]
@@ -168,6 +174,12 @@ def changed(value: Any, constexpr: bool) -> list[Any]:
     if isinstance(value, int):
         return [1, 16, 17, 0, -16, 2**31 - 1, 2**31, 2**40, 2**63, True, 1.5]
     return [value + 1.0, 3] if isinstance(value, float) else []
+
+
+def kind(value: Any) -> Any:
+    """The type of an argument; of a record, those of its fields."""
+    record = isinstance(value, tuple) and not isinstance(value, prepared.Tiled)
+    return (type(value), *map(type, value)) if record else type(value)
 
 
 def variants(
@@ -221,7 +233,7 @@ def everything(differences: list[str], seen: set[str]) -> None:
         def call(*arguments: Any, **options: Any) -> None:
             prepared.PreparedKernel.__getitem__ = real
             seen.add(kernel.fn.__name__)
-            kinds = (kernel.fn, *map(type, arguments), *options)
+            kinds = (kernel.fn, *map(kind, arguments), *options)
             more = variants(kernel, arguments, options) if kinds not in shapes else []
             shapes.add(kinds)
             for own, settings in [(arguments, options), *more, (arguments, options)]:

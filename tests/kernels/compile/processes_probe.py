@@ -46,12 +46,13 @@ class Ready(CompileProcesses):
 def ahead(*actions) -> dict[str, list[str]]:
     made.clear()
     loaded.clear()
-    with warnings.catch_warnings(record=True) as caught, ahead_of_time.compile_ahead(GPU):
+    steps: list[tuple[int, int, bool]] = []
+    with warnings.catch_warnings(record=True) as caught, ahead_of_time.compile_ahead(GPU, lambda *step: steps.append(step)):
         warnings.simplefilter("always")
         for action in actions:
             action()
     said = [str(warning.message) for warning in caught if "FP_FUSION" not in str(warning.message)]
-    return {"made": sorted(made), "loaded": sorted(name for name, _ in loaded), "said": said}
+    return {"made": sorted(made), "loaded": sorted(name for name, _ in loaded), "said": said, "steps": steps}
 
 
 def norm(width: int):

@@ -19,7 +19,7 @@ def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(se
     assert first["compiled"] == ["small"] * 2
     assert first["loaded"] == [["small", "cuda:1"]] * 2
     assert first["launched"] == []
-    assert first["progress"] == [[1, 2], [2, 2]]
+    assert first["progress"] == [[1, 2, False], [2, 2, False]]
     assert (then["compiled"], then["loaded"]) == (first["compiled"], first["loaded"])
     assert then["launched"] == ["small"] * 2
 
@@ -46,5 +46,5 @@ def test_triton_is_as_it_was(seen):
 
 def test_without_a_gpu_nothing_changes():
     run = JITFunction.run
-    with compile_ahead(torch.device("cpu"), lambda done, total: pytest.fail("nothing is compiled")):
+    with compile_ahead(torch.device("cpu"), lambda *_: pytest.fail("nothing is compiled")):
         assert JITFunction.run is run

@@ -47,7 +47,7 @@ def expected(x, words, scale, exact, bias, residual, activation):
     """By PyTorch in x's dtype, and in fp64."""
     out, truth = reference.linear(x, words, bias, scale), x.double() @ exact.T + bias.double()
     if activation is not None:
-        return reference.gated(out, activation), reference.gated(truth, activation)
+        out, truth = reference.gated(out, activation), reference.gated(truth, activation)
     return (out, truth) if residual is None else (out + residual, truth + residual.double())
 
 
@@ -55,8 +55,7 @@ def check(T, N, K, group, activation, config, dtype, make, nan, agrees, device):
     rows = N if activation is None else 2 * N
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias = make(T, K, dtype=dtype), make(rows, dtype=dtype)
-    residual = make(T, N, dtype=dtype) if activation is None else None
-    workspace, out = Workspace(device), nan(T, N, dtype=dtype)
+    residual, workspace, out = make(T, N, dtype=dtype), Workspace(device), nan(T, N, dtype=dtype)
     made = product(x, words, out, bias, residual, activation, scale, workspace=workspace)
     right = expected(x, words, scale, exact, bias, residual, activation)
     int4.gemm_int4(made, config)
@@ -65,9 +64,8 @@ def check(T, N, K, group, activation, config, dtype, make, nan, agrees, device):
     again = nan(T, N, dtype=dtype)
     int4.gemm_int4(made._replace(out=again), config)
     assert torch.equal(again, out)
-    if residual is not None:  # in place
-        int4.gemm_int4(made._replace(out=residual), config)
-        assert torch.equal(residual, out)
+    int4.gemm_int4(made._replace(out=residual), config)  # in place
+    assert torch.equal(residual, out)
 
 
 def test_packing_and_what_it_stands_for(device):
@@ -108,7 +106,7 @@ def test_one_token(case, dtype, make, nan, agrees, device):
     rows = N if activation is None else 2 * N
     words, scale, exact = four_bits(rows, K, group, device)
     x, norm, bias = make(1, K, dtype=dtype, scale=3.0), make(K, dtype=dtype), make(rows, dtype=dtype)
-    residual, out = make(1, N, dtype=dtype) if activation is None else None, nan(1, N, dtype=dtype)
+    residual, out = make(1, N, dtype=dtype), nan(1, N, dtype=dtype)
     made = product(x, words, out, bias, residual, activation, scale)
     gemv_int4(made, config)
     agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
@@ -117,7 +115,7 @@ def test_one_token(case, dtype, make, nan, agrees, device):
     h = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
     approximate, _ = expected(reference.rms_norm(x, norm, EPS), words, scale, exact, bias, residual, activation)
     truth = h @ exact.T + bias.double()
-    truth = truth + residual.double() if activation is None else reference.gated(truth, activation)
+    truth = (truth if activation is None else reference.gated(truth, activation)) + residual.double()
     agrees(out, approximate, truth)
     if activation is None:
         alone = nan(1, 1, dtype=dtype)

@@ -1,6 +1,7 @@
 """The kernels for 4-bit weights that only Hopper has, on a GPU or emulated. Catches: nibbles in another order than x's columns,
 zero points or scales of a neighbouring group or row, tiles of a warp that are skipped or added twice, gate and up swapped, tails
-of N, K and T, the residual read after it was overwritten, missing barriers around the sums over warps."""
+of N, K and T, a residual that is activated, left out or read after it was overwritten, missing barriers around the sums over
+warps."""
 
 import os
 
@@ -24,7 +25,7 @@ from minirt.kernels.linear.int4_sm90 import (
     share_tiles,
     token_regime,
 )
-from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
+from minirt.kernels.linear.int4_small_sm90 import Int4SmallSm90Config, gemm_int4_small_sm90
 from minirt.kernels.linear.product import ProductFacts
 
 from .test_int4 import EPS, expected, four_bits
@@ -32,12 +33,12 @@ from .test_int4 import EPS, expected, four_bits
 # (T, N, K, group, activation, norm, configuration): chunks that the warps do not divide, columns that no chunk fills, rows past
 # the last, more tiles in flight than there are.
 SMALL = [
-    (1, 24, 640, 128, None, True, Int4SmallConfig(16, 4, 2)),
-    (1, 19, 456, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
-    (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
-    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
-    (7, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1, None, 2)),
-    (2, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
+    (1, 24, 640, 128, None, True, Int4SmallSm90Config(16, 4, 2)),
+    (1, 19, 456, 32, "silu", True, Int4SmallSm90Config(16, 2, 1)),
+    (5, 40, 1000, 64, None, False, Int4SmallSm90Config(32, 4, 9)),
+    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallSm90Config(16, 1, 2)),
+    (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
+    (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
 ]
 
 
@@ -55,7 +56,7 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
     norm = make(K, dtype=half_dtype) if normed else None
-    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    residual, out = make(T, N, dtype=half_dtype), nan(T, N, dtype=half_dtype)
     made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
     h, wide = x, x.double()
     if norm is not None:
@@ -63,12 +64,11 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
-    truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
-    gemm_int4_small(made, config)
+    truth = (truth if activation is None else reference.gated(truth, activation)) + residual.double()
+    gemm_int4_small_sm90(made, config)
     agrees(out, eager, truth)
-    if residual is not None:  # in place
-        gemm_int4_small(made._replace(out=residual), config)
-        assert torch.equal(residual, out)
+    gemm_int4_small_sm90(made._replace(out=residual), config)  # in place
+    assert torch.equal(residual, out)
 
 
 # (N, K, group, activation, norm, configuration): a loop with and without a rest, slots that are filled again once, twice or
@@ -97,7 +97,7 @@ def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias = make(1, K, dtype=half_dtype, scale=3.0), make(rows, dtype=half_dtype)
     norm = make(K, dtype=half_dtype) if normed else None
-    residual, out = make(1, N, dtype=half_dtype) if activation is None else None, nan(1, N, dtype=half_dtype)
+    residual, out = make(1, N, dtype=half_dtype), nan(1, N, dtype=half_dtype)
     made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
     h, wide = x, x.double()
     if norm is not None:
@@ -105,12 +105,11 @@ def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
-    truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
+    truth = (truth if activation is None else reference.gated(truth, activation)) + residual.double()
     gemv_int4_sm90(made, config)
     agrees(out, eager, truth)
-    if residual is not None:  # in place
-        gemv_int4_sm90(made._replace(out=residual), config)
-        assert torch.equal(residual, out)
+    gemv_int4_sm90(made._replace(out=residual), config)  # in place
+    assert torch.equal(residual, out)
 
 
 def test_rings_fit_into_shared_memory():
@@ -147,15 +146,14 @@ def test_large(case, half_dtype, make, nan, agrees, device, on_hopper):
     rows = N if activation is None else 2 * N
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
-    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    residual, out = make(T, N, dtype=half_dtype), nan(T, N, dtype=half_dtype)
     workspace = Workspace(device)
     made = product(x, words, out, bias, residual, activation, scale, workspace=workspace)
     gemm_int4_sm90(made, config)
     agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
     assert not workspace.counters(1).any()
-    if residual is not None:  # in place
-        gemm_int4_sm90(made._replace(out=residual), config)
-        assert torch.equal(residual, out)
+    gemm_int4_sm90(made._replace(out=residual), config)  # in place
+    assert torch.equal(residual, out)
 
 
 @pytest.mark.parametrize("sms", [132, 78, 20])

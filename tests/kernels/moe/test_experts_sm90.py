@@ -13,9 +13,10 @@ import torch
 from minirt.bench import bounds
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
-from minirt.kernels.linear.product import ProductFacts
+from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
 from minirt.kernels.moe import experts_sm90
 from minirt.kernels.moe.dispatch import mixture_residual
+from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import Routing, gather, most_tiles, route
 
 # Rows (H, I) end within a tile, experts without a token, one expert with most tokens, more items than programs.
@@ -94,6 +95,12 @@ def uneven(x, g):
     return x * factors.to(x)[..., rows, :][..., columns]
 
 
+def accepts(dtype, gate_up, down, *scales):
+    """Whether the kernel accepts a mixture of these experts."""
+    h = torch.empty(3, gate_up.shape[2], dtype=dtype, device=gate_up.device)
+    return experts_sm90.accepts(Mixture(h, h, gate_up, down, h, h, 1, True, "silu", None, *scales))
+
+
 def check_products(case, x, logits, gate_up, down, quantize, config, nan, launch):
     """Both products. The second one's input is the first one's output, quantized."""
     T, E, k, H, inter = (case[name] for name in ("T", "E", "k", "H", "I"))
@@ -102,11 +109,12 @@ def check_products(case, x, logits, gate_up, down, quantize, config, nan, launch
     place_experts = experts.flatten()[routing.order.long()]
     x = quantize(x[routing.order // k])
     out = nan(T * k, inter, dtype=logits.dtype)
-    inner = launch(x.values, gate_up.values, out, routing, config, "silu", gate_up.scale, x.scale, True)
+    product = Product(x.values, gate_up.values, out, None, Epilogue(gate_up.scale, x.scale, activation="silu"), pdl=True)
+    inner = launch(product, routing, config)
     up = torch.einsum("pnh,ph->pn", gate_up.wide[place_experts], x.wide)
     close(inner, reference.gated(up, "silu"))
     h, out = quantize(inner), nan(T * k, H, dtype=logits.dtype)
-    rows = launch(h.values, down.values, out, routing, config, None, down.scale, h.scale, True)
+    rows = launch(Product(h.values, down.values, out, None, Epilogue(down.scale, h.scale), pdl=True), routing, config)
     y = torch.einsum("phi,pi->ph", down.wide[place_experts], h.wide)
     expected = torch.empty_like(y)
     expected[routing.order.long()] = y
@@ -140,7 +148,7 @@ def test_products_in_blocks(case, make, nan, on_hopper):
     dtype = torch.float16
     gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
     gate_up, down = (in_blocks(uneven(w, g), g) for w in (gate_up, down))
-    assert experts_sm90.accepts(H, inter, dtype, gate_up.values, down.values, gate_up.scale, down.scale)
+    assert accepts(dtype, gate_up.values, down.values, gate_up.scale, down.scale)
     gate_up.scale[0], down.scale[0] = torch.nan, torch.nan
     logits = make(T, E, dtype=dtype)
     logits[:, 0] = -100
@@ -240,12 +248,12 @@ def test_the_kernel_says_what_it_accepts(make):
     def weights(H, inter, dtype=torch.bfloat16):
         return torch.empty(2, 2 * inter, H, dtype=dtype), torch.empty(2, H, inter, dtype=dtype)
 
-    assert experts_sm90.accepts(64, 24, torch.bfloat16, *weights(64, 24))
-    assert not experts_sm90.accepts(64, 24, torch.bfloat16, *weights(64, 24, torch.float8_e4m3fn))
-    assert not experts_sm90.accepts(66, 24, torch.bfloat16, *weights(66, 24))
-    assert not experts_sm90.accepts(64, 24, torch.float32, *weights(64, 24, torch.float32))
+    assert accepts(torch.bfloat16, *weights(64, 24))
+    assert not accepts(torch.bfloat16, *weights(64, 24, torch.float8_e4m3fn))
+    assert not accepts(torch.bfloat16, *weights(66, 24))
+    assert not accepts(torch.float32, *weights(64, 24, torch.float32))
     gate_up, down = weights(64, 24)
-    assert not experts_sm90.accepts(64, 24, torch.bfloat16, gate_up.flatten()[3:].narrow(0, 0, 64).view(1, 1, 64), down)
+    assert not accepts(torch.bfloat16, gate_up.flatten()[3:].narrow(0, 0, 64).view(1, 1, 64), down)
 
 
 @pytest.mark.parametrize(("H", "inter", "up_rows", "down_rows", "accepted"), [
@@ -262,7 +270,7 @@ def test_the_blocks_that_the_kernel_accepts(H, inter, up_rows, down_rows, accept
     """64 rows of a strip have one scale."""
     gate_up, down = (torch.empty(2, *shape, dtype=torch.float8_e4m3fn) for shape in ((2 * inter, H), (H, inter)))
     scales = torch.empty(2, -(-2 * inter // up_rows), -(-H // 128)), torch.empty(2, -(-H // down_rows), -(-inter // 128))
-    assert experts_sm90.accepts(H, inter, torch.bfloat16, gate_up, down, *scales) == accepted
+    assert accepts(torch.bfloat16, gate_up, down, *scales) == accepted
 
 
 @pytest.mark.parametrize(("itemsize", "blocks"), [(1, False), (1, True), (2, False)])

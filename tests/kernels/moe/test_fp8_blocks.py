@@ -11,6 +11,7 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import one_token, products
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.products import ExpertsConfig
@@ -54,9 +55,10 @@ def rounded(truth, dtype):
 def run_products(x, gate_up, down, routing, inner, rows, first, second):
     """Both products of quantized tokens. The second one's input is the first one's output, quantized."""
     values, x_scale = quantize(x, blocks=True)
-    products.gate_up(values, gate_up[0], routing, "silu", inner, first, gate_up[1], x_scale)
+    up = Product(values, gate_up[0], inner, None, Epilogue(gate_up[1], x_scale, activation="silu"))
+    products.launch(up, routing, first)
     h, h_scale = quantize(inner, blocks=True)
-    products.down(h, down[0], routing, rows, second, down[1], h_scale)
+    products.launch(Product(h, down[0], rows, None, Epilogue(down[1], h_scale)), routing, second)
     return widened(values, x_scale), widened(h, h_scale)
 
 
@@ -106,8 +108,9 @@ def test_one_token(sizes, config, make, nan, agrees):
     x, residual, logits = (make(1, n, dtype=torch.float16) for n in (H, H, E))
     norm, config = 1 + make(H, dtype=torch.float16, scale=0.3), config and one_token.OneTokenConfig(*config)
     inner, out = nan(k, inter, dtype=torch.float16), nan(1, H, dtype=torch.float16)
-    one_token.gate_up(x, norm, EPS, logits, gate_up[0], "silu", inner, gate_up[1], config=config)
-    one_token.down(inner, logits, down[0], residual, out, True, down[1], config=config)
+    up = Product(x, gate_up[0], inner, Norm(norm, EPS), Epilogue(gate_up[1], activation="silu"))
+    one_token.gate_up(up, logits, config)
+    one_token.down(Product(inner, down[0], out, None, Epilogue(down[1], residual=residual)), logits, True, config=config)
     weights, chosen = reference.route(logits.double(), k, True)
     h = reference.rms_norm(x.double(), norm.double(), EPS)[0]
     truth = reference.gated(torch.stack([gate_up[2][e] @ h for e in chosen[0]]), "silu")
@@ -200,8 +203,9 @@ def test_scales_that_fit_no_weight_are_named(make):
         mixture_residual(*operands, gate_up_scale=wide, down_scale=down_scale)
     routing, config = route(logits, 2, True, 16), ExpertsConfig(16, 32, 256, 4, 1)
     values, x_scale = quantize(h, blocks=True)
+    up = Product(values, gate_up, h.new_empty(4, 96), epilogue=Epilogue(up_scale, x_scale, activation="silu"))
     with pytest.raises(InputError, match=r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256"):
-        products.gate_up(values, gate_up, routing, "silu", h.new_empty(4, 96), config, up_scale, x_scale)
+        products.launch(up, routing, config)
 
 
 def test_steps_stay_in_one_block():

@@ -5,6 +5,7 @@ import torch
 
 from minirt.bench import bounds
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import one_token
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.one_token import CASES
@@ -36,8 +37,9 @@ def test_one_token(case, fp8, make, nan, dtype):
         (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
         scales = (up_scale, down_scale)
     inner = nan(k, case["I"], dtype=dtype)
-    one_token.gate_up(x, norm, EPS, logits, gate_up, activation, inner, scales[0])
-    out = one_token.down(inner, logits, down, residual, nan(1, case["H"], dtype=dtype), normalize, scales[1])
+    one_token.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(scales[0], activation=activation)), logits)
+    second = Product(inner, down, nan(1, case["H"], dtype=dtype), None, Epilogue(scales[1], residual=residual))
+    out = one_token.down(second, logits, normalize)
     same = expected(x, norm, residual, logits, gate_up, down, k, normalize, activation, scales)
     wide = [t if t.dtype == torch.float8_e4m3fn else t.double() for t in (x, norm, residual, logits, gate_up, down)]
     truth = expected(*wide, k, normalize, activation, scales)
@@ -72,8 +74,9 @@ def test_every_configuration_gives_the_same(make, nan):
     x, norm, residual, logits, gate_up, down = operands(make, case, torch.float32)
     for block_n, block_k, tiles, blocks in ((4, 32, 1, 1), (8, 64, 2, 3), (16, 128, 9, 2)):
         config = one_token.OneTokenConfig(block_n, 2, block_k, tiles, blocks)
-        inner = one_token.gate_up(x, norm, EPS, logits, gate_up, "silu", nan(2, 40, dtype=torch.float32), config=config)
-        out = one_token.down(inner, logits, down, residual, nan(1, 72, dtype=torch.float32), True, config=config)
+        inner, out = nan(2, 40, dtype=torch.float32), nan(1, 72, dtype=torch.float32)
+        one_token.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(activation="silu")), logits, config)
+        one_token.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, True, config=config)
         truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
         torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
 

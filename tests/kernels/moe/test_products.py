@@ -6,8 +6,10 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import experts_sm90, products
-from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
+from minirt.kernels.moe.dispatch import REGIMES, mixture, mixture_residual
+from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.products import CASES
 from minirt.kernels.moe.route import FEW, route
 
@@ -65,13 +67,24 @@ def test_unused_experts_are_not_read_and_every_row_is_written(T, make, nan):
     h = make(T, H, dtype=torch.float32)
     routing = route(logits, 2, True, products.block_t(T))
     config = products.choose_config(T, 4, True, 80)
-    inner = products.gate_up(h, gate_up, routing, "silu", nan(2 * T, inter, dtype=torch.float32), config)
-    rows = products.down(inner, down, routing, nan(2 * T, H, dtype=torch.float32), config)
+    inner = nan(2 * T, inter, dtype=torch.float32)
+    products.launch(Product(h, gate_up, inner, epilogue=Epilogue(activation="silu")), routing, config)
+    rows = products.launch(Product(inner, down, nan(2 * T, H, dtype=torch.float32)), routing, config)
     out = products.combine(h, rows, routing.weights, nan(T, H, dtype=torch.float32))
     torch.testing.assert_close(out, expected(h, logits, gate_up, down, h, 2, True), rtol=1e-5, atol=1e-5)
     # Rows of `inner` stand in the order of experts: those of expert 2, each token's second, come first.
     gate, up = (h @ gate_up[2].T).chunk(2, -1)
     torch.testing.assert_close(inner[:T], torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 19])
+def test_the_output_may_be_the_residual(T, make):
+    """Catches a residual that is read after it was overwritten."""
+    gate_up, down = weights(make, 6, 40, 24, torch.float32)
+    h, residual, logits = (make(T, n, dtype=torch.float32) for n in (40, 40, 6))
+    other = mixture_residual(h, logits, gate_up, down, residual, 2, True, "silu")
+    assert mixture(Mixture(h, logits, gate_up, down, residual, residual, 2, True, "silu")) is residual
+    assert torch.equal(residual, other)
 
 
 def test_nan_of_an_expert_stays_with_its_tokens(make):

@@ -5,6 +5,7 @@ import torch
 
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import route as module
 from minirt.kernels.moe.route import CASES, gather, most_tiles, route
 from minirt.kernels.norm import rms_norm_quantize
@@ -86,7 +87,7 @@ def test_gather_quantizes_as_the_other_kernels_do(T, H, k, blocks, dtype, make):
     routing = route(make(T, 5, dtype=dtype), k, True, 16)
     token = routing.order.long() // k
     for weight in (None, norm):
-        out, scale = gather(x, routing, True, weight, 1e-6, blocks=blocks)
+        out, scale = gather(x, routing, True, weight if weight is None else Norm(weight, 1e-6), blocks=blocks)
         alone = quantize(x, blocks=blocks) if weight is None else rms_norm_quantize(x, weight, 1e-6, blocks=blocks)
         assert torch.equal(out.view(torch.uint8), alone[0].view(torch.uint8)[token])
         assert torch.equal(scale, alone[1][token])

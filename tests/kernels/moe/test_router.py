@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minirt.kernels import reference
+from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import router
 from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 from minirt.kernels.moe.route import gather, route
@@ -69,7 +70,7 @@ def test_gather_normalizes(quantized, dtype, make):
     T, E, k, H = 9, 5, 2, 72
     x, norm, weight = operands(make, {"T": T, "E": E, "H": H}, dtype)
     routing = route(router_logits(x, norm, EPS, weight), k, True, 8)
-    rows, scale = gather(x, routing, quantized, norm, EPS)
+    rows, scale = gather(x, routing, quantized, Norm(norm, EPS))
     expected = rms_norm(x, norm, EPS)[routing.order.long() // k]
     if not quantized:
         torch.testing.assert_close(rows, expected, rtol=0, atol=0)
@@ -80,18 +81,20 @@ def test_gather_normalizes(quantized, dtype, make):
 
 
 def test_one_token_and_several_agree(make):
-    """A token alone, whose logits the linear layers' kernel computes, and among others."""
+    """A token alone, whose logits the linear layers' kernel computes, and among others. Catches also that no regime takes a
+    token alone whose logits are in parts."""
     E, H, inter, k = 9, 96, 40, 2
     x, norm, weight = operands(make, {"T": 6, "E": E, "H": H}, torch.float32)
     gate_up, down = make(E, 2 * inter, H, dtype=torch.float32, scale=H**-0.5), make(E, H, inter, dtype=torch.float32)
 
-    def run(x):
-        logits = router_logits(x, norm, EPS, weight)
+    def run(x, logits_of=router_logits):
+        logits = logits_of(x, norm, EPS, weight)
         return mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS)
 
     together = run(x)
     for t in (0, 5):
-        torch.testing.assert_close(run(x[t : t + 1])[0], together[t], rtol=1e-4, atol=1e-4)
+        for logits_of in (router_logits, router.router_logits):
+            torch.testing.assert_close(run(x[t : t + 1], logits_of)[0], together[t], rtol=1e-4, atol=1e-4)
 
 
 def test_variants_follow_the_split():

@@ -1,4 +1,4 @@
-"""Linear layers of 1 to 8 tokens with 4-bit weights (layout: `int4`): words go from memory to tensor cores through registers.
+"""Linear layers of 1 to 8 tokens with 4-bit weights (layout: `int4`) for Hopper: words go to tensor cores through registers.
 
 A program computes a few rows for all tokens. Its warps divide K, each has neighbouring chunks of 128 columns, and
 nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
@@ -13,6 +13,7 @@ takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` need
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -23,21 +24,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
-from minirt.kernels.linear.epilogue import activate
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 MAX_TOKENS = 8  # the columns of the MMA
 
 
 @dataclass(frozen=True)
-class Int4SmallConfig:
-    """A launch configuration of `gemm_int4_small`.
+class Int4SmallSm90Config:
+    """A launch configuration of `gemm_int4_small_sm90`.
 
     Args:
         rows: outputs of a program: 16 or 32. A gated program reads two weight rows for each.
-        num_warps: warps of a program, each with its own part of K.
+        num_warps: warps of a program, each with a separate part of K.
         tiles: tiles of each warp in flight.
         chains: sums that the products of a group are added to in turn: 1 or 2.
         registers: the most registers of a thread; None for no limit.
@@ -114,35 +115,49 @@ def first_chunk(warp, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     return warp * (MOST - 1) + gl.minimum(warp, CHUNKS - WARPS * (MOST - 1))
 
 
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in. GROUP: groups have 32 · GROUP columns. SIZE: K, padded. WARPS: that divide K."""
+
+    K: int
+    SIZE: int
+    GROUP: int
+    ROWS: int
+    BLOCK_T: int
+    WARPS: int
+    TILES: int
+    CHAINS: int
+
+
 @gluon.jit
-def _columns(ptrs, k, i: gl.constexpr, j: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
+def _columns(ptrs, k, i: gl.constexpr, j: gl.constexpr, C):
     """Columns of x, or of the norm's weight, for nibble j of tile i. Masked only if they may reach past K."""
-    COUNT: gl.constexpr = (K + 128 * WARPS - 1) // (128 * WARPS)
-    if K % (128 * WARPS) == 0 or i < COUNT - 2:
+    COUNT: gl.constexpr = (C.K + 128 * C.WARPS - 1) // (128 * C.WARPS)
+    if C.K % (128 * C.WARPS) == 0 or i < COUNT - 2:
         return gl.load(ptrs + (128 * i + 32 * j))
     else:
-        return gl.load(ptrs + (128 * i + 32 * j), mask=k + (128 * i + 32 * j) < K, other=0.0)
+        return gl.load(ptrs + (128 * i + 32 * j), mask=k + (128 * i + 32 * j) < C.K, other=0.0)
 
 
 @gluon.jit
-def _tile(weight, scales, stride, wide_warp, warp, i: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+def _tile(weight, scales, stride, wide_warp, warp, i: gl.constexpr, C):
     """Tile i of each warp: (words, the scale words of each of its groups). Zero past the last one of a warp."""
-    CHUNKS: gl.constexpr = (K + 127) // 128
-    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
-    MORE: gl.constexpr = CHUNKS - WARPS * (COUNT - 1)  # warps that have COUNT tiles
-    GROUPS: gl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
-    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
-    if i < COUNT - 1 or MORE == WARPS:
+    CHUNKS: gl.constexpr = (C.K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + C.WARPS - 1) // C.WARPS
+    MORE: gl.constexpr = CHUNKS - C.WARPS * (COUNT - 1)  # warps that have COUNT tiles
+    GROUPS: gl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
+    MOST: gl.constexpr = 4 // C.GROUP  # groups of a chunk
+    if i < COUNT - 1 or MORE == C.WARPS:
         words = gl.load(weight + 32 * i, eviction_policy="evict_first")
     else:
         words = gl.load(weight + 32 * i, mask=wide_warp < MORE, other=0, eviction_policy="evict_first")
     tile = (words,)
     for g in gl.static_range(MOST):
         scale_ptrs = scales + (i * MOST + g) * stride
-        if i < COUNT - 2 or (MORE == WARPS and GROUPS == CHUNKS * MOST):
+        if i < COUNT - 2 or (MORE == C.WARPS and GROUPS == CHUNKS * MOST):
             tile += (gl.load(scale_ptrs),)  # type: ignore[assignment]
         else:
-            group = (first_chunk(warp, CHUNKS, WARPS) + i) * MOST + g
+            group = (first_chunk(warp, CHUNKS, C.WARPS) + i) * MOST + g
             valid = (group < GROUPS) & ((i < COUNT - 1) | (warp < MORE))
             tile += (gl.load(scale_ptrs, mask=valid, other=0),)  # type: ignore[assignment]
     return tile
@@ -187,105 +202,73 @@ def _square_sum(x_ptr, K: gl.constexpr, SIZE: gl.constexpr):
     return gl.sum(x * x, 0)
 
 
-@gluon.jit
-def _finished(acc, inverse_rms, bias_ptr, row, N, first):
-    """Sums over the warps, and the bias."""
-    result = gl.sum(acc, 0) * inverse_rms
-    if bias_ptr is not None:
-        bias = gl.load(bias_ptr + first + gl.minimum(row, N - 1)).to(gl.float32)
-        result += bias[:, None]
-    return result
-
-
 @prepared
 @gluon.jit(do_not_specialize=["T", "N"])
-def _gemm_int4_small_kernel(
-    x_ptr,
-    norm_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    T,
-    N,
-    eps,
-    K: gl.constexpr,
-    SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    WARPS: gl.constexpr,
-    TILES: gl.constexpr,
-    CHAINS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """ROWS columns of out [T, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
+def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, PDL: gl.constexpr):
+    """ROWS columns of out [T, N]. With an activation, the weight has 2N rows: gate, then up."""
     if PDL:
         gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
-    CHUNKS: gl.constexpr = (K + 127) // 128
-    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # tiles of a warp
-    GATED: gl.constexpr = ACTIVATION is not None
+    CHUNKS: gl.constexpr = (C.K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + C.WARPS - 1) // C.WARPS  # tiles of a warp
+    GATED: gl.constexpr = ep.activation is not None
     all_rows = (2 * N if GATED else N).to(gl.int64)
-    n0 = gl.program_id(0) * ROWS
+    n0 = gl.program_id(0) * C.ROWS
     # Rows past the end, and tokens past T, repeat the last one instead of being masked. They are not stored.
-    wide_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
-    row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), N - 1)[None, :, None]
+    wide_warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    row = gl.minimum(n0 + gl.arange(0, C.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), N - 1)[None, :, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
-    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (first_chunk(wide_warp, CHUNKS, WARPS) * 32 + word))
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
-    scale_row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), N - 1)[None, :]
-    scales = scale_ptr + (scale_row + first_chunk(warp, CHUNKS, WARPS) * (4 // GROUP) * all_rows)
+    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (first_chunk(wide_warp, CHUNKS, C.WARPS) * 32 + word))
+    warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+    scale_row = gl.minimum(n0 + gl.arange(0, C.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), N - 1)[None, :]
+    scales = ep.scale + (scale_row + first_chunk(warp, CHUNKS, C.WARPS) * (4 // C.GROUP) * all_rows)
     up = N.to(gl.int64) * (CHUNKS * 32)
     gate_tiles, up_tiles = (), ()
-    for i in gl.static_range(TILES):
-        gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+    for i in gl.static_range(C.TILES):
+        gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i, C),)  # type: ignore[assignment]
         if GATED:
-            up_tiles += (_tile(weight + up, scales + N, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+            up_tiles += (_tile(weight + up, scales + N, all_rows, wide_warp, warp, i, C),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
-    t = gl.minimum(gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))), T - 1)[None, None, :]
-    right_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
-    k = first_chunk(right_warp, CHUNKS, WARPS) * 128
+    t = gl.minimum(gl.arange(0, C.BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))), T - 1)[None, None, :]
+    right_warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
+    k = first_chunk(right_warp, CHUNKS, C.WARPS) * 128
     k += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    x_ptrs = x_ptr + (t.to(gl.int64) * K + k)
-    acc = gl.zeros([WARPS, ROWS, BLOCK_T], gl.float32, SUMS)
+    x_ptrs = x_ptr + (t.to(gl.int64) * C.K + k)
+    acc = gl.zeros([C.WARPS, C.ROWS, C.BLOCK_T], gl.float32, SUMS)
     acc_up = acc
     for i in gl.static_range(COUNT):
         x = ()
         for j in gl.static_range(4):
-            columns = _columns(x_ptrs, k, i, j, K, WARPS)
-            if norm_ptr is not None:
-                weights, _ = gl.broadcast(_columns(norm_ptr + k, k, i, j, K, WARPS), columns)
+            columns = _columns(x_ptrs, k, i, j, C)
+            if norm is not None:
+                weights, _ = gl.broadcast(_columns(norm.weight + k, k, i, j, C), columns)
                 columns = times(columns, weights)
             x += (columns,)  # type: ignore[assignment]
-        acc = multiply(gate_tiles[i], x, acc, GROUP, CHAINS)
-        if i + TILES < COUNT:
-            gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),)  # type: ignore[assignment]
+        acc = multiply(gate_tiles[i], x, acc, C.GROUP, C.CHAINS)
+        if i + C.TILES < COUNT:
+            gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i + C.TILES, C),)  # type: ignore[assignment]
         if GATED:
-            acc_up = multiply(up_tiles[i], x, acc_up, GROUP, CHAINS)
-            if i + TILES < COUNT:
+            acc_up = multiply(up_tiles[i], x, acc_up, C.GROUP, C.CHAINS)
+            if i + C.TILES < COUNT:
                 up_tiles += (  # type: ignore[assignment]
-                    _tile(weight + up, scales + N, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),
+                    _tile(weight + up, scales + N, all_rows, wide_warp, warp, i + C.TILES, C),
                 )
     inverse_rms = 1.0
-    if norm_ptr is not None:
+    if norm is not None:
         # The root mean square divides the finished sums. x is in L1 by now.
-        inverse_rms = gl.rsqrt(_square_sum(x_ptr, K, SIZE) / K + eps)
+        inverse_rms = gl.rsqrt(_square_sum(x_ptr, C.K, C.SIZE) / C.K + norm.eps)
     ENDS: gl.constexpr = gl.SliceLayout(0, SUMS)
-    n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, ENDS))
-    result = _finished(acc, inverse_rms, bias_ptr, n, N, 0)
-    if GATED:
-        result = activate(result, ACTIVATION) * _finished(acc_up, inverse_rms, bias_ptr, n, N, N)
-    token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ENDS))[None, :]
-    at = token.to(gl.int64) * N + n[:, None]
-    stored = (n[:, None] < N) & (token < T)
-    if residual_ptr is not None:
-        result += gl.load(residual_ptr + at, mask=stored, other=0.0).to(gl.float32)
+    n = n0 + gl.arange(0, C.ROWS, gl.SliceLayout(1, ENDS))[:, None]
+    token = gl.arange(0, C.BLOCK_T, gl.SliceLayout(0, ENDS))[None, :]
+    at = token.to(gl.int64) * N + n
+    stored = (n < N) & (token < T)
+    result = gl.sum(acc, 0) * inverse_rms
+    result_up = gl.sum(acc_up, 0) * inverse_rms if GATED else result
+    rows = load_rows(ep, n, n < N, N, False)
+    result = finish(result, result_up, rows, (), load_residual(ep, at, stored), ep)
     gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -294,39 +277,38 @@ def accepts(product: Product) -> bool:
     return product.weight.dtype == torch.int16 and product.x.element_size() == 2
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallConfig:
+def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallSm90Config:
     """From sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
     chunks, gated = cdiv(facts.K, INT4_CHUNK), facts.gated
     if chunks >= 64:
-        return Int4SmallConfig(16, 8, 4, 128)
+        return Int4SmallSm90Config(16, 8, 4, 128)
     # Three programs of a gated product share the registers of an SM.
-    return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7, 168 if gated else None)
+    return Int4SmallSm90Config(16, min(4, next_power_of_2(chunks)), 4 if gated else 7, 168 if gated else None)
 
 
-def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4SmallConfig]:
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4SmallSm90Config]:
     """Configurations around the rule's."""
     c = rule(facts, gpu)
     return [
-        Int4SmallConfig(16, warps, tiles, registers, chains)
+        Int4SmallSm90Config(16, warps, tiles, registers, chains)
         for warps in around(c.num_warps, 8) for tiles in (2, 4, 7) for registers in {None, 128, c.registers} for chains in (1, 2)
     ]
 
 
-def gemm_int4_small(product: Product, config: Int4SmallConfig | None = None) -> None:
-    """Write the output of a product of 1 to 8 tokens. With one token,"""
-    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
-    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
-    norm_weight, eps = norm or (None, 0.0)
-    T, N, K = product.shape
-    if scale is None:
+def gemm_int4_small_sm90(product: Product, config: Int4SmallSm90Config | None = None) -> None:
+    """Write the output of a product of 1 to 8 tokens."""
+    x, ep, (T, N, K) = product.x, product.epilogue, product.shape
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
     c = config or FAMILY.lookup(x.device, product.facts(T))
-    _gemm_int4_small_kernel[(cdiv(N, c.rows),)](
-        x, norm_weight, weight, scale, bias, residual, out, T, N, eps, K=K, SIZE=max(32 * c.num_warps, next_power_of_2(K)),
-        GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=MAX_TOKENS, WARPS=c.num_warps,
-        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), CHAINS=c.chains, maxnreg=c.registers,
+    constants = _Constants(
+        K, max(32 * c.num_warps, next_power_of_2(K)), int4_group(K, ep.scale.shape[0]) // 32, c.rows, MAX_TOKENS, c.num_warps,
+        min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), c.chains,
+    )  # fmt: skip
+    _gemm_int4_small_sm90_kernel[(cdiv(N, c.rows),)](
+        x, product.norm, product.weight, ep, product.out, T, N, C=constants, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 
 
-FAMILY = Family("gemm_int4_small", Int4SmallConfig, (__file__,), ("N", "K", "gated"), rule, candidates)
+FAMILY = Family("gemm_int4_small_sm90", Int4SmallSm90Config, (__file__,), ("N", "K", "gated"), rule, candidates)

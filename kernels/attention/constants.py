@@ -1,0 +1,33 @@
+"""`Constants`: what a launch of an attention kernel compiles in."""
+
+from typing import NamedTuple
+
+from minirt.kernels.attention.operands import AttentionInput
+from minirt.kernels.prepared import compile_time
+
+
+@compile_time
+class Constants(NamedTuple):
+    """Sizes of heads and pages, and those of the following that a kernel needs; 0: it does not.
+
+    Args:
+        BLOCK_M: rows of a tile: tokens, heads of a token, or both. BLOCK_N: tokens of K and V in a step.
+        BLOCK_B: sequences that are searched at once.
+        SPLIT: tokens of a KV split of decode attention.
+        SHORTEST, PARTIAL: `shortest` and `partial` of an `AttentionInput`.
+    """
+
+    NQ: int
+    NKV: int
+    D: int
+    PAGE_SIZE: int
+    BLOCK_M: int = 0
+    BLOCK_N: int = 0
+    BLOCK_B: int = 0
+    SPLIT: int = 0
+    SHORTEST: int = 0
+    PARTIAL: int = 0
+
+    @classmethod
+    def of(cls, a: AttentionInput, **more: int) -> "Constants":
+        return cls(*a.head_shape, a.pages.page_size, **more)

@@ -1,0 +1,63 @@
+"""`Mixture`: the operands of a mixture of experts. Its two products are `Product`s, whose weights are those of all experts."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minirt.kernels.linear.product import Epilogue, Norm, Product
+from minirt.kernels.moe.router import LogitParts
+
+
+class Mixture(NamedTuple):
+    """out = residual + Σ_j w_j · expert_j(norm(h)) + sigmoid(shared_gate) · shared, over a token's `top_k` experts j.
+
+    Attributes:
+        h: [T, H]. residual, out: [T, H]; they may be the same tensor.
+        logits: [T, E], of the router, or their parts (`dispatch.router_logits`).
+        gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn.
+        top_k, normalize: experts of a token, and whether to divide their weights by the sum.
+        activation: "silu", "gelu" or "gelu_tanh".
+        norm: of h. None: h is normalized.
+        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
+            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128.
+        shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
+        pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
+    """
+
+    h: Tensor
+    logits: Tensor | LogitParts
+    gate_up: Tensor
+    down: Tensor
+    residual: Tensor
+    out: Tensor
+    top_k: int
+    normalize: bool
+    activation: str
+    norm: Norm | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    shared: Tensor | None = None
+    shared_gate: Tensor | None = None
+    pdl: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(T, H, I)."""
+        return *self.h.shape, self.down.shape[2]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the experts are FP8."""
+        return self.gate_up_scale is not None
+
+    @property
+    def blocks(self) -> bool:
+        """Whether FP8 experts have scales of blocks."""
+        return self.gate_up_scale is not None and self.gate_up_scale.ndim == 3
+
+    def first_product(self, x: Tensor, out: Tensor, norm: Norm | None = None, x_scale: Tensor | None = None) -> Product:
+        """act(gate) · up of the rows of x."""
+        return Product(x, self.gate_up, out, norm, Epilogue(self.gate_up_scale, x_scale, None, self.activation), pdl=self.pdl)
+
+    def second_product(self, x: Tensor, out: Tensor, x_scale: Tensor | None = None, residual: Tensor | None = None) -> Product:
+        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, residual=residual), pdl=self.pdl)
