@@ -216,10 +216,10 @@ def test_a_kernel_without_triton_says_what_to_install():
         "import sys; sys.meta_path.insert(0, type('', (), {'find_spec': lambda self, name, *_: "
         "(_ for _ in ()).throw(ModuleNotFoundError(name, name=name)) if name in ('triton', 'numpy') else None})())\n"
     )
-    kernel = script + "from minirt.kernels import reference\nfrom minirt.kernels import gemm"
+    kernel = script + "from minirt.kernels import reference\nfrom minirt.kernels import norm_linear"
     out = subprocess.run([sys.executable, "-P", "-c", kernel], capture_output=True, text=True)
     assert out.returncode == 1
-    assert "minirt.kernels.gemm is a Triton kernel, and triton is missing: pip install triton" in out.stderr
+    assert "minirt.kernels.norm_linear is a Triton kernel, and triton is missing: pip install triton" in out.stderr
     example = (
         "import importlib.util, runpy; found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *_: None if name == 'triton' else found(name)\n"

@@ -650,7 +650,7 @@ def _usable(c: GemmSm90Config, facts: ProductFacts) -> bool:
 def accepts(product: Product) -> bool:
     """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output.
 
-    And whether blocks with a scale have enough rows.
+    And whether blocks with a scale have enough rows, and no residual is added to act(gate) · up.
     """
     x, residual, out = product.x, product.epilogue.residual, product.out
     if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
@@ -658,7 +658,7 @@ def accepts(product: Product) -> bool:
     (_, N, K), itemsize, out_itemsize = product.shape, x.element_size(), out.element_size()
     addresses = x.data_ptr() | product.weight.data_ptr() | out.data_ptr()
     if residual is not None:
-        if residual.dtype != out.dtype or out_itemsize != 2:
+        if product.gated or residual.dtype != out.dtype or out_itemsize != 2:
             return False
         addresses |= residual.data_ptr()
     return itemsize <= 2 and (addresses | K * itemsize | N * out_itemsize) % 16 == 0

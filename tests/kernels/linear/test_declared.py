@@ -64,6 +64,23 @@ def test_what_a_kernel_gets_is_within_its_limits(stored, capability):
     assert not BY_NAME["gemm_sm90"].accepts(meta(128, 4608, 3584, "fp32"))
 
 
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_residual_is_dropped(stored, capability):
+    """Catches that `gemm_sm90` gets a product with an activation and a residual: it adds a residual only to plain sums."""
+    for T in TOKENS:
+        product = meta(T, 2 * 18944, 3584, stored)
+        residual = torch.empty(T, 18944, dtype=product.out.dtype, device="meta")
+        gated = product._replace(out=torch.empty_like(residual), epilogue=product.epilogue._replace(activation="silu"))
+        both = gated._replace(epilogue=gated.epilogue._replace(residual=residual))
+        found = covering(REGIMES, T, capability)
+        chosen = next(regime for regime in found if regime.accepts(both))
+        assert chosen.kernel != "gemm_sm90"
+        assert stored in chosen.limits.formats
+        if capability == 90 and T >= 65 and stored in ("fp16", "fp8", "fp8_blocks"):  # only the residual is refused
+            assert next(regime for regime in found if regime.accepts(gated)).kernel == "gemm_sm90"
+
+
 def test_the_norm_and_row_maxima_are_declared():
     """With one token, no kernel before the product normalizes x; with more, one does."""
     for regime in REGIMES:
