@@ -280,8 +280,8 @@ def _origin_of(record: Result, page: str) -> str:
         f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
         f"unless the row says another.\n\n"
         f"These runs stored no correctness check, no measured limit of the card and no single repeats. Correctness is tested "
-        f"separately: the test suite compares kernels and layers with references. On another day and another card, `minirt bench "
-        f"decode` compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
+        f"separately: the test suite compares kernels and layers with references, and on another day, on another card, "
+        f"`minirt bench decode` compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
     )
 
 
