@@ -12,6 +12,7 @@ import click
 from minirt.cli.options import (
     debug_option,
     load_options,
+    model_argument,
     named_by_option,
     open_model,
     prefix_cache_option,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@model_argument
 @load_options
 @prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")

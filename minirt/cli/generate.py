@@ -78,7 +78,7 @@ def generate(
             raise click.UsageError(_NO_PROMPT)
         prompts = (piped,)
     prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
-    texts = [*prompts, *(read_text(name) for name in files)]
+    texts = [*prompts, *(read_text(name, "--prompt-file") for name in files)]
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
         raise click.UsageError(_NO_PROMPT)

@@ -53,7 +53,7 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
     """
     from minirt.cli.request_file import read_prompt_lines
 
-    requests = read_prompt_lines(read_file(name), shown_name(name), sampling_params(options))
+    requests = read_prompt_lines(read_file(name, "--prompts"), shown_name(name), sampling_params(options))
     for request in requests if not printing.as_json else ():
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(request.params, key) is not None:

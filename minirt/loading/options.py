@@ -4,12 +4,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minirt import models
 from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.foreign_names import check_names
 from minirt.layers import Layer
 from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
@@ -32,8 +34,8 @@ class LoadOptions:
             the embedding keep the dtype. For a checkpoint that is quantized already: None.
         quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-        kv_cache_memory: bytes for KV pages. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a
-            quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
+        kv_cache_memory: memory for KV pages, in bytes or as text: "4GiB". None: what `gpu_memory_utilization` leaves beside
+            weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
         gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
             together. None: 0.9.
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
@@ -70,7 +72,7 @@ class LoadOptions:
     quantization: str | None = None
     quantize_head: bool | None = None
     kv_cache_dtype: str = "auto"
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -84,6 +86,10 @@ class LoadOptions:
     layers: Callable[[ModelConfig], list[Layer]] | None = None
     warmup: bool = True
     cuda_graphs: bool = True
+
+    def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
