@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, overload
 

@@ -8,7 +8,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -95,8 +95,12 @@ class Processor:
         if _is_array(prompt):
             return _array_tokens(prompt)
         if not isinstance(prompt, str):
-            found = type(prompt).__name__
-            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
+            found, hint = type(prompt).__name__, None
+            if isinstance(prompt, Mapping):
+                names = [f"its {name!r}" for name in ("prompt", "prompt_token_ids") if name in prompt]
+                hint = f"give {names[0]} instead" if names else "chat takes conversations"
+            expected = "a text, or a list, tuple or array of token ids"
+            raise InputError("not a prompt", expected=expected, found=found, hint=hint)
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self.text().encode(prompt, max_tokens)

@@ -6,7 +6,7 @@ This module is light: heavy imports wait until a command needs them.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -415,10 +415,26 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
 
 
 @contextmanager
-def open_model(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
-    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files."""
+def open_model(
+    options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False
+) -> Iterator["Generator"]:
+    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files.
+
+    `prompts`, `chat`: what the model is for. It is not loaded if it has no tokenizer for this.
+    """
     warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
-    with open_generator(to_load_options(options, model_name(options, quiet)), quiet) as generator:
+    name = model_name(options, quiet)
+    load = to_load_options(options, name)
+    if load.random_weights:
+        from minirt.loading.load import find
+
+        if find(name, load.revision, need_weights=False).files is None:  # a preset without its files
+            if chat:
+                hint = f"with --random-weights, {name} is not downloaded"
+                raise TokenizerError("the model has no tokenizer for a conversation", where=name, hint=hint)
+            for text in (*prompts, *(text for _, text in warm)):
+                token_ids(name, text)
+    with open_generator(load, quiet) as generator:
         for name, text in warm:
             with inside(shown_name(name)):
                 kept = generator.warm_prompt(encode_prompt(generator, text, chat=False))
@@ -451,15 +467,15 @@ def encode_prompt(
         return generator.encode_chat([*before, {"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
         return generator.encode(text, most)
-    return token_ids(generator, text)
+    return token_ids(generator.name, text)
 
 
-def token_ids(generator: "Generator", text: str) -> list[int]:
+def token_ids(model: str, text: str) -> list[int]:
     """"1 2 3" → [1, 2, 3], for a model without a tokenizer."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
-            "the model has no tokenizer, so a prompt must be token ids", where=generator.name,
+            "the model has no tokenizer, so a prompt must be token ids", where=model,
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]

@@ -17,6 +17,11 @@ from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
 
+_DTYPE_NAMES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
+}  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
@@ -35,7 +40,7 @@ class LoadOptions:
         quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
         kv_cache_memory: memory for KV pages, in bytes or as text: "4GiB". None: what `gpu_memory_utilization` leaves beside
-            weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
+            weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` full sequences need.
         gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
             together. None: 0.9.
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
@@ -122,14 +127,21 @@ def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.d
     if dtype == "auto":
         return known[config.dtype] if device.type == "cuda" else torch.float32
     if dtype not in known:
-        raise ConfigError("unknown dtype", where="--dtype", expected=f"auto, {', '.join(known)}", found=dtype)
+        raise _unknown_dtype(dtype, "--dtype", ("auto", *known))
     return known[dtype]
+
+
+def _unknown_dtype(dtype: object, where: str, known: Sequence[str]) -> ConfigError:
+    """The error for a dtype that is not known by this name, with the name that it has here."""
+    own = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    hint = f"did you mean {own}?" if own in known else None
+    return ConfigError("unknown dtype", where=where, expected=", ".join(known), found=dtype, hint=hint)
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
     """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
     if dtype not in ("auto", "fp8"):
-        raise ConfigError("unknown dtype", where="--kv-cache-dtype", expected="auto or fp8", found=dtype)
+        raise _unknown_dtype(dtype, "--kv-cache-dtype", ("auto", "fp8"))
     return FP8 if dtype == "fp8" else model
 
 
