@@ -228,3 +228,7 @@ def test_a_kernel_without_triton_says_what_to_install():
     out = subprocess.run([sys.executable, "-P", "-c", example], capture_output=True, text=True)
     assert (out.returncode, out.stdout) == (1, "")
     assert out.stderr == "this example runs a Triton kernel, and triton is missing: pip install triton\n"
+    both = example.replace("name == 'triton'", "name in ('triton', 'numpy')")
+    out = subprocess.run([sys.executable, "-P", "-c", f"import torch; torch.cuda.is_available = lambda: False; {both}"],
+                         capture_output=True, text=True)  # fmt: skip
+    assert out.stderr.endswith("triton and numpy are missing: pip install triton numpy\n")

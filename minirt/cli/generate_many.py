@@ -15,6 +15,7 @@ from minirt.cli.output import (
     not_applied,
     note,
     note_template,
+    warn_incomplete,
     write,
 )
 from minirt.cli.process import finishing

@@ -135,7 +135,8 @@ def _unknown_dtype(dtype: object, where: str, known: Sequence[str]) -> ConfigErr
     """The error for a dtype that is not known by this name, with the name that it has here."""
     own = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
     hint = f"did you mean {own}?" if own in known else None
-    return ConfigError("unknown dtype", where=where, expected=", ".join(known), found=dtype, hint=hint)
+    expected = f"{', '.join(known[:-1])} or {known[-1]}"
+    return ConfigError("unknown dtype", where=where, expected=expected, found=dtype, hint=hint)
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
