@@ -415,8 +415,8 @@ def _one(params: Any) -> SamplingParams | None:
 def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """The prompts, and as many SamplingParams."""
     if not isinstance(prompts, list | tuple):
-        found, hint = type(prompts).__name__, _instead(prompts)
-        raise InputError("not a prompt, or a list of prompts", where="prompts", found=found, hint=hint)
+        kind, hint = type(prompts).__name__, _instead(prompts)
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=kind, hint=hint)
     if isinstance(params, SamplingParams) or params is None:
         params = [params] * len(prompts)
     if not isinstance(params, list | tuple) or len(params) != len(prompts):

@@ -27,7 +27,7 @@ def parse_count(text: str) -> int:
     Raises:
         InputError: not a number of tokens.
     """
-    match = re.fullmatch(r"([+-]?[0-9]{1,18}|[0-9]{1,9}(?:\.[0-9]{1,9})?(?=[kKmM]))([kKmM]?)", text.strip())
+    match = re.fullmatch(r"([+-]?[0-9]{1,40}|[0-9]{1,9}(?:\.[0-9]{1,9})?(?=[kKmM]))([kKmM]?)", text.strip())
     if not match:
         raise InputError(f"{text!r} is not a number of tokens; examples are 32768 and 32k (32,000; 32K is 32,768)")
     factor = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]

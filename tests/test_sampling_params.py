@@ -33,7 +33,7 @@ def test_arguments_that_do_not_exist(name: str, words: str) -> None:
     """A bare TypeError did not say what to use instead."""
     with pytest.raises(InputError, match=f"SamplingParams: no such argument.*found {name}.*{words}"):
         SamplingParams(**{name: 1})
-    with pytest.raises(InputError, match="StructuredOutputsParams: no such argument.*did you mean regex"):
+    with pytest.raises(InputError, match=r"StructuredOutputsParams: no such argument.*did you mean regex"):
         StructuredOutputsParams(regexp="a")
     params = SamplingParams(n=2, top_k=5)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params, n=2) == params

@@ -195,7 +195,7 @@ def test_cuda_without_a_gpu(run, folder):
 def test_out_of_memory(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
-    result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
+    result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "1 2")
     refused(result, "271.15GiB", "20GiB free", "smaller model")
     pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
     refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")
