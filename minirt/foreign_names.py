@@ -86,7 +86,7 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "tokenizer": "not supported: the tokenizer is that of the model's folder",
 }
 _SHORT = {
-    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size", "-q": "quantization",
+    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
     "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
     "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
     "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft",
