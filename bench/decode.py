@@ -13,7 +13,7 @@ from typing import Any
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
-from minirt.bench.measure import Clock, check_room, random_prompts, timed_run
+from minirt.bench.measure import Clock, announce, check_room, random_prompts, silent, timed_run
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
@@ -40,12 +40,17 @@ def prefill_steps(batch_size: int, context_len: int, max_num_batched_tokens: int
     return -(-batch_size * context_len // (max_num_batched_tokens - (batch_size - 1)))
 
 
-def check(generator: Generator, batch_sizes: Sequence[int], context_lens: Sequence[int]) -> None:
+def check(generator: Generator, batch_sizes: Sequence[int], context_lens: Sequence[int], count: int = STEPS) -> None:
     """Refuse batch sizes and contexts that cannot be measured; see `check_room` for the errors."""
     for batch_size in batch_sizes:
         for context_len in context_lens:
             first = prefill_steps(batch_size, context_len, generator.max_num_batched_tokens)
-            check_room(generator, batch_size, context_len + first + STEPS)
+            check_room(generator, batch_size, context_len + first + count)
+
+
+def test_name(batch_size: int, context_len: int, count: int) -> str:
+    """Return the name of a measurement, in the style of llama-bench."""
+    return f"tg{count} b{batch_size} @ d{context_len}"
 
 
 def step_times(
@@ -57,6 +62,7 @@ def step_times(
     sampling: dict[str, Any],
     seed: int = 0,
     count: int = STEPS,
+    progress: Callable[[str], None] = silent,
     clock: Clock = time.perf_counter,
 ) -> tuple[list[float], list[float], int]:
     """Measure a decode step of the whole batch, after one run that is not counted.
@@ -80,7 +86,8 @@ def step_times(
         seconds, completions = timed_run(generator, prompts, [params] * batch_size, clock)
         return seconds, max(completion.time_to_first_token_s for completion in completions)
 
-    run(first + count)
+    whole, prompts_alone = run(first + count)
+    announce(progress, test_name(batch_size, context_len, count), whole + prompts_alone, repeats)
     steps, first_tokens = [], []
     for _ in range(repeats):
         short, first_token = run(first)
@@ -122,8 +129,9 @@ def run(
     for context_len in context_lens:
         for batch_size in batch_sizes:
             steps, first_tokens, first = step_times(
-                generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, count=count, clock=clock
-            )
+                generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, count=count,
+                progress=progress, clock=clock,
+            )  # fmt: skip
             seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
             use = in_decode(generator, batch_size, context_len, seed)
@@ -135,7 +143,7 @@ def run(
             limit = weights + kv / ceiling.bytes_per_s
             results.append(
                 {
-                    "test": f"tg{count} b{batch_size} @ d{context_len}",
+                    "test": test_name(batch_size, context_len, count),
                     "batch_size": batch_size,
                     "context_len": context_len,
                     "tokens_before": first,

@@ -3,9 +3,10 @@
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
-from minirt.bench.measure import Clock, random_prompts, timed_run
+from minirt.bench.measure import Clock, announce, random_prompts, silent, timed_run
 from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
 from minirt.generator import Generator
@@ -23,6 +24,7 @@ def run(
     repeats: int,
     sampling: dict[str, Any],
     seed: int,
+    progress: Callable[[str], None] = silent,
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Measure one batch.
@@ -33,16 +35,19 @@ def run(
     rng = random.Random(seed)
     params = [SamplingParams(max_tokens=output_len, ignore_eos=True, repetition_penalty=1.0, **sampling)] * batch_size
     times, first_tokens = [], []
-    for _ in range(repeats + 1):
+    test = f"latency b{batch_size} in{input_len} out{output_len}"
+    for i in range(repeats + 1):
         prompts = random_prompts(rng, [input_len] * batch_size, generator.config.vocab_size)
         seconds, completions = timed_run(generator, prompts, params, clock)
+        if i == 0:
+            announce(progress, test, seconds, repeats)
         times.append(seconds)
         first_tokens.append(max(completion.time_to_first_token_s for completion in completions))
     times, first_tokens = times[1:], first_tokens[1:]
     mean = statistics.fmean(times)
     return [
         {
-            "test": f"latency b{batch_size} in{input_len} out{output_len}",
+            "test": test,
             "batch_size": batch_size,
             "input_len": input_len,
             "output_len": output_len,

@@ -15,12 +15,23 @@ from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size
 
 Clock = Callable[[], float]  # returns seconds, like time.perf_counter
+_LONG = 10.0  # seconds after which a user wants to know how long it takes
 _SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms
 
 
 def random_prompts(rng: random.Random, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     """Return a prompt of uniformly random token ids for each length. Each call draws new ids, so runs share no prefix."""
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def silent(text: str) -> None:
+    """A `progress` that shows nothing."""
+
+
+def announce(progress: Callable[[str], None], test: str, seconds: float, runs: int) -> None:
+    """After a run that is not counted: how long those that follow take, if that is long."""
+    if seconds * runs >= _LONG:
+        progress(f"{test}: about {seconds * runs:,.0f} s for {runs} more runs")
 
 
 def timed_run(

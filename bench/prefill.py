@@ -13,7 +13,7 @@ from typing import Any
 from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.experts import expected, in_prompt
 from minirt.bench.flops import prompt_flops
-from minirt.bench.measure import Clock, check_room, check_rooms, random_prompts, timed_run
+from minirt.bench.measure import Clock, announce, check_room, check_rooms, random_prompts, silent, timed_run
 from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError
@@ -69,7 +69,9 @@ def run(
     params = [SamplingParams(max_tokens=1, ignore_eos=True, repetition_penalty=1.0, **sampling)]
     for length in input_lens:
         prompts = [random_prompts(rng, [length], generator.config.vocab_size) for _ in range(repeats + 2)]
-        times = [timed_run(generator, prompt, params, clock)[0] for prompt in prompts][2:]
+        first = timed_run(generator, prompts[0], params, clock)[0]
+        announce(progress, f"pp{length}", first, repeats + 1)
+        times = [timed_run(generator, prompt, params, clock)[0] for prompt in prompts[1:]][1:]
         flops, use = prompt_flops(generator.config, length), in_prompt(generator, length, seed)
         rate = flops / statistics.median(times)
         results.append(
@@ -98,6 +100,7 @@ def beside(
     repeats: int,
     sampling: dict[str, Any],
     seed: int,
+    progress: Callable[[str], None] = silent,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Measure how LONG_PROMPTS prompts of `input_len` tokens slow down `count` requests that decode meanwhile.
@@ -117,8 +120,9 @@ def beside(
     params += [SamplingParams(max_tokens=1, **shared)] * LONG_PROMPTS
     for i in range(repeats + 1):
         prompts = random_prompts(rng, [_CONTEXT] * count + [input_len] * LONG_PROMPTS, generator.config.vocab_size)
-        _, completions = timed_run(generator, prompts, params, clock)
+        seconds, completions = timed_run(generator, prompts, params, clock)
         if i == 0:
+            announce(progress, f"pp{input_len} beside {count}", seconds, repeats)
             continue
         began = max(completion.token_times_s[0] for completion in completions[:count])
         own = [completion.token_times_s[0] for completion in completions[count:]]

@@ -63,7 +63,9 @@ class Report:
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
         if any(row.get("experts") for row in self.results):
             columns += _EXPERT_COLUMNS
-        return "\n".join([*lines, *table(columns, [shared | row for row in self.results], left=5)]) + "\n"
+        above = any((row.get(name) or 0) > 1 for row in self.results for name in _MEASURED_SHARES)
+        notes = ["", _CEILING_TOO_LOW] if above else []
+        return "\n".join([*lines, *table(columns, [shared | row for row in self.results], left=5), *notes]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:
@@ -196,6 +198,18 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str 
     return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
 
 
+# Shares of what this run measured as the most that the machine can do.
+_MEASURED_SHARES = ("share_of_read_ceiling", "share_of_limit", "share_of_matmul_ceiling")
+_CEILING_TOO_LOW = (
+    "A share above 100 % is shown as -: the ceiling was measured too low (is the machine busy?), or the weights fit in a cache."
+)
+
+
+def _share(value: float | None) -> str:
+    """A share of a measured ceiling; "-" above 100 %, where it says nothing."""
+    return _number(value if value is None or value <= 1 else None, 100, 1, " %")
+
+
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -231,9 +245,9 @@ _COLUMNS: dict[str, list[Column]] = {
         ("CUDA graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
         ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"], 1e-9, 3)),
         ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
-        ("of bandwidth", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),
+        ("of bandwidth", lambda r: _share(r["share_of_read_ceiling"])),
         ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
-        ("of the limit", lambda r: _number(r["share_of_limit"], 100, 1, " %")),
+        ("of the limit", lambda r: _share(r["share_of_limit"])),
         *_FIRST_AND_PEAK,
     ],
     "prefill": [
@@ -241,7 +255,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("first token ms", lambda r: _spread(r["time_to_first_token_s"], 1e3, 3)),
         ("min ms", lambda r: _number(r["time_to_first_token_s"]["min"], 1e3, 3)),
         ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1)),
-        ("of the product rate", lambda r: _number(r["share_of_matmul_ceiling"], 100, 1, " %")),
+        ("of the product rate", lambda r: _share(r["share_of_matmul_ceiling"])),
         ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
         ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],

@@ -3,10 +3,10 @@
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from minirt.bench.measure import Clock, random_prompts, timed_run
+from minirt.bench.measure import Clock, announce, random_prompts, silent, timed_run
 from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
 from minirt.generator import Generator
@@ -23,6 +23,7 @@ def run(
     repeats: int,
     sampling: dict[str, Any],
     seed: int,
+    progress: Callable[[str], None] = silent,
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Measure all prompts at once.
@@ -40,17 +41,20 @@ def run(
     params = [SamplingParams(max_tokens=length, ignore_eos=True, repetition_penalty=1.0, **sampling) for length in outputs]
     times: list[float] = []
     counted: list[Completion] = []
+    test = f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}"
     for i in range(repeats + 1):
         prompts = random_prompts(rng, inputs, generator.config.vocab_size)
         seconds, completions = timed_run(generator, prompts, params, clock)
-        if i > 0:
+        if i == 0:
+            announce(progress, test, seconds, repeats)
+        else:
             times.append(seconds)
             counted += completions
     median = statistics.median(times)
     rates = [completion.decode_tokens_per_s for completion in counted if completion.decode_tokens_per_s > 0]
     return [
         {
-            "test": f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}",
+            "test": test,
             "num_prompts": num_prompts,
             "input_tokens": sum(inputs),
             "output_tokens": sum(outputs),

@@ -13,7 +13,8 @@ import torch
 
 needed = ("triton",) if torch.cuda.is_available() else ("triton", "numpy")
 if missing := [name for name in needed if find_spec(name) is None]:
-    sys.exit(f"this example runs a Triton kernel, and {' and '.join(missing)} is missing: pip install {' '.join(missing)}")
+    are = "is" if len(missing) == 1 else "are"
+    sys.exit(f"this example runs a Triton kernel, and {' and '.join(missing)} {are} missing: pip install {' '.join(missing)}")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, so before the first kernel
 

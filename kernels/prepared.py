@@ -370,7 +370,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
         launcher.launch = record
     launcher(*places, compiled.function, compiled.packed_metadata, None, None, None, *given)
     (call,) = calls
-    nested = isinstance(call[-1], tuple | list) and len(call[-1]) >= len(given)
+    nested = isinstance(call[-1], tuple | list) and call[-1] is not given[-1]  # not a record that is the last argument
     values, maps, at = list(call[-1] if nested else call[4:]), list[tuple[Any, ...]](), 0
     wanted = len(given) + sum(2 * len(g.shape) for g, own in zip(given, descriptors, strict=True) if own)
     values = values[len(values) - wanted :]

@@ -53,6 +53,10 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        from minirt.foreign_names import python_hint
+
+        if (hint := python_hint(name)) is not None and name[:1].isupper():  # `from minirt import LLM`
+            raise ImportError(f"minirt has no {name} ({hint})", name=__name__)
         raise AttributeError(f"module 'minirt' has no attribute {name!r}")
     from minirt.threads import limit_spinning
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,6 +22,7 @@ from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
+from minirt.foreign_names import check_names
 from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
@@ -62,7 +62,7 @@ class Generator:
         name: str = "model",
         generation_config: dict | None = None,
         eos_token_ids: Sequence[int] = (),
-        kv_cache_memory: int | None = None,
+        kv_cache_memory: int | str | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -131,7 +131,7 @@ class Generator:
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
-        _check_options(options)
+        check_names(options, [own.name for own in fields(LoadOptions)], "from_pretrained", ConfigError)
         if progress is not None and not callable(progress):
             expected, found = "a function of three arguments", repr(progress)[:80]
             raise InputError("not a function", where="progress", expected=expected, found=found)
@@ -451,17 +451,6 @@ class Generator:
 def _hold(call: Call) -> int:
     """How many outputs may wait for others if the caller needs only those of requests that have ended."""
     return min(max(_HELD_STEPS * len(call.requests), _LEAST_HELD), _MOST_HELD)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse names that are no fields of `LoadOptions`, with the most similar ones."""
-    known = [own.name for own in fields(LoadOptions)]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else "minirt.LoadOptions describes them"
-            expected = f"one of {', '.join(known)}"
-            raise ConfigError("unknown option", where="from_pretrained", expected=expected, found=name, hint=hint)
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -95,8 +95,8 @@ class Processor:
         if _is_array(prompt):
             return _array_tokens(prompt)
         if not isinstance(prompt, str):
-            found = type(prompt).__name__
-            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
+            found, expected = type(prompt).__name__, "a text, or a list, tuple or array of token ids"
+            raise InputError("not a prompt", expected=expected, found=found, hint=_instead(prompt))
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self.text().encode(prompt, max_tokens)
@@ -381,6 +381,14 @@ def is_single(prompts: Any) -> bool:
     return bool(types) and types.isdisjoint((str, list, tuple)) and all(issubclass(t, Integral | float) for t in types)
 
 
+def _instead(prompt: Any) -> str | None:
+    """What to give in place of one of vLLM's dicts, such as {"prompt": "Once"}."""
+    if not isinstance(prompt, Mapping):
+        return None
+    names = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+    return f"give the value of {names[0]!r} instead" if names else "for a conversation, use chat"
+
+
 def _is_array(value: Any) -> TypeGuard[TokenArray]:
     """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
     return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
@@ -407,7 +415,8 @@ def _one(params: Any) -> SamplingParams | None:
 def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """The prompts, and as many SamplingParams."""
     if not isinstance(prompts, list | tuple):
-        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
+        kind, hint = type(prompts).__name__, _instead(prompts)
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=kind, hint=hint)
     if isinstance(params, SamplingParams) or params is None:
         params = [params] * len(prompts)
     if not isinstance(params, list | tuple) or len(params) != len(prompts):

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from minirt.errors import ConfigError, InputError, MinirtError
+from minirt.foreign_names import check_names
 from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -186,6 +187,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     n: int = 1
+
+    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, accepted in _RANGES.items():

@@ -763,20 +763,52 @@ def test_options_that_would_be_ignored(folder, options):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("torch_dtype", "or dtype?"), ("enable_prefix_caching", "did you mean prefix_cache"),
-    ("tensor_parallel_size", "one of model, revision, device"), ("Device", "did you mean device"),
+    ("torch_dtype", "here dtype=…"), ("enable_prefix_caching", "vLLM's name; here prefix_cache=…"),
+    ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
+    ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not supported"), ("trust_remote_code", "not needed"),
+    ("Device", "did you mean device"), ("nothing_like_it", "one of model, revision, device"),
 ])  # fmt: skip
 def test_options_that_do_not_exist(name, words, folder):
-    """The error names `from_pretrained`, not the dataclass that holds its options, and similar names."""
+    """The error names `from_pretrained`, and what the option is here: names of vLLM were answered with a list of all options."""
     for call in (lambda **own: load(folder, **own), lambda **own: Generator.from_pretrained(LoadOptions(), **own)):
-        with pytest.raises(ConfigError, match=f"from_pretrained: unknown option.*found {name}") as error:
+        with pytest.raises(ConfigError, match=f"from_pretrained: no such argument.*found {name}") as error:
             call(**{name: 1})
         assert words in str(error.value)
+    with pytest.raises(ConfigError, match=f"LoadOptions: no such argument.*found {name}"):
+        LoadOptions(**{name: 1})
+
+
+def test_the_kv_cache_memory_may_be_a_text(folder):
+    """As on the command line. It was refused as "not a number of bytes"."""
+    with load(folder, kv_cache_memory="2MiB") as one, load(folder, kv_cache_memory=2 << 20) as other:
+        assert one.memory.pages == other.memory.pages
+        with Generator(one.model, kv_cache_memory="1MiB") as half:
+            assert 0 < half.memory.pages < one.memory.pages
+
+
+@pytest.mark.parametrize(("prompts", "words"), [
+    ({"prompt": "a"}, "give the value of 'prompt' instead"), ([{"prompt": "a"}], "give the value of 'prompt' instead"),
+    ([{"prompt_token_ids": [1]}], "give the value of 'prompt_token_ids' instead"), ({"messages": []}, "use chat"),
+])  # fmt: skip
+def test_prompts_of_vllm_that_are_dicts(prompts, words, folder):
+    """The message says what to give instead: it only said that a dict is no prompt."""
+    with load(folder) as generator, pytest.raises(InputError, match=words):
+        generator.generate(prompts)
+
+
+@pytest.mark.parametrize(("option", "value", "words"), [
+    ("dtype", "half", "did you mean float16"), ("dtype", "bf16", "did you mean bfloat16"),
+    ("dtype", torch.float32, "did you mean float32"), ("kv_cache_dtype", "fp8_e4m3", "did you mean fp8"),
+])  # fmt: skip
+def test_dtypes_under_other_names(option, value, words, folder):
+    """`dtype="half"` is vLLM's, and torch.float32 what transformers takes."""
+    with pytest.raises(ConfigError, match=words):
+        load(folder, **{option: value})
 
 
 @pytest.mark.parametrize(("option", "words"), [
     ({"max_model_len": "256"}, "not a number of tokens.*an integer from 1 to 256; found '256'"),
-    ({"kv_cache_memory": "4GiB"}, "not a number of bytes.*found '4GiB'"),
+    ({"kv_cache_memory": "4GiBi"}, "not a size.*such as '4GiB'; found 4GiBi"),
     ({"threads": "2"}, "an integer from 1 to .*found '2'"), ({"progress": True}, "progress: not a function.*found True"),
 ])  # fmt: skip
 def test_options_of_another_type(option, words, folder):

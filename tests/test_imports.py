@@ -11,7 +11,7 @@ from support.package import ROOT
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
-    ["minirt.errors", "minirt.files", "minirt.gpus", "minirt.progress", "minirt.sizes", "minirt.threads",
+    ["minirt.errors", "minirt.files", "minirt.foreign_names", "minirt.gpus", "minirt.progress", "minirt.sizes", "minirt.threads",
      "minirt.structured", "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
@@ -228,3 +228,7 @@ def test_a_kernel_without_triton_says_what_to_install():
     out = subprocess.run([sys.executable, "-P", "-c", example], capture_output=True, text=True)
     assert (out.returncode, out.stdout) == (1, "")
     assert out.stderr == "this example runs a Triton kernel, and triton is missing: pip install triton\n"
+    both = example.replace("name == 'triton'", "name in ('triton', 'numpy')")
+    out = subprocess.run([sys.executable, "-P", "-c", f"import torch; torch.cuda.is_available = lambda: False; {both}"],
+                         capture_output=True, text=True)  # fmt: skip
+    assert out.stderr.endswith("triton and numpy are missing: pip install triton numpy\n")

@@ -32,7 +32,8 @@ class NoEngine:
 
 
 def made(library, folder, generation_config=None) -> Processor:
-    return Processor(NoEngine(), "model", Tokenizer.load(save(library, folder)), generation_config, (EOS,))
+    tokenizer = Tokenizer.load(save(library, folder))
+    return Processor(NoEngine(), "model", tokenizer, generation_config, (EOS,), tokenizer.vocab_size)
 
 
 @pytest.fixture

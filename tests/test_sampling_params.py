@@ -1,10 +1,12 @@
 """Sampling settings: refused values, precedence of the sources, reports. Also the random number generator of the draws."""
 
+import copy
 import math
 import os
+import pickle
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,11 +17,26 @@ import torch
 from minirt.errors import ConfigError, InputError
 from minirt.kernels.sampling.philox import philox, uniform
 from minirt.sampling_params import DEFAULT_MAX_TOKENS, EffectiveSampling, SamplingParams, resolve
+from minirt.structured.params import StructuredOutputsParams
 
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos")
 FLAGS = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True, "detokenize": True}
 ALL = tuple(field.name for field in fields(SamplingParams) if field.name != "n")  # a property of the call, not of a request
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("use_beam_search", "not supported: minirt has no beam search"), ("best_of", "not supported"),
+    ("guided_decoding", "structured_outputs"), ("max_new_tokens", "max_tokens"), ("temprature", "did you mean temperature"),
+])  # fmt: skip
+def test_arguments_that_do_not_exist(name: str, words: str) -> None:
+    """A bare TypeError did not say what to use instead."""
+    with pytest.raises(InputError, match=f"SamplingParams: no such argument.*found {name}.*{words}"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(InputError, match=r"StructuredOutputsParams: no such argument.*did you mean regex"):
+        StructuredOutputsParams(regexp="a")
+    params = SamplingParams(n=2, top_k=5)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params, n=2) == params
 
 
 def test_nothing_is_set_by_default() -> None:

@@ -166,7 +166,11 @@ def _beside_vllm(
 # --- both engines on one card ---
 
 # The decode steps and prompts that README.md shows.
-_README_POINTS = (("step", 1, 128), ("step", 64, 128), ("step", 256, 128), ("prompt", 512), ("prompt", 8192), ("offline",))
+_README_POINTS = (
+    ("step", 1, 128), ("step", 64, 128), ("step", 256, 128), ("step", 1, 8000), ("prompt", 512), ("prompt", 8192), ("offline",)
+)  # fmt: skip
+# The sections of docs/benchmarks/models.md with all points of both engines, and with runs that were checked before timing.
+_ALL_POINTS, _CHECKED_RUNS = "#beside-vllm", "#an-earlier-vllm-on-an-h200"
 _TIE = 0.02  # times that differ by less are a tie
 
 
@@ -206,7 +210,9 @@ def headline(records: Records) -> str:
 def readme_table(records: Records) -> str:
     """README.md's table beside vLLM, the ties, the origin of the figures, and what is not stored with them."""
     (record,) = records.values()
-    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record)}\n\n{_origin_of(record)}"
+    page, points = "docs/benchmarks/models.md", run_of(record, "minirt", "bf16").values
+    which = f": [{len(points)} in each format]({page}{_ALL_POINTS}), of which the table shows {len(_README_POINTS)}"
+    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record, which)}\n\n{_origin_of(record, page)}"
 
 
 def engines_table(records: Records) -> str:
@@ -221,7 +227,7 @@ def engines_table(records: Records) -> str:
     shown = table(["ms, bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
     versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
     return (
-        f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record)}\n\n{_protocol_of(record)}\n\n"
+        f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record, '')}\n\n{_protocol_of(record)}\n\n"
         f"minirt with two versions of PyTorch on the same card ({versions}):\n\n{shown}"
     )
 
@@ -239,8 +245,11 @@ def _engines_table(record: Result, points: Sequence[tuple[Any, ...]]) -> str:
     return table([f"{record['model']}, ms", *heads], rows)
 
 
-def ties(record: Result) -> str:
-    """A sentence with the points at which both engines are equally fast, and those at which vLLM is faster."""
+def ties(record: Result, which: str = "") -> str:
+    """How many points minirt wins, the points at which both engines are equally fast, and those at which vLLM is faster.
+
+    `which`: where these points are, if they are not all in the table above.
+    """
     faster, tied, slower = 0, [], []
     for form in FORMATS:
         own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
@@ -254,19 +263,36 @@ def ties(record: Result) -> str:
                 slower.append(text)
             else:
                 faster += 1
-    parts = [f"minirt is faster at {faster} of {faster + len(tied) + len(slower)} measured points."]
+    parts = [f"minirt is faster at {faster} of {faster + len(tied) + len(slower)} points{which}."]
     parts += [f"Ties (within {_TIE:.0%}): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
     return " ".join(parts)
 
 
-def _origin_of(record: Result) -> str:
-    """Card, date, both stacks, and what is missing."""
+def _origin_of(record: Result, page: str) -> str:
+    """Card, date, both stacks, what another PyTorch changes, and what is missing.
+
+    `page`: how docs/benchmarks/models.md is linked to; empty on that page.
+    """
     own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
     return (
-        f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. Both ran on the same {record['device']}, one after the other, on "
-        f"{record['date']}. Random weights, greedy decoding, a context of 128 tokens unless the row says another. Caveat: no "
-        f"correctness check, no measured limit of the card and no single repeats are stored with these figures."
+        f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. {_other_stack_of(record, page)} Both ran on the same "
+        f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
+        f"unless the row says another.\n\n"
+        f"These runs stored no correctness check, no measured limit of the card and no single repeats. Correctness is tested "
+        f"separately: the test suite compares kernels and layers with references, and on another day, on another card, "
+        f"`minirt bench decode` compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
+    )
+
+
+def _other_stack_of(record: Result, page: str) -> str:
+    """How much the latest PyTorch changes minirt's figures."""
+    first, other = run_of(record, "minirt", "bf16"), latest(record)
+    ratios = [speedup(point, first.values[point], value) for point, value in other.values.items()]
+    most = max(abs(ratio - 1) for ratio in ratios)
+    return (
+        f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times "
+        f"[differ by at most {most:.0%}]({page}{_ALL_POINTS})."
     )
 
 

@@ -29,6 +29,7 @@ from minirt.cli.score import score
 from minirt.cli.serve import serve
 from minirt.cli.tune import tune
 from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
+from minirt.foreign_names import option_hint
 from minirt.threads import limit_spinning
 
 
@@ -73,12 +74,40 @@ def _usage(error: click.ClickException) -> str:
         if name is None and error.param is not None:
             name = max(error.param.opts, key=len) if isinstance(error.param, click.Option) else error.param.human_readable_name
         text = f"{name}: {error.message}"
+    elif isinstance(error, click.NoSuchOption) and (other := _other_name(error)):
+        text = other
     else:
         text = error.format_message()
         text = text[:1].lower() + text[1:]
+        if text.startswith("got unexpected extra argument") and _takes_only_options(error):
+            text = f"{text.rstrip('.')}: the model is an option, --model MODEL"
     text = re.sub(r"is not a valid (integer|float) range$", r"is not a valid \1", text.rstrip("."))
     context = getattr(error, "ctx", None)
     return f"{text} (see {context.command_path if context else 'minirt'} --help)"
+
+
+def _other_name(error: click.NoSuchOption) -> str | None:
+    """The message for an unknown option that another program has; None: no other program's option is known by this name."""
+    context, name = error.ctx, error.option_name
+    if context is not None and re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
+        given = [word.partition("=")[0] for word in context.find_root().obj or () if word.startswith(name)]
+        name = given[0] if given and given[0].isascii() else name
+    hint = option_hint(name, _options(error))
+    return hint and f"no such option '{name}' ({hint})"
+
+
+def _options(error: click.ClickException) -> set[str]:
+    """The options of the command that an error is about."""
+    context = getattr(error, "ctx", None)
+    return {name for own in context.command.params for name in own.opts + own.secondary_opts} if context else set()
+
+
+def _takes_only_options(error: click.ClickException) -> bool:
+    """Whether the command takes its model as an option and nothing else as an argument."""
+    context: click.Context | None = getattr(error, "ctx", None)
+    if context is None:
+        return False
+    return "--model" in _options(error) and not any(isinstance(own, click.Argument) for own in context.command.params)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -79,14 +79,18 @@ bench.add_command(serve)
 @bench.command()
 @click.option("--batch-size", "-b", type=NUMBERS, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
 @click.option("--context-len", "-c", type=NUMBERS, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
+@click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run.")
 @_measure_options
 @click.pass_context
-def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
+def decode(
+    ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], output_len: int, **options: Any
+) -> None:
     """Time a decode step for each batch size and context length. The limit is the least time that memory bandwidth and
     arithmetic allow.
 
-    A step is (t(129) - t(1)) / 128, where t(n) is the time until all prompts have n new tokens in Python. (If the prompts
-    take f > 1 engine steps, it is (t(f + 128) - t(f)) / 128.) "CUDA graph ms" is the replay of the step's CUDA graph alone.
+    With N = --output-len, a step is (t(N + 1) - t(1)) / N, where t(n) is the time until all prompts have n new tokens in
+    Python. (If the prompts take f > 1 engine steps, it is (t(N + f) - t(f)) / N.) "CUDA graph ms" is the replay of the
+    step's CUDA graph alone.
     "GB/s" counts the weights and the KV cache once per step. The limit is the time to read the KV cache, plus the time to
     read the weights or to multiply by them, whichever is longer.
     """
@@ -99,13 +103,13 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
     ceiling, products = read_ceiling(device), _products(options, device)
 
     def check(generator: "Generator") -> int:
-        benchmark.check(generator, batch_size, context_len)
+        benchmark.check(generator, batch_size, context_len, output_len)
         return max(context_len)
 
     def measure(generator: "Generator") -> Rows:
         return benchmark.run(
             generator, batch_size, context_len, **_common(options), ceiling=ceiling, products=products,
-            datasheet=datasheet_bandwidth(device), progress=(lambda text: None) if options["quiet"] else note,
+            datasheet=datasheet_bandwidth(device), count=output_len, progress=_progress(options),
         )
 
     _run(ctx, options, batch_size, check, measure, ceiling, products)
@@ -133,7 +137,7 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     from minirt.device import pick_device
 
     ceiling = _products(options, pick_device(options["device"]))
-    progress = (lambda text: None) if options["quiet"] else note
+    progress = _progress(options)
 
     def lengths(generator: "Generator") -> Sequence[int]:
         return input_len or [n for n in _INPUT_LENS if n < generator.max_len] or _INPUT_LENS[:1]
@@ -145,7 +149,7 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     def measure(generator: "Generator") -> Rows:
         common = _common(options)
         rows = benchmark.run(generator, lengths(generator), **common, ceiling=ceiling, progress=progress)
-        others = [benchmark.beside(generator, n, beside, **common) for n in lengths(generator) if beside]
+        others = [benchmark.beside(generator, n, beside, **common, progress=progress) for n in lengths(generator) if beside]
         return rows + others
 
     _run(ctx, options, [1], check, measure, products=ceiling)
@@ -168,7 +172,7 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
         return input_len
 
     def measure(generator: "Generator") -> Rows:
-        return benchmark.run(generator, batch_size, input_len, output_len, **_common(options))
+        return benchmark.run(generator, batch_size, input_len, output_len, **_common(options), progress=_progress(options))
 
     _run(ctx, options, [batch_size], check, measure)
 
@@ -195,7 +199,8 @@ def throughput(
         return input_len_range[1]
 
     def measure(generator: "Generator") -> Rows:
-        return benchmark.run(generator, num_prompts, input_len_range, output_len_range, **_common(options))
+        common = _common(options)
+        return benchmark.run(generator, num_prompts, input_len_range, output_len_range, **common, progress=_progress(options))
 
     _run(ctx, options, sorted({1, min(num_prompts, options["max_num_seqs"])}), check, measure)
 
@@ -225,6 +230,7 @@ def _run(
     why = _nothing_to_check(load, options["skip_check"])
     reference = None
     if why is None:
+        _progress(options)("comparing with the eager layers first: --skip-check leaves this out")
         with open_generator(replace(load, impl="eager", warmup=False), quiet) as eager:
             reference = checking.reference(eager, check(eager))
     forget_peak_memory(pick_device(options["device"]))
@@ -241,6 +247,13 @@ def _run(
         )  # fmt: skip
         shared["sampling"] = {name: value for name, value in sampling.items() if value is not None}
     emit(Report(shared, rows).render(options["output_format"]), target, quiet)
+
+
+def _progress(options: dict[str, Any]) -> Callable[[str], None]:
+    """Where a benchmark writes how far it is."""
+    from minirt.bench.measure import silent
+
+    return silent if options["quiet"] else note
 
 
 def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":

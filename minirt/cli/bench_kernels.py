@@ -134,7 +134,7 @@ def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
     from minirt.bench.ceiling import device_name
 
     try:
-        older = json.loads(read_text(name))
+        older = json.loads(read_text(name, "--baseline"))
         if older["benchmark"] != "kernels":
             raise ValueError(f"of minirt bench {older['benchmark']}")
         for row in older["results"]:

@@ -12,6 +12,7 @@ import click
 from minirt.cli.options import (
     debug_option,
     load_options,
+    model_argument,
     named_by_option,
     open_model,
     prefix_cache_option,
@@ -19,7 +20,7 @@ from minirt.cli.options import (
     sampling_options,
     sampling_params,
 )
-from minirt.cli.output import completion_summary, note, one_line, write
+from minirt.cli.output import completion_summary, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@model_argument
 @load_options
 @prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
@@ -47,7 +49,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
         hint = "name a chat model, for example --model SmolLM2-135M-Instruct, or use minirt generate"
         raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
     params = sampling_params(options)
-    with open_model(options, quiet) as generator:
+    with open_model(options, quiet, chat=True) as generator:
         conversation = _Conversation(generator, params, system, quiet)
         with named_by_option():  # without a template, or with a wrong grammar, fail before the user types
             generator.check(conversation.encode("?"), params)
@@ -116,6 +118,7 @@ class _Conversation:
             completion = replace(completion, finish_reason="abort", peak_memory_bytes=peak_memory(self._generator.device))
         self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         self._last = completion
+        warn_incomplete([completion])
         if not self._quiet:
             note(f"{len(completion.token_ids)} tokens, {completion.decode_tokens_per_s:.1f} tokens/s" + _why(completion))
 

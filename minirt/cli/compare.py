@@ -83,7 +83,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if picture is not None:
         _check_picture(picture)
     options["model"] = model_name(options, quiet)
-    text = None if options["text"] is None else read_text(options["text"])
+    text = None if options["text"] is None else read_text(options["text"], "--text")
     from minirt.device import pick_device
 
     device = pick_device(options["device"])

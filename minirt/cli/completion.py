@@ -30,7 +30,7 @@ def attach(command: click.Command) -> None:
     for inner in getattr(command, "commands", {}).values():
         attach(inner)
     for parameter in command.params:
-        complete = _completer(parameter.opts[0]) if isinstance(parameter, click.Option) else None
+        complete = _models if parameter.name == "named" else _completer(parameter.opts[0])
         if complete is not None:
             parameter.shell_complete = complete  # type: ignore[method-assign, assignment]
 

@@ -55,7 +55,7 @@ def perplexity_command(
     The text is tokenized once and cut into overlapping windows. Every token except the first is scored once, in the first window
     that contains it. From the second window on, at least --max-length minus --stride tokens precede it. Sums are in fp64.
     """
-    text = read_text(file)
+    text = read_text(file, "--text")
     with open_model(options, quiet) as generator:
         from minirt.bench.perplexity import perplexity
 
@@ -89,7 +89,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     token": only weights are rounded, as in a step of one token. "more tokens": activations too. --json prints one object per
     linear layer. `minirt compare --fp8` shows the additional error of the kernels.
     """
-    text = read_text(file)
+    text = read_text(file, "--text")
     name = model_name(options, quiet)
     from minirt.bench.fp8_error import format_errors, table
 

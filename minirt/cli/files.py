@@ -19,8 +19,10 @@ def shown_name(name: str) -> str:
     return "stdin" if name == "-" else name
 
 
-def read_file(name: str) -> bytes:
+def read_file(name: str, option: str | None = None) -> bytes:
     """The bytes of a regular file or a pipe (such as `<(command)`) of at most 1 GiB; "-" is stdin.
+
+    `option`: the option that names the file, for the message if there is no such file: the user may have given a text.
 
     Raises:
         InputError: it cannot be read, is a folder or a device, or is larger.
@@ -39,7 +41,8 @@ def read_file(name: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+        hint = f"{option} takes the name of a file" if option else None
+        raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where, hint=hint) from error
     if len(data) > MAX_BYTES:
         raise InputError("is too large", where=where, expected="at most 1GiB")
     return data
@@ -56,9 +59,9 @@ def _read(file: BinaryIO) -> bytes:
     return bytes(data)
 
 
-def read_text(name: str) -> str:
-    """The UTF-8 text of a file, unchanged; "-" is stdin."""
-    data = read_file(name)
+def read_text(name: str, option: str | None = None) -> str:
+    """The UTF-8 text of a file, unchanged; "-" is stdin. `option`: see `read_file`."""
+    data = read_file(name, option)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

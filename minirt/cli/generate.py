@@ -21,7 +21,15 @@ from minirt.cli.options import (
     text_format_option,
     warm_prompt_option,
 )
-from minirt.cli.output import completion_record, completion_summary, json_line, note, note_template, write
+from minirt.cli.output import (
+    completion_record,
+    completion_summary,
+    json_line,
+    note,
+    note_template,
+    warn_incomplete,
+    write,
+)
 from minirt.errors import MinirtError, inside
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
@@ -78,14 +86,14 @@ def generate(
             raise click.UsageError(_NO_PROMPT)
         prompts = (piped,)
     prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
-    texts = [*prompts, *(read_text(name) for name in files)]
+    texts = [*prompts, *(read_text(name, "--prompt-file") for name in files)]
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
         raise click.UsageError(_NO_PROMPT)
     params = sampling_params(options)
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
-    with open_model(options, quiet) as generator:
+    with open_model(options, quiet, texts, chat) as generator:
         inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
             with inside(place):
@@ -115,6 +123,7 @@ def generate(
                     write("\n")
                 if not quiet:
                     note(completion_summary(generator, completion))
+        warn_incomplete(done)
         if not chat:
             note_template(generator, done, quiet)
 

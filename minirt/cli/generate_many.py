@@ -15,6 +15,7 @@ from minirt.cli.output import (
     not_applied,
     note,
     note_template,
+    warn_incomplete,
     write,
 )
 from minirt.cli.process import finishing
@@ -53,12 +54,14 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
     """
     from minirt.cli.request_file import read_prompt_lines
 
-    requests = read_prompt_lines(read_file(name), shown_name(name), sampling_params(options))
+    requests = read_prompt_lines(read_file(name, "--prompts"), shown_name(name), sampling_params(options))
     for request in requests if not printing.as_json else ():
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(request.params, key) is not None:
                 raise InputError(f"{key} needs --json, which prints them", where=request.where)
-    with open_model(options, printing.quiet) as generator:
+    texts = [str(request.content) for request in requests if request.kind == "prompt"]
+    conversations = any(request.kind == "messages" for request in requests)
+    with open_model(options, printing.quiet, texts, chat or conversations) as generator:
         inputs = [request.encode(generator, chat, system) for request in requests]
         results = _Results(requests, printing, texts=generator.tokenizer is not None)
         started = time.perf_counter()
@@ -70,6 +73,7 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
                 results.print_rest()
                 if results.all and not printing.quiet:
                     note(f"{load_summary(generator)} · {results.summary(seconds)}")
+                warn_incomplete(results.all)
                 if not chat:
                     note_template(generator, results.plain, printing.quiet)
     failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]

@@ -6,7 +6,7 @@ This module is light: heavy imports wait until a command needs them.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.gpus import AbsentGPU, find_gpu
 from minirt.progress import load_bars
-from minirt.sizes import parse_size
+from minirt.sizes import parse_count, parse_size
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -101,6 +101,26 @@ class Size(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class TokenCount(click.ParamType):
+    """"32k" → 32000: see `parse_count`. With `auto`, that word is None: the option's default."""
+
+    name = "TOKENS"
+
+    def __init__(self, least: int | None = None, auto: bool = False) -> None:
+        self._least, self._auto = least, auto
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if self._auto and value == "auto":
+            return None
+        try:
+            count = value if isinstance(value, int) else parse_count(value)
+        except InputError as error:
+            self.fail(str(error) + (", or auto" if self._auto else ""), param, ctx)
+        if self._least is not None and count < self._least:
+            self.fail(f"{count} is not in the range x>={self._least}", param, ctx)
+        return count
+
+
 model_options = option_group(
     click.option(
         "--model", "-m", envvar="MINIRT_MODEL",
@@ -120,6 +140,21 @@ model_options = option_group(
         help="With --quantize: quantize the LM head too. [default: with fp8, unless it is tied to the embedding]",
     ),
 )
+def model_argument(command: Callable) -> Callable:
+    """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
+
+    @click.argument("named", required=False, metavar="[MODEL]")
+    @wraps(command)
+    def run(*arguments: Any, named: str | None, **options: Any) -> Any:
+        if named is not None:
+            if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"two models: {named} and --model {options['model']}")
+            options["model"] = named
+        return command(*arguments, **options)
+
+    return run
+
+
 gpu_option = click.option(
     "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
     help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB.",
@@ -134,7 +169,9 @@ def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
 
 
 memory_options = option_group(
-    click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
+    click.option(
+        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve, e.g. 32k; default, and auto: the model's own."
+    ),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
@@ -153,7 +190,7 @@ load_options = option_group(
     model_options,
     memory_options,
     click.option(
-        "--max-num-batched-tokens", type=click.IntRange(1),
+        "--max-num-batched-tokens", type=TokenCount(1),
         help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
     ),
     click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
@@ -203,7 +240,10 @@ sampling_options = option_group(
         "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
         help="Leave special tokens out of the text.",
     ),
-    click.option("--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin."),
+    click.option(
+        "--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin. "
+        "A value that begins with { is the schema itself.",
+    ),
     click.option("--json-object", is_flag=True, help="The text is a JSON object."),
     click.option(
         "--disable-any-whitespace", is_flag=True, help="With --json-schema or --json-object: no white space between JSON tokens."
@@ -277,8 +317,11 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
 
 def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of StructuredOutputsParams that the options set."""
-    texts = {name: options[flag] for name, flag in (("json", "json_schema"), ("grammar", "grammar")) if options[flag] is not None}
-    fields: dict[str, Any] = {name: read_text(file) for name, file in texts.items()}
+    fields: dict[str, Any] = {}
+    if (schema := options["json_schema"]) is not None:
+        fields["json"] = schema if schema.lstrip().startswith("{") else read_text(schema, "--json-schema")
+    if options["grammar"] is not None:
+        fields["grammar"] = read_text(options["grammar"], "--grammar")
     fields |= {name: options[name] for name in ("regex", "reasoning_end") if options[name] is not None}
     if options["choice"]:
         fields["choice"] = options["choice"]
@@ -372,10 +415,26 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
 
 
 @contextmanager
-def open_model(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
-    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files."""
-    warm = [(name, read_text(name)) for name in options.get("warm_prompts") or ()]
-    with open_generator(to_load_options(options, model_name(options, quiet)), quiet) as generator:
+def open_model(
+    options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False
+) -> Iterator["Generator"]:
+    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files.
+
+    `prompts`, `chat`: what the model is for. It is not loaded if it has no tokenizer for this.
+    """
+    warm = [(name, read_text(name, "--warm-prompt")) for name in options.get("warm_prompts") or ()]
+    name = model_name(options, quiet)
+    load = to_load_options(options, name)
+    if load.random_weights:
+        from minirt.loading.load import find
+
+        if find(name, load.revision, need_weights=False).files is None:  # a preset without its files
+            if chat:
+                hint = f"with --random-weights, {name} is not downloaded"
+                raise TokenizerError("the model has no tokenizer for a conversation", where=name, hint=hint)
+            for text in (*prompts, *(text for _, text in warm)):
+                token_ids(name, text)
+    with open_generator(load, quiet) as generator:
         for name, text in warm:
             with inside(shown_name(name)):
                 kept = generator.warm_prompt(encode_prompt(generator, text, chat=False))
@@ -408,15 +467,15 @@ def encode_prompt(
         return generator.encode_chat([*before, {"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
         return generator.encode(text, most)
-    return token_ids(generator, text)
+    return token_ids(generator.name, text)
 
 
-def token_ids(generator: "Generator", text: str) -> list[int]:
+def token_ids(model: str, text: str) -> list[int]:
     """"1 2 3" → [1, 2, 3], for a model without a tokenizer."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
-            "the model has no tokenizer, so a prompt must be token ids", where=generator.name,
+            "the model has no tokenizer, so a prompt must be token ids", where=model,
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]

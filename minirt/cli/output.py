@@ -77,6 +77,16 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
         note("the model has a chat template that was not applied: --chat applies it")
 
 
+def warn_incomplete(completions: Sequence["Completion"]) -> None:
+    """Warn of structured texts that were cut: such a text is no whole JSON, for example."""
+    cut = [own for own in completions if own.finish_reason == "length" and own.sampling.structured_outputs is not None]
+    if cut:
+        what = "the text is incomplete" if len(completions) == 1 else f"{len(cut)} of {len(completions)} texts are incomplete"
+        limits = {own.sampling.max_tokens for own in cut if len(own.token_ids) >= own.sampling.max_tokens}
+        end = f"--max-tokens {', '.join(map(str, sorted(limits)))}" if limits else "the end of the context"
+        warnings.warn(f"{what}: {end} came before the end of the structured output", stacklevel=2)
+
+
 def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]:
     """The fields that --json prints for a completion, in addition to its request. Missing values are null.
 

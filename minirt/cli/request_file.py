@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, prompt_limit
 from minirt.errors import InputError, inside
+from minirt.foreign_names import python_hint
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Pr
     for key in value:
         if key not in known:
             near = get_close_matches(key, known, n=1)
-            hint, expected = f"did you mean {near[0]}?" if near else None, f"one of {', '.join(known)}"
+            hint = python_hint(key) or (f"did you mean {near[0]}?" if near else None)
+            expected = f"one of {', '.join(known)}"
             raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]

@@ -28,10 +28,10 @@ def score(prompt: str, completions: tuple[str, ...], output_format: str, quiet: 
     ("1 2 3").
     """
     text = read_text("-") if prompt == "-" else prompt
-    with open_model(options, quiet) as generator:
+    with open_model(options, quiet, [text, *completions]) as generator:
         if generator.tokenizer is None:
-            ids = [token_ids(generator, own) for own in completions]
-            scores = generator.score(token_ids(generator, text), ids, progress=not quiet)
+            ids = [token_ids(generator.name, own) for own in completions]
+            scores = generator.score(token_ids(generator.name, text), ids, progress=not quiet)
         else:
             scores = generator.score(text, list(completions), progress=not quiet)
         if output_format == "json":

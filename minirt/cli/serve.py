@@ -14,6 +14,7 @@ from minirt.cli.options import (
     debug_option,
     load_arguments,
     load_options,
+    model_argument,
     model_name,
     prefix_cache_option,
     quiet_option,
@@ -21,6 +22,7 @@ from minirt.cli.options import (
 )
 from minirt.errors import InputError, MinirtError
 from minirt.files import read_text as read_bounded_text
+from minirt.foreign_names import option_hint
 from minirt.text.reply_format import AUTO, FORMATS, NONE, TEMPLATE
 
 _PACKAGES = {"uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "prometheus_client": "prometheus-client"}
@@ -54,7 +56,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     for key, given in content.items():
         name = str(key).replace("_", "-")
         if name not in known or name in ("config", "help"):
-            raise InputError("there is no such option", where=f"{value}: {str(key)[:80]}", hint="minirt serve --help lists them")
+            hint = option_hint(f"--{name}", {f"--{own}" for own in known}) or "minirt serve --help lists them"
+            raise InputError("there is no such option", where=f"{value}: {str(key)[:80]}", hint=hint)
         option, negative = known[name]
         if option.is_flag and not isinstance(given, bool):
             raise InputError("not an acceptable value", where=f"{value}: {key}", expected="true or false", found=repr(given)[:80])
@@ -76,6 +79,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     "--config", metavar="FILE", callback=_read_config, is_eager=True, expose_value=False,
     help="A YAML file with values of these options. Those of the command line take precedence.",
 )  # fmt: skip
+@model_argument
 @load_options
 @prefix_cache_option
 @warm_prompt_option
@@ -119,7 +123,7 @@ def serve(quiet: bool, **options: Any) -> None:
     from minirt.server.front import ServerOptions
     from minirt.server.run import serve as run
 
-    warm = tuple((shown_name(file), read_text(file)) for file in options["warm_prompts"])
+    warm = tuple((shown_name(file), read_text(file, "--warm-prompt")) for file in options["warm_prompts"])
     name = model_name(options, quiet)
     keys = options["api_key"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
     for origin in options["allow_origin"]:

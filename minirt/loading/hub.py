@@ -328,7 +328,9 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             case _ if constants.HF_HUB_OFFLINE:
                 what, hint = "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
             case errors.LocalEntryNotFoundError() | ConnectionError():
-                what, hint = f"is not cached, and the Hub cannot be reached: {detail}", f"check the network; or {local}"
+                cause = re.sub(r"(Got: )?(\b\w+(Error|Exception)\b:? ?)?(\[Errno -?\d+\] )?", "", detail, count=1)
+                what = "is not in the cache, and the Hub cannot be reached" + (f": {cause}" if cause else "")
+                hint = f"check the network; or {local}"
             case errors.HfHubHTTPError():
                 what, hint = f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"
             case _:

@@ -36,6 +36,7 @@ ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 # Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
 _SMALL = 4 << 20
 _SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
+_OLD_GPU = "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
 
 
 class Found(NamedTuple):
@@ -142,15 +143,16 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
-    _note_slow_formats(planned)
+    _note_slow(planned)
     return planned
 
 
-def _note_slow_formats(model: Model) -> bool:
-    """Have the plan say that quantized weights are slow on a CPU. Returns whether there are any."""
-    slow = model.device.type == "cpu" and bool(model.plan.formats)
-    if slow:
-        model.plan = replace(model.plan, notes=(*model.plan.notes, _SLOW_ON_CPU))
+def _note_slow(model: Model) -> str | None:
+    """Have the plan say that the model will be slow on this device, and why. Returns the same text, or None."""
+    old = model.device.type == "cuda" and compute_capability(model.device) < (8, 0)
+    slow = _OLD_GPU if old else _SLOW_ON_CPU if model.device.type == "cpu" and model.plan.formats else None
+    if slow is not None:
+        model.plan = replace(model.plan, notes=(*model.plan.notes, slow))
     return slow
 
 
@@ -270,8 +272,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
-    if _note_slow_formats(model):
-        warnings.warn(_SLOW_ON_CPU, stacklevel=2)
+    if (slow := _note_slow(model)) is not None:
+        warnings.warn(slow, stacklevel=2)
     if device.type == "cuda" and not triton_installed():
         warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())

@@ -15,10 +15,10 @@ import torch
 from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
-from minirt.errors import ConfigError, OutOfMemoryError
+from minirt.errors import ConfigError, InputError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
 from minirt.modeling.model import Model
-from minirt.sizes import format_size
+from minirt.sizes import format_size, parse_size
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
@@ -31,13 +31,23 @@ StepBytes = Callable[[int], int | None]  # tokens of the largest step → the by
 class MemoryOptions:
     """The options that decide what a model takes; see `minirt.LoadOptions`."""
 
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | str | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     cuda_graphs: bool = True
 
+    @property
+    def kv_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes."""
+        try:
+            return parse_size(self.kv_cache_memory) if isinstance(self.kv_cache_memory, str) else self.kv_cache_memory
+        except InputError as error:
+            expected = "a number of bytes, or a text such as '4GiB'"
+            raise ConfigError("not a size", where="--kv-cache-memory", expected=expected, found=self.kv_cache_memory) from error
+
     def __post_init__(self) -> None:
+        self.kv_bytes  # noqa: B018  (checks it)
         share = self.gpu_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             where, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
@@ -123,7 +133,7 @@ def plan_memory(
         raise ConfigError(what, where="--gpu-memory-utilization", expected=expected, found="device cpu")
     loaded, page = step_bytes is not None, page_bytes(model.cache_specs, model.kv_dtype)
     full = options.max_num_seqs * -(-length // PAGE_SIZE)
-    asked = None if options.kv_cache_memory is None else min(_pages_in(options.kv_cache_memory, page), full)
+    asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
     free, others = free_memory(device), held_by_others(device)
     weights, each = model.weight_bytes(model.dtype), model.rope_bytes(length)
     tables = sum(each)
@@ -232,6 +242,6 @@ def _pages_in(memory: int, one: int) -> int:
     if type(memory) is not int or memory < max(one, 1):
         expected = f"{format_size(max(one, 1), up=True)} (one page) or more"
         found = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
-        what = "too small" if type(memory) is int else "not a number of bytes"
+        what = "too small" if type(memory) is int else "not a number of bytes, nor a text such as '4GiB'"
         raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=found)
     return memory // max(one, 1)

@@ -4,16 +4,23 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minirt import models
 from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.foreign_names import check_names
 from minirt.layers import Layer
 from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
+
+_DTYPE_NAMES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
+}  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +39,8 @@ class LoadOptions:
             the embedding keep the dtype. For a checkpoint that is quantized already: None.
         quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-        kv_cache_memory: bytes for KV pages. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a
-            quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
+        kv_cache_memory: memory for KV pages, in bytes or as text: "4GiB". None: what `gpu_memory_utilization` leaves beside
+            weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` full sequences need.
         gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
             together. None: 0.9.
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
@@ -70,7 +77,7 @@ class LoadOptions:
     quantization: str | None = None
     quantize_head: bool | None = None
     kv_cache_dtype: str = "auto"
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -84,6 +91,10 @@ class LoadOptions:
     layers: Callable[[ModelConfig], list[Layer]] | None = None
     warmup: bool = True
     cuda_graphs: bool = True
+
+    def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
@@ -116,14 +127,22 @@ def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.d
     if dtype == "auto":
         return known[config.dtype] if device.type == "cuda" else torch.float32
     if dtype not in known:
-        raise ConfigError("unknown dtype", where="--dtype", expected=f"auto, {', '.join(known)}", found=dtype)
+        raise _unknown_dtype(dtype, "--dtype", ("auto", *known))
     return known[dtype]
+
+
+def _unknown_dtype(dtype: object, where: str, known: Sequence[str]) -> ConfigError:
+    """The error for a dtype that is not known by this name, with the name that it has here."""
+    own = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    hint = f"did you mean {own}?" if own in known else None
+    expected = f"{', '.join(known[:-1])} or {known[-1]}"
+    return ConfigError("unknown dtype", where=where, expected=expected, found=dtype, hint=hint)
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
     """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
     if dtype not in ("auto", "fp8"):
-        raise ConfigError("unknown dtype", where="--kv-cache-dtype", expected="auto or fp8", found=dtype)
+        raise _unknown_dtype(dtype, "--kv-cache-dtype", ("auto", "fp8"))
     return FP8 if dtype == "fp8" else model
 
 

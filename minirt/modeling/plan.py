@@ -153,8 +153,12 @@ def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
     blocking = [row for row in rows if not row.capturable]
     if not blocking:
         return None if any(row.implementation == "triton" for row in rows) else "no layer runs on Triton"
+    if all(row.implementation == "eager" for row in rows):
+        return "every layer is eager"
     first, more = blocking[0], len(blocking) - 1
     others = f" ({more} more layer{'s' * (more > 1)} like it)" if more else ""
+    if first.implementation == "eager":
+        return f"{first.layer} is eager, and CUDA graphs hold no eager layers{others}"
     return f"{first.layer} runs as {first.implementation!r}, which is not registered as capturable{others}"
 
 

@@ -9,6 +9,7 @@ from json import dumps
 from typing import Any
 
 from minirt.errors import InputError, shortened
+from minirt.foreign_names import check_names
 from minirt.structured.schema import parse_schema
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -42,6 +43,10 @@ class StructuredOutputsParams:
     json_object: bool = False
     disable_any_whitespace: bool = False
     reasoning_end: str | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> "StructuredOutputsParams":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):

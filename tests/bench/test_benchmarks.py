@@ -117,6 +117,40 @@ def test_the_warm_up_does_not_count_and_prompts_differ():
         assert all(p.ignore_eos and p.temperature == 0 for p in params)
 
 
+def test_long_measurements_say_how_long():
+    """`bench decode` wrote nothing for minutes. The estimate comes after the run that is not counted, and only if it is long."""
+    slow, lines = Machine(slowness=(2.0**8,)), []
+    common = {"sampling": {}, "seed": 0, "progress": lines.append, "clock": slow.clock}
+    decode.step_times(slow, 2, 16, repeats=3, count=40, **common)
+    throughput.run(slow, 3, (5, 5), (40, 40), repeats=2, **common)
+    latency.run(slow, 2, 5, 40, repeats=2, **common)
+    prefill.run(slow, [4000], repeats=9, ceiling=ceiling.MatmulCeiling(1e12, "made up"), **common)
+    tests = ("tg40 b2 @ d16", "throughput n3 in5 out40", "latency b2 in5 out40", "pp4000")
+    assert [line.partition(":")[0] for line in lines[:4]] == list(tests)
+    seconds = 3 * (2.0**8) * (42 * 2**-10 + 40 * 2**-13 + 2 * 32 * 2**-20)  # 41 steps and one of the prompts, 3 times
+    assert lines[0] == f"tg40 b2 @ d16: about {seconds:,.0f} s for 3 more runs"
+    lines.clear()
+    quick = Machine()
+    decode.step_times(quick, 2, 16, repeats=3, count=40, **{**common, "clock": quick.clock})
+    assert lines == []
+
+
+def test_a_share_above_the_ceiling_is_not_shown():
+    """It was printed as 155.3 %, after a ceiling that was measured while the machine was busy."""
+    assert [report._share(value) for value in (None, 0.5, 1.0, 1.553)] == ["-", "50.0 %", "100.0 %", "-"]
+    context = {
+        "benchmark": "decode", "backend": "CPU", "device": "c", "versions": {"torch": "1", "triton": None}, "commit": "c",
+        "date": "d", "read_ceiling": None, "datasheet_bytes_per_s": None, "matmul_ceiling": None, "model": "m", "dtype": "d",
+        "weight_bytes": 1, "parameters": 1, "implementations": ["eager"], "correctness": {"checked": False, "why": "no"},
+    }  # fmt: skip
+    for rate, above in ((1e18, False), (1e18, True)):
+        (row,) = result(Machine(), rate=rate)
+        row |= {"share_of_read_ceiling": 1.2 if above else 0.2, "share_of_limit": 0.5}
+        text = report.Report(context, [row]).render("md")
+        assert ("the ceiling was measured too low" in text) == above
+        assert "120.0 %" not in text
+
+
 def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9, rate=1e18):
     lines, products = [], ceiling.MatmulCeiling(rate, "made up")
     rows = decode.run(

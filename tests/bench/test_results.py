@@ -201,6 +201,25 @@ def test_the_comparison_with_vllm_says_how_it_was_made():
     assert record["read_ceiling"] is record["matmul_ceiling"] is None
 
 
+def test_the_readme_says_of_speed_what_the_results_say():
+    """Catches a headline whose slowest or fastest point is not in README.md's table, and a claim of checked runs that are not
+    stored."""
+    text = tables.README.read_text()
+    blocks = (re.search(f"<!-- {name} -->\n(.*?)<!-- end", text, flags=re.DOTALL) for name in ("headline", "vllm"))
+    headline, shown = (block[1] for block in blocks)
+    ranges = re.findall(r"(\d\.\d\d) to (\d\.\d\d) times", headline)
+    steps = [re.findall(r"(\d+\.\d\d) ×", line) for line in shown.splitlines() if line.startswith("| decode step")]
+    assert ranges == [(min(ratios), max(ratios)) for ratios in zip(*steps, strict=True)]
+    beside = load(results.BESIDE_VLLM)
+    for form in results.FORMATS:
+        record = load(f"h200-decode-{form}")
+        assert record["model"] == beside["model"]
+        assert record["correctness"]["checked"]
+        assert "eager layers" in record["correctness"]["against"]
+        assert record["date"][:10] != beside["date"]
+        assert record["device"] != beside["device"]
+
+
 def gpus_of_results():
     """The GPUs of all stored results: {"H100", "H200"}."""
     records = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]

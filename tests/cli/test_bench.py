@@ -77,6 +77,14 @@ SHARED = {
 }
 
 
+def test_the_number_of_steps_is_an_option(run, folder):
+    """128 steps, several times, take minutes on a CPU. The room that is checked follows the option."""
+    code, out, err = run("bench", "decode", "-m", folder, *CACHE, "-c", 8, "-n", 3, "--repeats", 1, "--max-model-len", 12)
+    assert code == 0, err
+    assert "tg3 b1 @ d8" in out
+    refused(run("bench", "decode", "-m", folder, *CACHE, "-c", 8, "-n", 4, "--repeats", 1, "--max-model-len", 12), "too long")
+
+
 def test_json_holds_all_that_a_figure_needs(run, folder):
     arguments = ("bench", "decode", "-m", folder, *CACHE, "-b", "1,2", "-c", "8", "--repeats", 2, "-q", "-o", "json")
     code, out, _ = run(*arguments)
@@ -238,4 +246,4 @@ def test_lists_and_ranges_as_options():
     (option,) = (p for p in bench.commands["decode"].params if p.name == "output_format")
     assert list(option.type.choices) == list(FORMATS)
     assert "bench" in cli.cli.commands
-    assert "t(129)" in CliRunner().invoke(cli.cli, ["bench", "decode", "--help"]).output
+    assert "t(N + 1)" in CliRunner().invoke(cli.cli, ["bench", "decode", "--help"]).output

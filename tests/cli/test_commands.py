@@ -257,6 +257,21 @@ def test_token_ids_without_a_tokenizer(run, bare, expected):
     refused(run("chat", "-m", bare, *CACHE), "no tokenizer")
 
 
+def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
+    """Half a JSON object was printed without a word. The schema is given as a text, without a file."""
+    schema = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'
+    code, out, err = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--json-schema", schema, "hello", "a")
+    assert code == 0
+    assert out.startswith("{")
+    assert "warning: 2 of 2 texts are incomplete: --max-tokens 2 came before the end" in err
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('"hello"\n{"prompt": "a", "structured_outputs": {"json_object": true}}\n')
+    many = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--prompts", lines)
+    assert "warning: 1 of 2 texts are incomplete" in many[2]
+    whole = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 20, "--choice", "a", "hello")
+    assert (whole[0], "incomplete" in whole[2]) == (0, False)
+
+
 def test_without_a_model(run, folder, monkeypatch):
     code, _, err = run("generate", *CACHE, "--max-tokens", 1, "hello")
     assert code == 0

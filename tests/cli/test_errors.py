@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from support.cli import CACHE, caller, refused
 from support.tiny import add_tokenizer
 
+import minirt
 from minirt import device
 from minirt.cli import app as cli
 from minirt.cli import files
 from minirt.cli.options import set_up_triton
 from minirt.errors import InputError, UnsupportedError
 from minirt.generator import Generator
-from minirt.sizes import format_size, parse_size
+from minirt.sizes import format_size, parse_count, parse_size
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,102 @@ def test_an_abbreviated_command_is_suggested(run):
     refused(run("gen"), "no such command 'gen'", "Did you mean 'generate'?", code=2)
     refused(run("e", "x"), "'env' or 'eval'", code=2)
     refused(run(""), "no such command ''", code=2)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("serve --tensor-parallel-size 2", "'--tensor-parallel-size' (not supported: minirt uses one GPU)"),
+    ("serve -tp 2 m", "no such option '-tp' (not supported"), ("serve --enable-lora", "minirt has no LoRA adapters"),
+    ("serve --trust-remote-code", "not needed: minirt never runs code"), ("generate -ngl=99 x", "no such option '-ngl'"),
+    ("generate --load-format dummy", "vLLM's name; here --random-weights"), ("generate --quantization fp8", "here --quantize)"),
+    ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
+    ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
+    ("models --quantization fp8", "no such option '--quantization' (see"), ("generate --tempo 1", "Did you mean"),
+])  # fmt: skip
+def test_options_of_other_programs(arguments, words, run):
+    """They were answered with options that look alike, or with the first letter of -tp. `models` has nothing to quantize with."""
+    refused(run(*arguments.split()), words, code=2)
+
+
+def test_the_table_of_other_names_is_true():
+    """Each option that it advises exists, and so does each Python argument. No option of minirt is listed for its command."""
+    from minirt import SamplingParams, foreign_names
+    from minirt.loading.options import LoadOptions
+
+    options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
+    arguments = set(LoadOptions.__dataclass_fields__)
+    sampling = set(SamplingParams.__dataclass_fields__)
+    for name, entry in foreign_names._NAMES.items():
+        if isinstance(entry, str):
+            continue
+        _, option, python = entry
+        assert set(re.findall("--[a-z-]+", option or "")) <= options, name
+        match = re.match(r"(SamplingParams\()?([a-z_]+)=|minirt\.([A-Za-z]+)$", python or "x=")
+        if python is not None:
+            assert match, name
+            found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
+            assert found, name
+    assert set(foreign_names._SHORT.values()) <= foreign_names._NAMES.keys()
+
+
+def commands(group=cli.cli):
+    for command in group.commands.values():
+        yield from commands(command) if hasattr(command, "commands") else [command]
+
+
+def test_names_of_other_libraries_are_hints_at_import():
+    """`from minirt import LLM` only said that the name cannot be imported. Other names stay an AttributeError, for hasattr."""
+    with pytest.raises(ImportError, match=r"no LLM \(vLLM's name; here minirt.Generator\)"):
+        from minirt import LLM  # noqa: F401
+    assert not hasattr(minirt, "Nothing")
+
+
+def test_a_model_that_is_given_as_an_argument(run, folder, monkeypatch):
+    """`vllm serve MODEL` has it in this form. Where PROMPT is an argument, or nothing, the message says how to name a model."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setenv("MINIRT_MODEL", "nowhere/at/all")
+    assert run("chat", folder, *CACHE)[0] == 0
+    refused(run("chat", folder, "-m", folder), "two models", code=2)
+    refused(run("plan", "Qwen3-4B"), "unexpected extra argument (Qwen3-4B): the model is an option, --model MODEL", code=2)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("2m", 2_000_000), ("1M", 1 << 20), ("8192", 8192), ("0", 0), ("-1", -1),
+])  # fmt: skip
+def test_numbers_of_tokens(text, value):
+    """vLLM's `--max-model-len 32k` was "not a valid integer"."""
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "32kk", "32g", "1.5", "1e3", "-1.5k", "٣", "32 k"])
+def test_bad_numbers_of_tokens(text, run):
+    with pytest.raises(InputError, match="examples are 32768 and 32k"):
+        parse_count(text)
+    refused(run("generate", "--max-model-len", text, "x"), "minirt: --max-model-len: ", "or auto", code=2)
+
+
+def test_numbers_of_tokens_reach_the_model(run, folder):
+    refused(run("generate", "-m", folder, *CACHE, "--max-model-len", "1k", "x"), "found 1000", code=2)
+    refused(run("generate", "--max-num-batched-tokens", "0", "x"), "--max-num-batched-tokens", "x>=1", code=2)
+    assert run("generate", "-m", folder, *CACHE, "--max-model-len", "auto", "--max-tokens", 1, "x")[0] == 0
+
+
+def test_a_text_in_place_of_a_file_names_the_option(run, folder, tmp_path):
+    """`--grammar TEXT` said only that TEXT cannot be read. A JSON schema may be given itself."""
+    for option in ("--json-schema", "--grammar", "--prompt-file", "--warm-prompt", "--prompts"):
+        refused(run("generate", "-m", folder, *CACHE, option, "a text", *(["x"] * (option != "--prompts"))),
+                "a text: cannot be read", f"{option} takes the name of a file")  # fmt: skip
+    refused(run("eval", "perplexity", "-m", folder, "--text", "a text"), "--text takes the name of a file")
+    refused(run("generate", "-m", folder, *CACHE, "--json-schema", '{"type": 5}', "x"), "--json-schema", code=2)
+
+
+def test_a_preset_without_files_takes_token_ids_before_it_is_loaded(run, monkeypatch):
+    """It was sized and filled with random weights before the prompt was looked at."""
+    monkeypatch.setattr("minirt.generator.load", lambda *_: pytest.fail("loaded"))
+    model = ("-m", "Qwen3-0.6B", "--random-weights")
+    refused(run("generate", *model, "hi"), "Qwen3-0.6B: the model has no tokenizer, so a prompt must be token ids")
+    refused(run("score", *model, "hi", "1"), "must be token ids")
+    refused(run("generate", *model, "--chat", "hi"), "no tokenizer for a conversation")
+    refused(run("chat", *model), "no tokenizer for a conversation")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +195,7 @@ def test_cuda_without_a_gpu(run, folder):
 def test_out_of_memory(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
-    result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
+    result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "1 2")
     refused(result, "271.15GiB", "20GiB free", "smaller model")
     pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
     refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")

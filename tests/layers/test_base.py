@@ -141,7 +141,7 @@ def test_which_models_cuda_graphs_can_hold(hopper):
     why = "runs as {!r}, which is not registered as capturable"
     assert [planned(["auto", rule]).plan.not_capturable for rule in rules] == [
         None, None, f"layers.0.mlp {why.format('plain')} (1 more layer like it)", f"layers.1.mlp {why.format('plain')}",
-        f"head {why.format('eager')}",
+        "head is eager, and CUDA graphs hold no eager layers",
     ]  # fmt: skip
     model = planned(["auto", "*.1.mlp=plain"])
     assert not model.capturable
@@ -173,7 +173,8 @@ def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
     record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])
-    assert record["not_capturable"].startswith("head runs as 'eager'")
+    assert record["not_capturable"].startswith("head is eager")
+    assert json.loads(run("plan", "--json", "--impl", "eager")[1])["not_capturable"] == "every layer is eager"
     assert [row["capturable"] for row in record["layers"]].count(False) == 1
     assert (record["memory"]["total"], record["memory"]["held_by_others"]) == (100 << 30, 19 << 30)
 

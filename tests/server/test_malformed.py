@@ -235,8 +235,10 @@ def cases():
         "guided_json": {}, "guided_regex": "a", "logits_processors": ["os.system"], "prediction": {}, "audio": {},
         "modalities": ["audio"], "functions": [{}], "return_hidden_states": True, "spaces_between_special_tokens": False,
         "web_search_options": {}, "function_call": {"name": "f"},
+        "best_of": 3, "max_output_tokens": 5, "stop_sequences": ["a"],  # were ignored, with a line in the log
     }.items():  # fmt: skip
         yield *chats(**{name: wrong}), name
+    yield *completions(max_completion_tokens=5), "max_completion_tokens"
     for wrong in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 5}}, "json", [], 5,
                   {"type": "json_schema", "json_schema": {"schema": nested(200)}}):  # fmt: skip
         yield *chats(response_format=wrong), "response_format"

@@ -31,7 +31,7 @@ def test_no_request_leaves_before_its_time(monkeypatch) -> None:
     assert [outcome.planned for outcome in outcomes] == times
     assert all(outcome.start >= outcome.planned - 1e-5 for outcome in outcomes)
     assert all(outcome.end >= outcome.start + outcome.latency >= outcome.start + outcome.ttft for outcome in outcomes)
-    assert usage.seconds >= 0.09
+    assert usage.seconds >= 0.08  # the last request leaves at 0.09; usage is counted from a little after the start
     assert usage.cpu_seconds > 0
     assert usage.busiest_share >= usage.cpu_seconds / usage.seconds
     assert usage.lags

@@ -86,25 +86,31 @@ def beside(prompt=(0.1965, 0.1981)):
 
 
 def test_both_engines_in_the_readme():
-    """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), and a tie or a loss
-    that is not told."""
-    shown, told, origin = tables.readme_table(beside()).split("\n\n")
+    """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), a tie or a loss that is
+    not told, a number of points without where they are, and the change by another PyTorch left out or of another point."""
+    shown, told, origin, missing = tables.readme_table(beside()).split("\n\n")
     assert shown.splitlines()[0] == "| M, ms | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
     assert rows(shown) == [
         ["decode step, batch 1", "4.00", "6.00", "1.50 ×", "2.00", "5.00", "2.50 ×"],
         ["decode step, batch 64", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
         ["decode step, batch 256", "12.3", "18.5", "1.50 ×", "6.15", "15.4", "2.50 ×"],
+        ["decode step, batch 1, context 8,000", "5.00", "7.50", "1.50 ×", "2.50", "6.25", "2.50 ×"],
         ["first token, prompt of 512 tokens", "20.0", "30.0", "1.50 ×", "10.0", "25.0", "2.50 ×"],
         ["first token, prompt of 8,192 tokens", "196.5", "198.1", "1.01 ×", "100.0", "250.0", "2.50 ×"],
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
     tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5, vLLM 198.1)"
-    assert told == f"minirt is faster at 13 of 14 measured points. Ties (within 2%): {tie}."
-    assert origin.startswith("minirt `c` with torch 2 and Triton 3; vLLM 7 with torch 2 and Triton 3, N. Both ran on ")
-    assert "the same NVIDIA X 1" in origin
+    all_points = "(docs/benchmarks/models.md#beside-vllm)"
+    which = f"[7 in each format]{all_points}, of which the table shows 7"
+    assert told == f"minirt is faster at 13 of 14 points: {which}. Ties (within 2%): {tie}."
+    assert origin.startswith("minirt `c` with torch 2 and Triton 3; vLLM 7 with torch 2 and Triton 3, N. With torch 9")
+    assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
+    assert "Both ran on the same NVIDIA X 1" in origin
     assert "2026-01-02" in origin
-    assert "no correctness check, no measured limit" in origin
+    assert missing.startswith("These runs stored no correctness check, no measured limit")
+    assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
     text = tables.ties(beside(prompt=(0.3, 0.2))["a"])
+    assert text.startswith("minirt is faster at 13 of 14 points. ")
     assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0, vLLM 200.0).")
     assert "Ties" not in text
 
@@ -118,6 +124,7 @@ def test_both_engines_with_the_protocol_and_a_later_pytorch():
     """Catches a point that the later run lacks shown as a number, and runs that are mixed up."""
     text = tables.engines_table(beside())
     assert "\n- Order: O.\n- Clock: C.\n" in text
+    assert "(docs/" not in text, "a link from README.md"
     later = text.rpartition("\n\n")[2]
     assert later.splitlines()[0] == "| ms, bf16 | torch 2 | torch 9 |"
     assert rows(later)[0] == ["decode step, batch 1", "4.00", "3.60"]

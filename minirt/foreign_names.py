@@ -1,0 +1,124 @@
+"""What vLLM, llama.cpp and transformers call an option, argument or class, and what it is here.
+
+The command line, `Generator.from_pretrained`, `SamplingParams`, the lines of `--prompts` and `import` take their hints from it.
+docs/coming-from.md explains more.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+
+from minirt.errors import InputError, MinirtError
+
+_VLLM, _LLAMA, _HF = "vLLM's name", "llama.cpp's name", "transformers' name"
+_ONE_GPU = "not supported: minirt uses one GPU"
+_ONE_DEVICE = "not needed: a model is wholly on one GPU, or wholly on the CPU"
+_LORA = "not supported: minirt has no LoRA adapters"
+_DRAFTS = "not supported: minirt has no speculative decoding"
+_BEAMS = "not supported: minirt has no beam search"
+_ALWAYS = "not needed: it is always on"
+_NO_CODE = "not needed: minirt never runs code of a checkpoint"
+
+# Name → (whose it is, what the command line has instead, what Python has instead). A text without an instead: why there is none.
+_NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
+    "quantization": (_VLLM, "--quantize", "quantization=…"),
+    "load_format": (_VLLM, "--random-weights for dummy", 'random_weights=True for "dummy"'),
+    "enforce_eager": (_VLLM, "--no-cuda-graphs", "cuda_graphs=False"),
+    "enable_prefix_caching": (_VLLM, "on by default, and --no-prefix-cache is off", "prefix_cache=…"),
+    "no_enable_prefix_caching": (_VLLM, "--no-prefix-cache", "prefix_cache=False"),
+    "max_seq_len": (_VLLM, "--max-model-len", "max_model_len=…"),
+    "kv_cache_memory_bytes": (_VLLM, "--kv-cache-memory", "kv_cache_memory=…"),
+    "num_iters": (_VLLM, "--repeats", None),
+    "allowed_origins": (_VLLM, "--allow-origin", None),
+    "torch_dtype": (_HF, "--dtype", "dtype=…"),
+    "device_map": (_HF, "--device", "device=…"),
+    "ctx_size": (_LLAMA, "--max-model-len", "max_model_len=…"),
+    "n_ctx": (_LLAMA, "--max-model-len", "max_model_len=…"),
+    "parallel": (_LLAMA, "--max-num-seqs", "max_num_seqs=…"),
+    "cache_type_k": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
+    "cache_type_v": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
+    "n_threads": (_LLAMA, "--threads", "threads=…"),
+    "hf_repo": (_LLAMA, "--model", None),
+    "system_prompt": (_LLAMA, "--system", None),
+    "prompt": (_LLAMA, "PROMPT, without an option", None),
+    "file": (_LLAMA, "--prompt-file", None),
+    "input_len": (_VLLM, "--input-len-range", None),
+    "output_len": (_VLLM, "--output-len-range", None),
+    "max_new_tokens": (_HF, "--max-tokens", "SamplingParams(max_tokens=…)"),
+    "n_predict": (_LLAMA, "--max-tokens", "SamplingParams(max_tokens=…)"),
+    "predict": (_LLAMA, "--max-tokens", "SamplingParams(max_tokens=…)"),
+    "temp": (_LLAMA, "--temperature", "SamplingParams(temperature=…)"),
+    "repeat_penalty": (_LLAMA, "--repetition-penalty", "SamplingParams(repetition_penalty=…)"),
+    "do_sample": (_HF, "--temperature above 0", "SamplingParams(temperature=…) above 0"),
+    "stop_strings": (_HF, "--stop", "SamplingParams(stop=…)"),
+    "eos_token_id": (_HF, "--stop-token-ids", "SamplingParams(stop_token_ids=…)"),
+    "num_return_sequences": (_HF, "--n", "SamplingParams(n=…)"),
+    "guided_decoding": (_VLLM, None, "SamplingParams(structured_outputs=…)"),
+    "guided_json": (_VLLM, "--json-schema", 'SamplingParams(structured_outputs={"json": …})'),
+    "guided_regex": (_VLLM, "--regex", 'SamplingParams(structured_outputs={"regex": …})'),
+    "guided_choice": (_VLLM, "--choice", 'SamplingParams(structured_outputs={"choice": …})'),
+    "guided_grammar": (_VLLM, "--grammar", 'SamplingParams(structured_outputs={"grammar": …})'),
+    "json_schema_file": (_LLAMA, "--json-schema", None),
+    "grammar_file": (_LLAMA, "--grammar, in Lark syntax", None),
+    "LLM": (_VLLM, None, "minirt.Generator"),
+    "LLMEngine": (_VLLM, None, "minirt.Generator"),
+    "EngineArgs": (_VLLM, None, "minirt.LoadOptions"),
+    "AsyncLLM": (_VLLM, None, "minirt.AsyncGenerator"),
+    "AsyncLLMEngine": (_VLLM, None, "minirt.AsyncGenerator"),
+    "AsyncEngineArgs": (_VLLM, None, "minirt.LoadOptions"),
+    "RequestOutput": (_VLLM, None, "minirt.Completion"),
+    "CompletionOutput": (_VLLM, None, "minirt.Completion"),
+    "GuidedDecodingParams": (_VLLM, None, "minirt.StructuredOutputsParams"),
+    "Llama": (_LLAMA, None, "minirt.Generator"),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tensor_split"), _ONE_GPU),
+    **dict.fromkeys(("n_gpu_layers", "gpu_layers", "split_mode", "cpu_offload_gb", "swap_space"), _ONE_DEVICE),
+    **dict.fromkeys(("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "lora", "LoRARequest"), _LORA),
+    **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens", "model_draft"), _DRAFTS),
+    **dict.fromkeys(("use_beam_search", "num_beams", "BeamSearchParams", "length_penalty", "early_stopping"), _BEAMS),
+    **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice"), _ALWAYS),
+    "trust_remote_code": _NO_CODE,
+    "best_of": "not supported: n asks for several samples, and all are returned",
+    "limit_mm_per_prompt": "not supported: minirt takes text only",
+    "logits_processors": "not supported: logit_bias, bad_words and structured_outputs are",
+    "mmap": "not needed: weights are read once, to the device",
+    "no_mmap": "not needed: weights are read once, to the device",
+    "block_size": "not needed: a page of the KV cache has 64 tokens",
+    "tokenizer": "not supported: the tokenizer is that of the model's folder",
+}
+_SHORT = {
+    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
+    "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
+    "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
+    "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft",
+}  # fmt: skip
+
+
+def python_hint(name: object) -> str | None:
+    """What to write in Python for another library's name; None: no library's name that is known here."""
+    return _hint(_NAMES.get(str(name)), 2)
+
+
+def check_names(given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError) -> None:
+    """Refuse argument names that are not `known`, with what to write instead."""
+    for name in given:
+        if name in known:
+            continue
+        if (hint := python_hint(name)) is not None:
+            raise error("no such argument", where=where, found=name, hint=hint)
+        near = get_close_matches(name, known, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else None
+        raise error("no such argument", where=where, expected=f"one of {', '.join(known)}", found=name, hint=hint)
+
+
+def option_hint(name: str, options: Collection[str]) -> str | None:
+    """The same on the command line, for "--name" or "-n" and a command with these options."""
+    entry = _NAMES.get(_SHORT.get(name, name.lstrip("-").replace("-", "_")))
+    text = _hint(entry, 1)
+    named = re.findall("--[a-z-]+", text or "")
+    return text if all(option in options for option in named) else None
+
+
+def _hint(entry: tuple[str, str | None, str | None] | str | None, side: int) -> str | None:
+    if entry is None or isinstance(entry, str):
+        return entry
+    return f"{entry[0]}; here {entry[side]}" if entry[side] else None
