@@ -27,6 +27,10 @@ def test_triton_launches_once_for_a_specialization_and_a_device(seen):
     assert seen["device"] == [[1, 1], [1, 0], [1, 0]]
 
 
+def test_a_record_as_the_last_argument_is_no_tuple_of_arguments(seen):
+    assert seen["constants last"] == [[1, 1], [1, 0]]
+
+
 def test_a_known_tma_descriptor_is_not_encoded_again(seen):
     assert seen["encoded"][2:] == [0, 0, 0]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,6 +112,19 @@ def several(x, y, n, m, scale, SIZE: tl.constexpr, FLAG: tl.constexpr = False):
 @prepared.prepared
 @jit
 def scratch(x):
+    pass
+
+
+@prepared.compile_time
+class Sizes(NamedTuple):
+    a: int
+    b: int
+    c: int
+
+
+@prepared.prepared
+@jit
+def constants_last(x, C):
     pass
 
 
@@ -302,6 +315,10 @@ def special_cases(device: Device) -> dict[str, Any]:
         several[(1,)](matrix, y, 7, 8, 0.5, SIZE=4)
         before.append(len(encoded))
     found["encoded"] = [after - early for early, after in pairwise(before)]
+    call = Launcher.__call__
+    Launcher.__call__ = lambda self, *rest: self.launch(*rest)  # as Triton 3.6: arguments one by one, not as a tuple
+    found["constants last"] = count(*[lambda: constants_last[(1,)](x, Sizes(1, 2, 3))] * 2)
+    Launcher.__call__ = call
     found["scratch"] = count(*[lambda: scratch[(1,)](x)] * 3)
     grids = ((5,), (5, 6), (5, 6, 7), [8, 9])
     works = [lambda grid=grid: several[grid](x, y, 7, 8, 0.5, SIZE=4, num_warps=2) for grid in grids]
