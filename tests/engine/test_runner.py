@@ -79,7 +79,9 @@ def test_token_counts():
 
 def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
     """Else a kernel for it would be compiled in the middle of serving."""
-    own = dispatch.LinearRegime("made_up", "tokens", 70, 90, padded=lambda tokens: 80 if tokens <= 80 else 90)
+    own = dispatch.LinearRegime(
+        "made_up", "tokens", 70, 90, padded=lambda tokens: 80 if tokens <= 80 else 90, launch=lambda product: None
+    )
     before = token_counts(8192), token_bucket(75), batch_bucket(85)
     monkeypatch.setattr(dispatch, "REGIMES", (own, *dispatch.REGIMES))
     x, weight = torch.zeros(75, 16), torch.zeros(8, 16)
