@@ -30,7 +30,8 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def tiny(kind: str, **options: Any) -> dict[str, Any]:
-    return TINY | (EXPERTS if kind.endswith("_moe") else {}) | options | {"model_type": kind}
+    experts = {k: v for k, v in EXPERTS.items() if kind == "qwen2_moe" or (kind == "qwen3_moe" and "shared" not in k)}
+    return TINY | experts | options | {"model_type": kind}
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

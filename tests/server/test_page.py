@@ -164,7 +164,7 @@ def test_a_setting_is_marked_where_the_server_refuses_it(name):
 
 def test_a_refusal_of_the_server_names_the_setting_that_is_marked(tiny):
     """The page marks the setting that `error.param` names. A field that is not a number is refused before it is sent."""
-    for name, value in {"temperature": -1, "top_p": 0, "top_k": -2, "max_tokens": 0, "seed": -1}.items():
+    for name, value in {"temperature": -1, "top_p": 0, "top_k": -2, "max_tokens": 0, "seed": 1 << 64}.items():
         body = {"prompt": "Once", "max_tokens": 1, name: value}
         status, _, data = tiny.request("POST", "/v1/completions", body)
         assert status == 400

@@ -240,7 +240,7 @@ def test_options(run, tmp_path):
         else:
             assert (code, err) == (0, "")
             assert fits(out[:-1]), out
-    record = json.loads(run(*BASE, "--json", "--json-object", STORY)[1])
+    record = json.loads(run(*BASE, "--json", "-v", "--json-object", STORY)[1])
     assert record["sampling"]["structured_outputs"] == {"json_object": True}
     assert record["sampling_sources"]["structured_outputs"] == "user"
 

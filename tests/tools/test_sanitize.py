@@ -26,9 +26,9 @@ def race(*places, kernel="_gemm_sm90_kernel", file="gemm_sm90"):
 
 def test_races():
     log = "========= COMPUTE-SANITIZER\n" + race(NAME, NAME, ROLES) + race(NAME, ROLES - 1) + END
-    assert SOURCE[ROLES - 2].endswith("if GROUPS == 2:")
+    assert SOURCE[ROLES - 2].endswith("if C.GROUPS == 2:")
     assert findings(log) == (2, 0, 0, [], True, False)
-    elsewhere = race(NAME, ROLES + 9), race(NAME - 20, ROLES), race(NAME, NAME, kernel="_other_kernel"), race(NAME, 10**6)
+    elsewhere = race(NAME, ROLES + 6), race(NAME - 20, ROLES), race(NAME, NAME, kernel="_other_kernel"), race(NAME, 10**6)
     without = NO_PLACE.format(OURS, OURS), NO_PLACE.format(CUBLAS, OURS), NO_PLACE.format("", ""), NO_PLACE.format(CUBLAS, "")
     for wrong in (*elsewhere, *without):
         assert findings(log + wrong).roles == 2
