@@ -253,7 +253,7 @@ def _accepted(name: str) -> str:
 def _contents(folder: Path) -> str:
     """The end of a hint that lists the folder's weight files with other names; "" if there are none.
 
-    Of a Hub model, other files than those that are read are not downloaded, so its name tells of GGUF.
+    A Hub model's GGUF files are not downloaded, so only its name shows that it has them.
     """
     files = _listed(folder)
     if "adapter_config.json" in files:
