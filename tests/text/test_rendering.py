@@ -113,11 +113,17 @@ def test_a_fork_does_not_share_the_process() -> None:
     """Two users of one pipe would read each other's conversations."""
     renderer = Renderer("{{ messages[0].content }}")
     renderer.render({"messages": [{"content": "parent"}]})
-    renderer._idle[0]._owner = -1  # as seen from a fork, whose own pid differs
-    pid = renderer._idle[0]._process.pid
-    assert renderer.render({"messages": [{"content": "child"}]}) == "child"
-    assert renderer._idle[0]._process.pid != pid
-    os.kill(pid, signal.SIGKILL)  # a fork leaves it alone
+    parents = renderer._idle[0]
+    parents._owner = -1  # as seen from a fork, whose own pid differs
+    parents_end = os.dup(parents._process.stdin.fileno())  # type: ignore[union-attr]  # after a fork, both have the pipe open
+    try:
+        assert renderer.render({"messages": [{"content": "child"}]}) == "child"
+        assert renderer._idle[0]._process.pid != parents._process.pid
+        assert parents._process.poll() is None  # left alone
+    finally:
+        os.close(parents_end)
+        parents._process.kill()
+        parents._process.wait()
 
 
 def test_ctrl_c_does_not_reach_the_process() -> None:
