@@ -21,7 +21,7 @@ If it differs, a warning says so, once, and from then on Triton launches what is
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -101,8 +101,9 @@ class PreparedKernel(JITFunction):
     """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        entry = self.__dict__.get("_entry")
-        if entry is None:
+        try:
+            entry = self._entry
+        except AttributeError:
             entry = self._entry = _entry(self)
         return functools.partial(entry, grid)
 
@@ -208,20 +209,30 @@ def entry(_grid, {", ".join(bound)}, **_options):
 
 
 def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
-    """The function that calls the launch function for the types of the records' fields."""
+    """The function that reads the records' fields and calls the launch function of their types, which takes them, too."""
     names = ", ".join(kernel.signature.parameters)
-    by_types: dict[tuple[tuple[type, ...], ...], Callable[..., None]] = {}
+    fields = {name: _fields(name, len(kinds[name]._fields)) for name in records}  # type: ignore[attr-defined]
+    every = [field for own in fields.values() for field in own]
+    by_types: dict[tuple[type, ...], Callable[..., None]] = {}
 
-    def of_types(types: tuple[tuple[type, ...], ...]) -> Callable[..., None]:
-        by_types[types] = _launch_function(kernel, kinds | dict(zip(records, types, strict=True)))
+    def of_types(types: tuple[type, ...]) -> Callable[..., None]:
+        found = iter(types)
+        of_fields = {name: tuple(next(found) for _ in own) for name, own in fields.items()}
+        by_types[types] = _launch_function(kernel, kinds | of_fields, every)
         return by_types[types]
 
+    read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())
     source = f"""
 def by_fields(_grid, {names}, _options):
-    _types = ({"".join(f"tuple(map(type, {name})), " for name in records)})
-    (_by_types.get(_types) or _of_types(_types))(_grid, {names}, _options)
+{read}    _types = ({"".join(f"type({field}), " for field in every)})
+    (_by_types.get(_types) or _of_types(_types))(_grid, {names}, _options, {", ".join(every)})
 """
     return _compiled(source, "by_fields", {"_by_types": by_types, "_of_types": of_types})
+
+
+def _fields(name: str, count: int) -> list[str]:
+    """Names of the fields of the record `name` in generated functions."""
+    return [f"{name}_{i}_" for i in range(count)]
 
 
 class _Arguments:
@@ -262,21 +273,21 @@ class _Arguments:
 
     def record(self, name: str, kinds: tuple[type, ...]) -> str | None:
         """What is passed for a record with fields of these types. None: a type is not covered."""
-        fields = [f"{name}_{i}_" for i in range(len(kinds))]
-        self.lines.append(f"{', '.join(fields)}, = {name}")
-        values = [
-            None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in zip(fields, kinds, strict=True)
-        ]
+        fields = zip(_fields(name, len(kinds)), kinds, strict=True)
+        values = [None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in fields]
         return None if None in values else f"({', '.join(map(str, values))},)"
 
 
-def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type, ...]]) -> Callable[..., None]:
+def _launch_function(
+    kernel: PreparedKernel, types: Mapping[str, type | tuple[type, ...]], fields: Sequence[str] = ()
+) -> Callable[..., None]:
     """The function that launches a kernel with arguments of these types.
 
     Its source is generated, as a loop over the arguments would take several times as long.
 
     Args:
         types: those of the parameters that are no constexprs; of a record, the types of its fields.
+        fields: names of the fields of all records, which the function takes after the arguments and the options.
     """
     found, values = _Arguments(), list[str]()
     for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
@@ -286,7 +297,8 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         else:
             value = found.value(name, kind, at, not parameter.do_not_specialize)
         if value is None:
-            return lambda grid, *rest: kernel._by_triton(grid, rest[:-1], rest[-1], {}, None)
+            count = len(kernel.params)
+            return lambda grid, *rest: kernel._by_triton(grid, rest[:count], rest[count], {}, None)
         values.append(value)
     lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
@@ -304,11 +316,12 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         *aligned,
         "_driver = driver.active",
         "_device = _driver.get_current_device()",
-        f"_key = (_device, _aligned, {''.join(f'{part}, ' for part in key)}*_options.items())",
+        f"_key = (_device, _aligned, {''.join(f'{part}, ' for part in key)}*_options, *_options.values())",
         "_ready = _launches.get(_key)",
         f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
         f"    return _kernel._by_triton(_grid, {everything}, _options, _launches, _key if {covered} else None)",
-        "_x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1, 1)[:3]",
+        "if len(_grid) == 1: _x, _y, _z = _grid[0], 1, 1",
+        "else: _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1)",
         "_launch, _constants, _nested, _maps, _encode = _ready",
         *encoded,
         "_stream = _driver.get_current_stream(_device)",
@@ -316,7 +329,7 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         f"else: _launch(_x, _y, _z, _stream, *_constants, {passed})",
     ]
     body = "".join(f"    {line}\n" for line in lines)
-    source = f"def launch(_grid, {', '.join(kernel.signature.parameters)}, _options):\n{body}"
+    source = f"def launch(_grid, {', '.join([*kernel.signature.parameters, '_options', *fields])}):\n{body}"
     return _compiled(source, "launch", {
         "_launches": {}, "_kernel": kernel, "_by_triton": by_triton, "_hooks": kernel.pre_run_hooks,
         "_runtime": knobs.runtime, "driver": driver,
