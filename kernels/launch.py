@@ -43,6 +43,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability(device), sm_count(device))
 
 
+@functools.lru_cache
 def require_fp8(device: torch.device) -> None:
     """Raise UnsupportedError on a GPU without FP8 in Triton. (Triton's interpreter has FP8.)"""
     if device.type == "cuda" and capability(device) < 89:

@@ -38,6 +38,7 @@ from minirt.device import interpreting
 by_triton: ContextVar[bool] = ContextVar(
     "by_triton", default=False
 )  # whether this thread's launches take Triton's own path
+_INTERPRETING = interpreting()  # Triton asks when it imports a kernel
 _MOST_MAPS = 1024  # encoded TMA descriptors that a compiled kernel keeps
 _state = {"usable": True}
 
@@ -63,7 +64,7 @@ class Tiled(NamedTuple):
 def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
     """The argument of a kernel, not of Gluon, that gets `tensor` as a TMA descriptor for tiles of rows × columns."""
     own = Tiled(tensor, _tile(rows, columns))
-    return own.tile.descriptor(tensor) if interpreting() else own
+    return own.tile.descriptor(tensor) if _INTERPRETING else own
 
 
 @functools.cache

@@ -83,7 +83,8 @@ class Regime:
         variant: size → the largest size that launches the same compiled kernel (None: no limit). None: one kernel for the regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
         capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
-        limits, sums: what the kernel computes, and in which order it adds; None: not declared. Nothing chooses by them yet.
+        limits, sums: what the kernel computes, and in which order it adds; None: not declared. `covering` leaves out kernels that
+            do not declare the weight's format. Nothing chooses by the rest yet.
     """
 
     kernel: str
@@ -110,9 +111,16 @@ RegimeKind = TypeVar("RegimeKind", bound=Regime)
 
 
 @lru_cache(4096)
-def covering(table: tuple[RegimeKind, ...], size: int, capability: int) -> tuple[RegimeKind, ...]:
-    """The regimes of a table that cover a size on a compute capability. Cached: every launch asks."""
-    return tuple(regime for regime in table if regime.covers(size, capability))
+def covering(
+    table: tuple[RegimeKind, ...], size: int, capability: int, stored: str | None = None
+) -> tuple[RegimeKind, ...]:
+    """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
+
+    Args:
+        stored: format of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
+    """
+    found = (regime for regime in table if regime.covers(size, capability))
+    return tuple(r for r in found if stored is None or r.limits is None or stored in r.limits.formats)
 
 
 def operations(axis: Axis) -> list[list[Regime]]:
