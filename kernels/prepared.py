@@ -101,6 +101,8 @@ class _Recorded(NamedTuple):
 class PreparedKernel(JITFunction):
     """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
 
+    _entry: Callable[..., None]  # made at the first launch
+
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         try:
             entry = self._entry
@@ -219,7 +221,7 @@ def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str
     def of_types(types: tuple[type, ...]) -> Callable[..., None]:
         found = iter(types)
         of_fields = {name: tuple(next(found) for _ in own) for name, own in fields.items()}
-        by_types[types] = _launch_function(kernel, kinds | of_fields, every)
+        by_types[types] = _launch_function(kernel, {**kinds, **of_fields}, every)
         return by_types[types]
 
     read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())

@@ -275,18 +275,20 @@ def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tenso
 def _prepared(product: Product) -> Product:
     """The product with x normalized and quantized, each if asked for, by kernels that run before it."""
     x, norm, ep, pdl = product.x, product.norm, product.epilogue, product.pdl
-    quantized = ep.scale is not None and not int4.is_int4(product.weight)
-    if norm is None and not quantized:
-        return product
-    early = bool(covering(EARLY, x.shape[0], capability(x.device)))
-    if not quantized:
-        return product.with_x(rms_norm(x, norm.weight, norm.eps, early=early, pdl=pdl, check=False))
-    blocks = ep.scale.ndim == 2
+    if ep.scale is None or int4.is_int4(product.weight):
+        if norm is None:
+            return product
+        return product.with_x(rms_norm(x, norm.weight, norm.eps, early=_early(x), pdl=pdl, check=False))
+    blocks, early = ep.scale.ndim == 2, _early(x)
     if norm is None:
         x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
     else:
         x, x_scale = rms_norm_quantize(x, norm.weight, norm.eps, blocks=blocks, early=early, pdl=pdl, check=False)
     return product.with_x(x, x_scale)
+
+
+def _early(x: Tensor) -> bool:
+    return bool(covering(EARLY, x.shape[0], capability(x.device)))
 
 
 def _check(product: Product) -> None:

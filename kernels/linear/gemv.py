@@ -243,8 +243,11 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
     x, weight, facts = product.x, product.weight, product.facts(1)
     if facts.itemsize == 1:
         require_fp8(x.device)
-    of = facts, product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, product.pdl
-    programs, constants, options = _lookup_plan(x.device, *of) if config is None else _plan(config, *of)
+    scale_rows, aligned, pdl = product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, product.pdl
+    if config is None:
+        programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, pdl)
+    else:
+        programs, constants, options = _plan(config, facts, scale_rows, aligned, pdl)
     _gemv_kernel[(programs,)](
         x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options
     )

@@ -139,10 +139,10 @@ class Product(NamedTuple):
 
     def with_x(self, x: Tensor, x_scale: Tensor | None = None) -> "Product":
         """The product of x that is normalized already and, if it has a scale, quantized."""
-        _, weight, out, _, ep, *rest = self  # `_replace` takes several times as long
+        ep = self.epilogue
         if x_scale is not None:
-            ep = Epilogue(ep.scale, x_scale, *ep[2:])
-        return Product(x, weight, out, None, ep, *rest)
+            ep = _new(Epilogue, (ep.scale, x_scale, *ep[2:]))  # `_replace` takes several times as long
+        return _new(Product, (x, self.weight, self.out, None, ep, *self[5:]))
 
     @property
     def scale_rows(self) -> int | None:
