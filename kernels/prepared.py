@@ -44,18 +44,30 @@ _state = {"usable": True}
 
 
 class Tile:
-    """A shape of tiles that TMA moves: rows × columns, for Gluon kernels with their layout in shared memory."""
+    """A shape of tiles that TMA moves: rows × columns, for Gluon kernels with their layout in shared memory.
 
-    def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any) -> None:
-        self._make, self._block, self._layout = make, block, layout
+    Args:
+        make: makes Triton's descriptor.
+        width, dtype: of the matrix as which a contiguous tensor is seen. None: as it is. A view takes longer on the host than all
+            else that an argument needs, so it is made only when a descriptor is encoded.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._make, self._block, self._layout, self._width, self._dtype = make, block, layout, width, dtype
 
     def descriptor(self, tensor: Tensor) -> Any:
         """Triton's `TensorDescriptor` of a matrix."""
+        if self._dtype is not None:
+            tensor = tensor.view(self._dtype)
+        if self._width is not None:
+            tensor = tensor.view(-1, self._width)
         return self._make(tensor, self._block, *self._layout)
 
 
 class Tiled(NamedTuple):
-    """A matrix that a kernel gets as a TMA descriptor. The descriptor is encoded at the launch, unless it is known."""
+    """A matrix, as `tile` sees it, that a kernel gets as a TMA descriptor. It is encoded at the launch, unless it is known."""
 
     tensor: Tensor
     tile: Tile

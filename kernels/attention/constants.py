@@ -30,4 +30,5 @@ class Constants(NamedTuple):
 
     @classmethod
     def of(cls, a: AttentionInput, **more: int) -> "Constants":
-        return cls(*a.head_shape, a.pages.page_size, **more)
+        (_, Nq, D), (_, page_size, Nkv, _) = a.out.shape, a.pages.k.shape
+        return cls(Nq, Nkv, D, page_size, **more)

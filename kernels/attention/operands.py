@@ -49,10 +49,7 @@ class KVPages(NamedTuple):
 
     def for_kernel(self, dtype: torch.dtype) -> "KVPages":
         """The pages, FP8 as integers of `dtype`, which every GPU and every Triton version can load and store."""
-        k, v, *scales = self
-        if self.k_scale is not None:
-            k, v = k.view(dtype), v.view(dtype)
-        return KVPages(k, v, *scales)
+        return self if self.k_scale is None else KVPages(self.k.view(dtype), self.v.view(dtype), *self[2:])
 
 
 class Rope(NamedTuple):
@@ -96,7 +93,7 @@ class Scores(NamedTuple):
 
     def in_base_2(self) -> "Scores":
         """The settings as kernels take them: scores are exponents of 2."""
-        return self._replace(scale=self.scale * _LOG2_E)
+        return Scores(self.scale * _LOG2_E, *self[1:])
 
 
 class Results(NamedTuple):
@@ -153,12 +150,12 @@ class AttentionInput(NamedTuple):
     @property
     def head_shape(self) -> tuple[int, int, int]:
         """(Nq, Nkv, D)."""
-        return self.out.shape[1], self.pages.num_kv_heads, self.out.shape[2]
+        _, Nq, D = self.out.shape
+        return Nq, self.pages.k.shape[2], D
 
     def results(self, parts: int) -> Results:
         """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens)."""
-        Nq, _, D = self.head_shape
+        _, Nq, D = self.out.shape
         if self.workspace is None:
             raise InputError("missing", where="workspace", expected="room for partial results")
-        sums = self.workspace.sums(parts * Nq * (D + 2))
-        return Results(self.out, sums, sums[parts * Nq * D :])
+        return Results(self.out, *self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq))

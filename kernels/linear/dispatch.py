@@ -19,6 +19,7 @@ tokens: a kernel unpacks the weight first, and the kernel for weights of the act
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -265,7 +266,12 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
 
 def fetches_early(tokens: int, device: torch.device) -> bool:
     """Whether a product of `tokens` tokens fetches weights while the kernel before it runs, if that kernel triggers early."""
-    return any(regime.fetches_early for regime in covering(REGIMES, tokens, capability(device)))
+    return _fetches_early(tokens, capability(device))
+
+
+@lru_cache(4096)
+def _fetches_early(tokens: int, cc: int) -> bool:
+    return any(regime.fetches_early for regime in covering(REGIMES, tokens, cc))
 
 
 def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tensor:

@@ -127,14 +127,19 @@ class Product(NamedTuple):
             return "int4" if narrow else "int4_fp32"
         return "fp16" if narrow else "fp32"
 
-    def facts(self, tokens: int) -> ProductFacts:
-        """What its launch configuration may depend on. `tokens`: T, rounded up to the most that use the same configuration."""
+    def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
+        """What its launch configuration may depend on.
+
+        Args:
+            tokens: T, rounded up to the most that use the same configuration.
+            E, k, rows: of experts, see `ProductFacts`.
+        """
         x, out, ep, itemsize = self.x, self.out, self.epilogue, self.weight.element_size()
         # Every launch asks, and a call of the class takes several times as long.
         return _new(ProductFacts, (
             tokens, out.shape[1], x.shape[1], itemsize if itemsize == 1 else x.element_size(),  # 4-bit words have 2 bytes
             ep.activation is not None, ep.residual is not None, ep.scale is not None and self.scale_rows is not None,
-            out.element_size(), self.workspace is not None and ep.row_maxima is None, 1, 1, 0,
+            out.element_size(), self.workspace is not None and ep.row_maxima is None, E, k, rows,
         ))  # fmt: skip
 
     def with_x(self, x: Tensor, x_scale: Tensor | None = None) -> "Product":

@@ -470,8 +470,8 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
             [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
     x, weight, out, gated, blocks = product.x, product.weight, product.out, product.gated, product.scale_rows
-    (E, rows, K), N, (T, top_k), itemsize = weight.shape, out.shape[1], routing.weights.shape, x.element_size()
-    facts = product.facts(token_regime(T))._replace(E=E, k=top_k, rows=routing.block_t)
+    (E, _, K), N, (T, top_k), itemsize = weight.shape, out.shape[1], routing.weights.shape, x.element_size()
+    facts = product.facts(token_regime(T), E, top_k, routing.block_t)
     c = config or FAMILY.lookup(x.device, facts)
     width, most, block_k = c.strip if gated else 2 * c.strip, routing.tiles.shape[1], _ROW_BYTES // itemsize
     columns = cdiv(N, width)
@@ -479,7 +479,7 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
     promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
     more_x = tma_descriptor(x, c.more, block_k) if c.more else None
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
-        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k),
+        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight, c.strip, block_k, K),
         product.epilogue, out, routing, most, columns, N,
         C=_Constants(K, gated, blocks, c.strip, width, c.more, c.num_stages, promote), **registers,
         **launch_options(4, 1, product.pdl),
