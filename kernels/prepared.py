@@ -48,19 +48,15 @@ class Tile:
 
     Args:
         make: makes Triton's descriptor.
-        width, dtype: of the matrix as which a contiguous tensor is seen. None: as it is. A view takes longer on the host than all
+        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. A view takes longer on the host than all
             else that an argument needs, so it is made only when a descriptor is encoded.
     """
 
-    def __init__(
-        self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        self._make, self._block, self._layout, self._width, self._dtype = make, block, layout, width, dtype
+    def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None) -> None:
+        self._make, self._block, self._layout, self._width = make, block, layout, width
 
     def descriptor(self, tensor: Tensor) -> Any:
         """Triton's `TensorDescriptor` of a matrix."""
-        if self._dtype is not None:
-            tensor = tensor.view(self._dtype)
         if self._width is not None:
             tensor = tensor.view(-1, self._width)
         return self._make(tensor, self._block, *self._layout)

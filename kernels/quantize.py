@@ -127,11 +127,11 @@ def quantized_buffers(
     T, K = x.shape
     shape = (T, cdiv(K, FP8_BLOCK)) if blocks else (T,)
     if out is None:
-        out = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
+        out = x.new_empty(T, K, dtype=torch.float8_e4m3fn)
     elif check:
         check_tensor("out", out, (T, K), torch.float8_e4m3fn, x.device)
     if scale is None:
-        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        scale = x.new_empty(*shape, dtype=torch.float32)
     elif check:
         check_tensor("scale", scale, shape, torch.float32, x.device)
     return out, scale

@@ -112,15 +112,15 @@ RegimeKind = TypeVar("RegimeKind", bound=Regime)
 
 @lru_cache(4096)
 def covering(
-    table: tuple[RegimeKind, ...], size: int, capability: int, stored: str | None = None
+    table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None
 ) -> tuple[RegimeKind, ...]:
     """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
 
     Args:
-        stored: format of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
+        format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
     """
     found = (regime for regime in table if regime.covers(size, capability))
-    return tuple(r for r in found if stored is None or r.limits is None or stored in r.limits.formats)
+    return tuple(r for r in found if format is None or r.limits is None or format in r.limits.formats)
 
 
 def operations(axis: Axis) -> list[list[Regime]]:

@@ -160,7 +160,7 @@ def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
 
     if original(product).kernel != "gemm_sm90":
         raise Untouched
-    found = covering(REGIMES, product.x.shape[0], 90, product.stored)
+    found = covering(REGIMES, product.x.shape[0], 90, product.format)
     return next(own for own in found if own.kernel != "gemm_sm90" and own.accepts(product))
 
 

@@ -50,10 +50,10 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
-from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_load, tma_tile
+from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.linear.dispatch import fetches_early
-from minirt.kernels.prepared import Tiled, compile_time, prepared
+from minirt.kernels.prepared import compile_time, prepared
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -568,18 +568,17 @@ def variant(num_seqs: int) -> int:
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`, for operands that `accepts` does not refuse."""
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
-    page_size = pages.page_size
-    pairs = tma_tile(min(page_size, _BOX), PAIRS.value, 2, Nkv * D // 2, torch.int16)
+    pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
+    k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
     shape = _shape(Nq, Nkv, D, B)
     units = cdiv(Nkv * D, 2 * PAIRS.value * shape.tiles)
     programs = max(1, min(a.max_splits * units, shape.programs * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=shape.tiles,
+        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=shape.tiles,
         HEADS=2 * PAIRS.value * shape.tiles // D, N=_MOST_ROWS, SIDE=shape.side, STAGES=shape.stages, SLOTS=shape.slots,
         REGISTERS=shape.registers, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_fp8_sm90_kernel[(programs,)](
-        a.heads, a.rope, pages.for_kernel(torch.uint8), Tiled(pages.k, pairs), Tiled(pages.v, pairs), a.sequences,
-        a.results(a.max_splits), a.scores.in_base_2(), B, a.table_width, C=constants,
-        maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, a.pdl),
+        a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -296,15 +296,13 @@ def accepts(a: AttentionInput) -> bool:
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`, for operands that `accepts` does not refuse."""
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
-    page_size = pages.page_size
-    box = min(page_size, BOX), CHANNELS.value, Nkv * D
+    k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
     programs = max(1, min(a.max_splits * Nkv, PROGRAMS * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
+        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
         STAGES=STAGES, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
-        a.heads, a.rope, pages.for_kernel(torch.int16), tma_descriptor(pages.k, *box), tma_descriptor(pages.v, *box), a.sequences,
-        a.results(a.max_splits), a.scores.in_base_2(), B, a.table_width, C=constants,
-        maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
+        a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
+        a.table_width, C=constants, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

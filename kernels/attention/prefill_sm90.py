@@ -265,9 +265,8 @@ def launch(a: AttentionInput) -> None:
     """Write `out` of operands that `accepts` does not refuse, with one or more tokens and sequences."""
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    box = min(pages.page_size, BLOCK_N.value), CHANNELS.value, Nkv * D
+    k, v = (tma_descriptor(x, min(pages.page_size, BLOCK_N.value), CHANNELS.value, Nkv * D) for x in pages[:2])
     constants = Constants.of(a, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
-        q, tma_descriptor(pages.k, *box), tma_descriptor(pages.v, *box), a.sequences, a.out, a.scores.in_base_2(),
-        B, a.table_width, tiles, C=constants, num_warps=4,
+        q, k, v, a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
     )

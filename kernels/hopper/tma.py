@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -21,16 +20,14 @@ CHANNELS = gl.constexpr(64)  # of 16 bits each: the 128 bytes of one TMA swizzle
 
 
 @functools.cache
-def tma_tile(
-    rows: int, columns: int, itemsize: int, width: int | None = None, view: torch.dtype | None = None
-) -> Tile:
+def tma_tile(rows: int, columns: int, itemsize: int, width: int | None = None) -> Tile:
     """Tiles of rows × columns. Cached, because Triton takes microseconds to build a layout and a product needs five.
 
-    `width`, `view`: see `Tile`; `itemsize` is that of `view`.
+    `width`: see `Tile`.
     """
     dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[itemsize]  # only the item size matters
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return Tile(TensorDescriptor.from_tensor, [rows, columns], layout, width=width, dtype=view)
+    return Tile(TensorDescriptor.from_tensor, [rows, columns], layout, width=width)
 
 
 def tma_descriptor(tensor: Tensor, rows: int, columns: int, width: int | None = None) -> Tiled:

@@ -233,11 +233,11 @@ def regime(product: Product, cc: int | None = None) -> LinearRegime:
     Raises:
         InputError: no kernel computes the product.
     """
-    cc, T, stored = capability(product.weight.device) if cc is None else cc, product.x.shape[0], product.stored
-    for found in covering(REGIMES, T, cc, stored):
+    cc, T, format = capability(product.weight.device) if cc is None else cc, product.x.shape[0], product.format
+    for found in covering(REGIMES, T, cc, format):
         if found.accepts(product):
             return found
-    raise InputError("no kernel computes this product", where="regime", found=f"{T} tokens, a weight in {stored}")
+    raise InputError("no kernel computes this product", where="regime", found=f"{T} tokens, a weight in {format}")
 
 
 def launch(product: Product) -> None:
@@ -275,7 +275,7 @@ def _fetches_early(tokens: int, cc: int) -> bool:
 
 
 def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tensor:
-    return torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype, device=x.device)
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype)
 
 
 def _prepared(product: Product) -> Product:

@@ -117,7 +117,7 @@ class Product(NamedTuple):
         return self.epilogue.activation is not None
 
     @property
-    def stored(self) -> str:
+    def format(self) -> str:
         """The format of the weight, as in `minirt.kernels.regimes.Limits.formats`."""
         dtype = self.weight.dtype
         if dtype is _FP8:

@@ -247,21 +247,21 @@ def route(
     """
     parts = None
     if isinstance(logits, LogitParts):
-        parts = logits
-        (count, T, E), device, dtype = parts.sums.shape, parts.sums.device, parts.dtype
+        parts, given, dtype = logits, logits.sums, logits.dtype
+        count, T, E = given.shape
     else:
         if check:
             check_activations("logits", logits)
-        (T, E), device, dtype, count = logits.shape, logits.device, logits.dtype, 0
+        (T, E), given, dtype, count = logits.shape, logits, logits.dtype, 0
     if check and not 1 <= top_k <= E:
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     pairs = T * top_k
     most = most_tiles(pairs, E, block_t)
 
     def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return given.new_empty(*shape, dtype=torch.int32)
 
-    weights = torch.empty(T, top_k, dtype=dtype, device=device)
+    weights = given.new_empty(T, top_k, dtype=dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
         block_e = next_power_of_2(E)
@@ -270,10 +270,10 @@ def route(
             counts, parts.counts = parts.counts, None
             squares, hidden, eps = parts.squares, parts.hidden, parts.eps
         if counts is None:
-            counts = torch.zeros(E, dtype=torch.int32, device=device)
+            counts = given.new_zeros(E, dtype=torch.int32)
         options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
         _choose_kernel[(T,)](
-            logits if parts is None else parts.sums, squares, hidden, eps, routing, counts, T, E,
+            given, squares, hidden, eps, routing, counts, T, E,
             C=_ChooseConstants(
                 count, top_k, normalize, block_e, next_power_of_2(top_k), next_power_of_2(max(1, count)), few
             ), **options,
@@ -295,10 +295,10 @@ def gather(
     each 128 channels.
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
-    out = torch.empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype, device=x.device)
+    out = x.new_empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype)
     group = FP8_BLOCK if quantized and blocks else None
     shape = (pairs,) if group is None else (pairs, cdiv(H, group))
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device) if quantized else None
+    scale = x.new_empty(*shape, dtype=torch.float32) if quantized else None
     block = max(group or 1, next_power_of_2(H))
     _gather_kernel[(T,)](
         x, norm, routing.places, out, scale, H, TOP_K=routing.weights.shape[1], BLOCK_H=block, GROUP=group,

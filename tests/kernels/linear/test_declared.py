@@ -49,7 +49,7 @@ def test_what_a_kernel_gets_is_within_its_limits(stored, capability):
     for T in TOKENS:
         for N, K in ((18944, 3584), (4608, 3581), (152, 3592)):
             product = meta(T, N, K, stored)
-            assert product.stored == stored
+            assert product.format == stored
             chosen = dispatch.regime(product, capability)
             assert stored in chosen.limits.formats
             row_bytes = K * product.x.element_size()
