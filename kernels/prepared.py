@@ -39,6 +39,8 @@ by_triton: ContextVar[bool] = ContextVar(
     "by_triton", default=False
 )  # whether this thread's launches take Triton's own path
 _INTERPRETING = interpreting()  # Triton asks when it imports a kernel
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")  # that are handed on without a dictionary
+_ABSENT = object()  # their value if they are not given
 _MOST_MAPS = 1024  # encoded TMA descriptors that a compiled kernel keeps
 _state = {"usable": True}
 
@@ -211,17 +213,27 @@ def _entry(kernel: PreparedKernel) -> Callable[..., None]:
 
     defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not p.empty}
     bound = [name if f"_default_{name}" not in defaults else f"{name}=_default_{name}" for name in names]
+    bound += [f"{name}=_absent" for name in _OPTIONS]
     source = f"""
 def entry(_grid, {", ".join(bound)}, **_options):
     _types = ({"".join(f"type({name}), " for name in runtime)})
-    (_by_types.get(_types) or _of_types(_types))(_grid, {", ".join(names)}, _options)
+    (_by_types.get(_types) or _of_types(_types))(_grid, {_passed(kernel)})
 """
-    return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types} | defaults)
+    return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types, "_absent": _ABSENT} | defaults)
+
+
+def _passed(kernel: PreparedKernel) -> str:
+    """The names of what generated functions hand on: a kernel's arguments, `_OPTIONS`, and a dictionary of other options."""
+    return ", ".join([*kernel.signature.parameters, *_OPTIONS, "_options"])
+
+
+def _given(values: tuple[Any, ...], others: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launch, from those of `_OPTIONS` and the others."""
+    return {name: value for name, value in zip(_OPTIONS, values, strict=True) if value is not _ABSENT} | others
 
 
 def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
     """The function that reads the records' fields and calls the launch function of their types, which takes them, too."""
-    names = ", ".join(kernel.signature.parameters)
     fields = {name: _fields(name, len(kinds[name]._fields)) for name in records}  # type: ignore[attr-defined]
     every = [field for own in fields.values() for field in own]
     by_types: dict[tuple[type, ...], Callable[..., None]] = {}
@@ -234,9 +246,9 @@ def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str
 
     read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())
     source = f"""
-def by_fields(_grid, {names}, _options):
+def by_fields(_grid, {_passed(kernel)}):
 {read}    _types = ({"".join(f"type({field}), " for field in every)})
-    (_by_types.get(_types) or _of_types(_types))(_grid, {names}, _options, {", ".join(every)})
+    (_by_types.get(_types) or _of_types(_types))(_grid, {_passed(kernel)}, {", ".join(every)})
 """
     return _compiled(source, "by_fields", {"_by_types": by_types, "_of_types": of_types})
 
@@ -308,8 +320,8 @@ def _launch_function(
         else:
             value = found.value(name, kind, at, not parameter.do_not_specialize)
         if value is None:
-            count = len(kernel.params)
-            return lambda grid, *rest: kernel._by_triton(grid, rest[:count], rest[count], {}, None)
+            count, end = len(kernel.params), len(kernel.params) + len(_OPTIONS)
+            return lambda grid, *rest: kernel._by_triton(grid, rest[:count], _given(rest[count:end], rest[end]), {}, None)
         values.append(value)
     lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
@@ -327,10 +339,11 @@ def _launch_function(
         *aligned,
         "_driver = driver.active",
         "_device = _driver.get_current_device()",
-        f"_key = (_device, _aligned, {''.join(f'{part}, ' for part in key)}*_options, *_options.values())",
+        f"_key = (_device, _aligned, {', '.join([*key, *_OPTIONS])}, tuple(_options.items()) if _options else None)",
         "_ready = _launches.get(_key)",
         f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
-        f"    return _kernel._by_triton(_grid, {everything}, _options, _launches, _key if {covered} else None)",
+        f"    _given_options = _given(({', '.join(_OPTIONS)}), _options)",
+        f"    return _kernel._by_triton(_grid, {everything}, _given_options, _launches, _key if {covered} else None)",
         "if len(_grid) == 1: _x, _y, _z = _grid[0], 1, 1",
         "else: _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1)",
         "_launch, _constants, _nested, _maps, _encode = _ready",
@@ -340,10 +353,10 @@ def _launch_function(
         f"else: _launch(_x, _y, _z, _stream, *_constants, {passed})",
     ]
     body = "".join(f"    {line}\n" for line in lines)
-    source = f"def launch(_grid, {', '.join([*kernel.signature.parameters, '_options', *fields])}):\n{body}"
+    source = f"def launch(_grid, {', '.join([_passed(kernel), *fields])}):\n{body}"
     return _compiled(source, "launch", {
         "_launches": {}, "_kernel": kernel, "_by_triton": by_triton, "_hooks": kernel.pre_run_hooks,
-        "_runtime": knobs.runtime, "driver": driver,
+        "_runtime": knobs.runtime, "driver": driver, "_given": _given,
     })  # fmt: skip
 
 
