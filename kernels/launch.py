@@ -1,7 +1,8 @@
 """What every kernel launch needs: facts about the device, launch options, and the workspace of partial results."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
+@functools.lru_cache
+def launch_options(num_warps: int, num_stages: int, pdl: bool) -> Mapping[str, Any]:
     """Options of a launch. `launch_pdl` lets the kernel start before its predecessor in the stream has ended."""
     options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": pdl}
     if pdl:
