@@ -163,8 +163,10 @@ def mixture(m: Mixture, *, check: bool = True) -> Tensor:
 
 
 def regime(m: Mixture) -> MixtureRegime:
-    found = covering(REGIMES, m.h.shape[0], capability(m.h.device))
-    return next(regime for regime in found if regime.accepts(m))
+    for found in covering(REGIMES, m.h.shape[0], capability(m.h.device)):
+        if found.accepts(m):
+            return found
+    raise InputError("no kernel computes this mixture", where="regime", found=f"{m.h.shape[0]} tokens of {m.h.dtype}")
 
 
 def _check(m: Mixture) -> None:

@@ -57,7 +57,8 @@ class Mixture(NamedTuple):
 
     def first_product(self, x: Tensor, out: Tensor, norm: Norm | None = None, x_scale: Tensor | None = None) -> Product:
         """act(gate) · up of the rows of x."""
-        return Product(x, self.gate_up, out, norm, Epilogue(self.gate_up_scale, x_scale, None, self.activation), pdl=self.pdl)
+        epilogue = Epilogue(self.gate_up_scale, x_scale, None, self.activation)
+        return Product(x, self.gate_up, out, norm, epilogue, None, self.pdl)
 
     def second_product(self, x: Tensor, out: Tensor, x_scale: Tensor | None = None, residual: Tensor | None = None) -> Product:
-        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, residual=residual), pdl=self.pdl)
+        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, None, None, residual), None, self.pdl)
