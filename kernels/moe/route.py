@@ -9,6 +9,7 @@ With PDL and few tokens, the choice and the lists trigger before their wait, so 
 copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -233,6 +234,17 @@ def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
     return (pairs + touched * (block_t - 1)) // block_t
 
 
+@lru_cache
+def _constants(
+    count: int, top_k: int, normalize: bool, E: int, block_t: int, few: int
+) -> tuple[_ChooseConstants, _PlaceConstants]:
+    """`count`: parts of the logits. `few`: few tokens, rounded up; 0: many."""
+    block_e, block = next_power_of_2(E), next_power_of_2(few * top_k) if few else _BLOCK
+    parts, early = next_power_of_2(max(1, count)), few > 0
+    choose = _ChooseConstants(count, top_k, normalize, block_e, next_power_of_2(top_k), parts, early)
+    return choose, _PlaceConstants(block_t, block_e, block, early)
+
+
 def route(
     logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, pdl: bool = False, check: bool = True
 ) -> Routing:
@@ -264,24 +276,20 @@ def route(
     weights = given.new_empty(T, top_k, dtype=dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
-        block_e = next_power_of_2(E)
         counts, squares, hidden, eps = None, None, 1, 0.0
         if parts is not None:
             counts, parts.counts = parts.counts, None
             squares, hidden, eps = parts.squares, parts.hidden, parts.eps
         if counts is None:
             counts = given.new_zeros(E, dtype=torch.int32)
-        options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
+        few = T <= FEW
+        choose, place = _constants(count, top_k, normalize, E, block_t, next(n for n in _LAST_FEW if n >= T) if few else 0)
         _choose_kernel[(T,)](
             given, squares, hidden, eps, routing, counts, T, E,
-            C=_ChooseConstants(
-                count, top_k, normalize, block_e, next_power_of_2(top_k), next_power_of_2(max(1, count)), few
-            ), **options,
+            C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
-        block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
         _place_kernel[(E,)](
-            routing, counts, pairs, most, E, C=_PlaceConstants(block_t, block_e, block, few),
-            **launch_options(4 if few else 16, 1, pdl),
+            routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl),
         )  # fmt: skip
     return routing
 
