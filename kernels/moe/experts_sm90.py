@@ -486,7 +486,8 @@ def _plan(c: ExpertsSm90Config, facts: ProductFacts, rows: int | None, pdl: bool
     return _Plan(
         cdiv(facts.N, width), c.programs, tma_tile(c.block_t, block_k, itemsize),
         tma_tile(c.more, block_k, itemsize) if c.more else None, tma_tile(c.strip, block_k, itemsize, K),
-        _Constants(K, facts.gated, rows, c.strip, width, c.more, c.num_stages, promote), {**registers, **launch_options(4, 1, pdl)},
+        _Constants(K, facts.gated, rows, c.strip, width, c.more, c.num_stages, promote),
+        {**registers, **launch_options(4, 1, pdl)},
     )  # fmt: skip
 
 
