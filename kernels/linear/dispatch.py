@@ -76,8 +76,8 @@ def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int 
     return LinearRegime(family.name, "tokens", first, last, launch=launch, family=family, **rest)
 
 
-# The first regime that covers the tokens and accepts the product computes it. Those of one token also compute the norm; with more
-# tokens, kernels before the product normalize and quantize x (`_prepared`).
+# The first regime that covers the tokens, declares the weight's format and accepts the product computes it. Those of one token
+# also compute the norm; with more tokens, kernels before the product normalize and quantize x (`_prepared`).
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 _FP8 = ("fp8", "fp8_blocks")
 _INT4 = ("int4", "int4_fp32")
