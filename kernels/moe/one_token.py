@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -324,12 +324,12 @@ def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
 
 def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
     """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
-    at_once = 65536 // (32 * triton.cdiv(programs, sm_count(device))) // 8 * 8
-    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
+    at_once = most_registers(32 * cdiv(programs, sm_count(device)))
+    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
 
 
-def accepts(mixture: Mixture) -> bool:
-    """Whether the logits are whole, as those of one token are: every program adds them up by itself."""
+def suits(mixture: Mixture) -> bool:
+    """Whether the logits are whole: every program chooses the experts by itself."""
     return isinstance(mixture.logits, Tensor)
 
 
@@ -337,7 +337,7 @@ def _constants(product: Product, c: OneTokenConfig, top_k: int, tiles: int) -> _
     """`tiles`: of a program in all."""
     weight = product.weight
     return _Constants(
-        weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, triton.next_power_of_2(weight.shape[0]),
+        weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
         c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles),
     )  # fmt: skip
 
@@ -352,8 +352,8 @@ def gate_up(product: Product, logits: Tensor, config: OneTokenConfig | None = No
     weight, out = product.weight, product.out
     (E, _, K), (top_k, N) = weight.shape, out.shape
     c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
-    programs = triton.cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * triton.cdiv(K, c.block_k))
+    programs = cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * cdiv(K, c.block_k))
     _one_gate_up_kernel[(programs, top_k)](
         product.x, product.norm, logits, weight, product.epilogue, out, E, N, C=constants,
         maxnreg=_registers(c, out.device, programs * top_k), **launch_options(c.num_warps, 1, product.pdl),
@@ -376,8 +376,8 @@ def down(
     x, weight, out = product.x, product.weight, product.out
     (E, N, K), top_k = weight.shape, x.shape[0]
     c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
-    programs = triton.cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * top_k * triton.cdiv(K, c.block_k))
+    programs = cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * top_k * cdiv(K, c.block_k))
     _one_down_kernel[(programs,)](
         x, logits, weight, product.epilogue, shared, shared_gate, out, E, N, C=constants, NORMALIZE=normalize,
         maxnreg=_registers(c, out.device, programs), **launch_options(c.num_warps, 1, product.pdl),
