@@ -58,15 +58,17 @@ class AttentionRegime(Regime):
 
     def accepts(self, a: AttentionInput) -> bool:
         """Whether operands that `_check` has not refused are within the kernel's limits."""
-        limits, (Nq, Nkv, D) = self.limits, a.head_shape
-        return (
-            a.format in limits.formats
-            and D in limits.head_dims
-            and limits.raw in (None, a.rope is not None)
-            and (limits.split is None or a.split <= limits.split)
-            and (limits.tile_queries is None or min(Nkv, 128 // D) * (Nq // Nkv) <= limits.tile_queries)
-            and (limits.alignment == 1 or a.aligned(limits.alignment))
-        )
+        limits = self.limits
+        if a.format not in limits.formats or limits.raw is (a.rope is None):
+            return False
+        if limits.split is not None and a.split > limits.split:
+            return False
+        Nq, Nkv, D = a.head_shape
+        if D not in limits.head_dims:
+            return False
+        if limits.tile_queries is not None and min(Nkv, 128 // D) * (Nq // Nkv) > limits.tile_queries:
+            return False
+        return limits.alignment == 1 or a.aligned(limits.alignment)
 
 
 # The first regime that covers the sequences or tokens, and accepts the operands, computes them.
@@ -285,7 +287,11 @@ def prefill_regime(a: AttentionInput) -> AttentionRegime:
 
 
 def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
-    return next(regime for regime in covering(table, size, capability(a.out.device)) if regime.accepts(a))
+    found = covering(table, size, capability(a.out.device))
+    for regime in found[:-1]:
+        if regime.accepts(a):
+            return regime
+    return found[-1]  # it takes the rest: what no kernel takes was refused before
 
 
 def _decode(a: AttentionInput) -> Tensor:

@@ -173,7 +173,8 @@ class AttentionInput(NamedTuple):
     @property
     def head_shape(self) -> tuple[int, int, int]:
         """(Nq, Nkv, D)."""
-        return self.out.shape[1], self.pages.num_kv_heads, self.out.shape[2]
+        _, Nq, D = self.out.shape
+        return Nq, self.pages.k.shape[2], D
 
     @property
     def format(self) -> str:

@@ -39,9 +39,9 @@ class WriteRegime(Regime):
 
 
 REGIMES = (
-    WriteRegime("a token a program", "tokens", 1, 16, block_t=1),
-    WriteRegime("8 tokens a program", "tokens", 17, 1024, block_t=8),
-    WriteRegime("32 tokens a program", "tokens", 1025, block_t=32),
+    WriteRegime("rope_write", "tokens", 1, 16, block_t=1),
+    WriteRegime("rope_write", "tokens", 17, 1024, block_t=8),
+    WriteRegime("rope_write", "tokens", 1025, block_t=32),
 )
 
 
