@@ -88,8 +88,8 @@ def test_what_no_kernel_takes_is_refused_before():
         assert limits == replace(PARTIAL[0].limits, raw=limits.raw, split=limits.split)
         for size in (limits.page_size, 8 * limits.page_size):
             dispatch._check(least(limits, page_size=size, group=limits.group))
-        wrong = [{"page_size": limits.page_size // 2}, {"page_size": limits.page_size + 8}, {"group": limits.group + 1}, {"D": 32}]
-        for one in wrong:
+        least_page, most = limits.page_size, limits.group
+        for one in ({"page_size": least_page // 2}, {"page_size": least_page + 8}, {"group": most + 1}, {"D": 32}):
             with pytest.raises(InputError, match="unsupported"):
                 dispatch._check(least(limits, **one))
     for split in (64, DECODE[-1].limits.split):
@@ -161,9 +161,37 @@ def test_whether_the_order_depends_on_the_step(name, stored, make, cache, cache8
     table = TABLES[name]
     regime = table[-1]
     few = {"decode": [1], "prefill": [1], "partial": [2]}[name]
-    more = [few * 3, few * 34] if name == "decode" else [few + [5, 3], few * 3, [few[0] + 5], [few[0] + 20]]
+    more = [few * 3, few * 34] if name == "decode" else [[*few, 5, 3], few * 3, [few[0] + 5], [few[0] + 20]]
     q, kv, tables, _ = case(stored, 64, 3, 16, make, cache, cache8, 34)
     expected = steps(table, regime, q, kv, tables, few, 64, device, nan)[-1]
     assert expected.isfinite().all()
     found = [torch.equal(steps(table, regime, q, kv, tables, new, 64, device, nan)[-1], expected) for new in more]
     assert all(found) != regime.sums.by_tokens, found
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+def test_rope_and_write_within_their_limits(stored, make, device):
+    """Each format and size of heads, pages of one token, more query heads than attention takes: bit by bit the same q, K and V of
+    the first token in steps of several sizes of a regime."""
+    dtype = torch.float32 if "fp32" in stored else torch.float16
+    for regime in rope_write.REGIMES[:2]:
+        limits = regime.limits
+        assert (limits.raw, limits.formats, regime.sums.by_tokens) == (True, FORMATS, False)
+        for D in limits.head_dims:
+            heads, norm = make(regime.first + 5, 20 * D, dtype=dtype), make(D, dtype=dtype)
+            cos_sin, found = make(1, D, dtype=torch.float32), []
+            for T in (regime.first, regime.first + 5):
+                kept = torch.float8_e4m3fn if "fp8" in stored else dtype
+                k, v = (torch.zeros(T, limits.page_size, 1, D, dtype=kept, device=device) for _ in range(2))
+                scales = [torch.zeros(T, limits.page_size, 1, device=device) if "fp8" in stored else None for _ in range(2)]
+                where, zeros = torch.arange(T, device=device), torch.zeros(T, dtype=torch.int64, device=device)
+                q = rope_write.qk_norm_rope_kv_write(
+                    heads[:T], cos_sin, zeros, where, k, v, 18, 1, norm, norm, k_scales=scales[0], v_scales=scales[1]
+                )
+                assert q.isfinite().all()
+                found.append([x[0].float() for x in (q, k, v, *scales) if x is not None])
+            assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+        wrong = torch.zeros(1, 1, 1, 32, dtype=dtype)
+        with pytest.raises(InputError, match="unsupported head size"):
+            rope_write.qk_norm_rope_kv_write(torch.zeros(1, 96, dtype=dtype), cos_sin, where[:1], where[:1], wrong, wrong, 1, 1)
