@@ -64,6 +64,11 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
     return max(1, min(most, budget // stage_bytes))
 
 
+def most_registers(threads: int) -> int:
+    """The most registers that a thread may have if so many threads share an SM."""
+    return min(255, 65536 // threads // 8 * 8)
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. (`triton.cdiv` takes microseconds on the host.)"""
     return -(-a // b)

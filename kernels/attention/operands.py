@@ -107,6 +107,26 @@ class Results(NamedTuple):
     row_stats: Tensor
 
 
+class AttentionFacts(NamedTuple):
+    """What the launch configuration of an attention kernel may depend on. Each family of kernels reads some of these facts.
+
+    Attributes:
+        T: sequences of one new token, rounded up to the most that use the same configuration; 0: it does not depend on them.
+        Nq, Nkv, D: heads of q, heads of K and V, and channels of a head.
+        itemsize: bytes of a value of q.
+        fp8: whether the pages are FP8.
+        split: tokens of a KV split.
+    """
+
+    T: int
+    Nq: int
+    Nkv: int
+    D: int
+    itemsize: int
+    fp8: bool
+    split: int
+
+
 class AttentionInput(NamedTuple):
     """Attention of the new tokens of B sequences on all their cached tokens, the new ones included.
 
@@ -152,6 +172,28 @@ class AttentionInput(NamedTuple):
         """(Nq, Nkv, D)."""
         _, Nq, D = self.out.shape
         return Nq, self.pages.k.shape[2], D
+
+    @property
+    def format(self) -> str:
+        """The format of the pages, as `regimes.AttentionLimits` names it."""
+        wide = self.heads.element_size() == 4
+        if self.pages.k.element_size() == 1:
+            return "fp8_fp32" if wide else "fp8"
+        return "fp32" if wide else "fp16"
+
+    def aligned(self, n: int) -> bool:
+        """Whether the addresses of heads, pages, their scales and `out` are multiples of n, a power of two."""
+        addresses = self.heads.data_ptr() | self.out.data_ptr()
+        for x in self.pages:
+            if x is not None:
+                addresses |= x.data_ptr()
+        return addresses % n == 0
+
+    def facts(self, tokens: int = 0) -> AttentionFacts:
+        """What its launch configuration may depend on. `tokens`: `AttentionFacts.T`."""
+        Nq, Nkv, D = self.head_shape
+        fp8 = self.pages.k_scale is not None
+        return AttentionFacts._make((tokens, Nq, Nkv, D, self.out.element_size(), fp8, self.split))
 
     def results(self, parts: int) -> Results:
         """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens)."""

@@ -39,16 +39,15 @@ from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves
 from minirt.kernels.hopper.tma import tma_load, tma_tile
-from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, shared_limit, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
 from minirt.kernels.linear.product import Product, ProductFacts, scale_rows
 from minirt.kernels.moe.mixture import Mixture
-from minirt.kernels.moe.route import Routing
+from minirt.kernels.moe.route import Routing, token_regime
 from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
-_LAST = (16, 64, 128, 256, 512, 1024)  # tokens up to which steps launch the same kernels
 
 
 @dataclass(frozen=True)
@@ -410,16 +409,6 @@ def _highest(K: int, itemsize: int, blocks: bool) -> int:
     return 64 if blocks or (itemsize == 1 and K > _PROMOTE) else 160
 
 
-def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in _LAST if last >= T), None)
-
-
-def token_regime(T: int) -> int:
-    """T rounded up to the end of its variant, or to twice the last one's."""
-    return last_tokens(T) or 2 * _LAST[-1]
-
-
 def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
     rows = facts.rows
@@ -446,18 +435,12 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def accepts(mixture: Mixture) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations.
-
-    And whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up.
-    """
-    m, (_, H, inter) = mixture, mixture.sizes
-    up_rows, down_rows = scale_rows(m.gate_up, m.gate_up_scale), scale_rows(m.down, m.down_scale)
-    if min(up_rows or 64, down_rows or 64) < 64 or inter % (up_rows or 1):
-        return False
-    itemsize = m.gate_up.element_size()
-    aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (m.gate_up, m.down))
-    return aligned and m.h.element_size() == 2
+def suits(m: Mixture) -> bool:
+    """Whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up."""
+    if not m.blocks:
+        return True
+    up_rows, down_rows = scale_rows(m.gate_up, m.gate_up_scale) or 1, scale_rows(m.down, m.down_scale) or 1
+    return min(up_rows, down_rows) >= 64 and m.down.shape[2] % up_rows == 0
 
 
 class _Plan(NamedTuple):
@@ -481,7 +464,7 @@ class _Plan(NamedTuple):
 def _plan(c: ExpertsSm90Config, facts: ProductFacts, rows: int | None, pdl: bool) -> _Plan:
     """`rows`: of the blocks that share a scale."""
     K, itemsize, width, block_k = facts.K, facts.itemsize, c.strip * (1 if facts.gated else 2), _ROW_BYTES // facts.itemsize
-    registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
+    registers = {"maxnreg": most_registers(256 * c.programs)} if c.programs > 1 else {}  # one group: 8 warps with the padding
     promote = _PROMOTE // block_k if itemsize == 1 else cdiv(K, block_k)
     return _Plan(
         cdiv(facts.N, width), c.programs, tma_tile(c.block_t, block_k, itemsize),
@@ -503,7 +486,7 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
     A given configuration must have the height of the routing's tiles.
 
     Args:
-        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `accepts`)
+        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `suits`)
             [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
     x, weight, out, (T, top_k), most = product.x, product.weight, product.out, routing.weights.shape, routing.tiles.shape[1]

@@ -46,6 +46,21 @@ class Mixture(NamedTuple):
         return *self.h.shape, self.down.shape[2]
 
     @property
+    def format(self) -> str:
+        """The format of the experts' weights, as `regimes.Limits` names it."""
+        wide = self.h.element_size() == 4
+        if self.gate_up_scale is None:
+            return "fp32" if wide else "fp16"
+        if self.gate_up_scale.ndim == 3:
+            return "fp8_blocks_fp32" if wide else "fp8_blocks"
+        return "fp8_fp32" if wide else "fp8"
+
+    def aligned(self, n: int) -> bool:
+        """Whether the addresses of the experts' weights and their rows, in bytes, are multiples of n, a power of two."""
+        _, H, inter = self.sizes
+        return (self.gate_up.data_ptr() | self.down.data_ptr() | (H | inter) * self.down.element_size()) % n == 0
+
+    @property
     def quantized(self) -> bool:
         """Whether the experts are FP8."""
         return self.gate_up_scale is not None

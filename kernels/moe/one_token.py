@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -324,12 +324,12 @@ def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
 
 def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
     """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
-    at_once = 65536 // (32 * cdiv(programs, sm_count(device))) // 8 * 8
-    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
+    at_once = most_registers(32 * cdiv(programs, sm_count(device)))
+    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
 
 
-def accepts(mixture: Mixture) -> bool:
-    """Whether the logits are whole, as those of one token are: every program adds them up by itself."""
+def suits(mixture: Mixture) -> bool:
+    """Whether the logits are whole: every program chooses the experts by itself."""
     return isinstance(mixture.logits, Tensor)
 
 

@@ -27,6 +27,7 @@ from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
+from minirt.kernels.regimes import up_to
 
 CASES = [
     {"T": 1, "E": 5, "k": 2},
@@ -38,6 +39,14 @@ CASES = [
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
 FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
+_LAST = (*_LAST_FEW, 256, 512, 1024)
+# T → the largest step that launches the same compiled kernels, those of either kind of products included.
+last_tokens = up_to(*_LAST)
+
+
+def token_regime(T: int) -> int:
+    """T rounded up to the end of its variant, or to twice the last one's."""
+    return last_tokens(T) or 2 * _LAST[-1]
 
 
 class Routing(NamedTuple):
