@@ -111,3 +111,12 @@ def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
     return buffer
 
 
+def registers(num_warps: int, programs: int) -> int | None:
+    """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
+    most = 65536 // (programs * num_warps * 32) // 8 * 8  # an SM has 65536, and gives them out in eights
+    return most if most < 255 else None
+
+
+def even_parts(steps: int, most: int) -> int:
+    """Number of parts into which steps in K are split: `most`, or fewer if one would be empty. All but the last are equal."""
+    return cdiv(steps, cdiv(steps, most))
