@@ -74,6 +74,8 @@ class GemmSmallConfig:
 
 @compile_time
 class _Constants(NamedTuple):
+    """What a launch compiles in. SCALE_ROWS: rows of a block with one scale; None: there are no blocks. SPLIT: parts of K."""
+
     K: int
     SCALE_ROWS: int | None
     SPLIT: int
