@@ -47,7 +47,7 @@ def group_words(ptrs, stride, chunk, K: tl.constexpr, GROUP: tl.constexpr, row=0
     words = ()
     for i in tl.static_range(4 // GROUP):
         group = tl.minimum(chunk * (4 // GROUP) + i, GROUPS - 1)
-        words += (tl.load(ptrs + group.to(tl.int64) * stride + row),)
+        words += (tl.load(ptrs + group.to(tl.int64) * stride + row),)  # type: ignore[assignment]
     return words
 
 
