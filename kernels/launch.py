@@ -65,7 +65,7 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
 
 
 def most_registers(threads: int) -> int:
-    """The most registers that a thread may have if so many threads share an SM."""
+    """The most registers that a thread may have if so many threads share an SM, which has 65536 and gives them out in eights."""
     return min(255, 65536 // threads // 8 * 8)
 
 
@@ -127,3 +127,12 @@ def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
     return buffer
 
 
+def registers(num_warps: int, programs: int) -> int | None:
+    """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
+    most = most_registers(32 * num_warps * programs)
+    return most if most < 255 else None
+
+
+def even_parts(steps: int, most: int) -> int:
+    """Number of parts into which steps in K are split: `most`, or fewer if one would be empty. All but the last are equal."""
+    return cdiv(steps, cdiv(steps, most))

@@ -18,7 +18,7 @@ class Operation:
         name: of its function.
         module: where the function is, below `minirt.kernels`.
         what: a short description, for tables.
-        kernels: the tables of regimes that choose its kernels, and kernels that it always runs.
+        kernels: the tables of regimes that choose its kernels, and other kernels that it may run.
         reference: functions of `minirt.kernels.reference` (or of the place named) that together define the result.
         cost: the function that returns (bytes, floating-point operations) of the work. None: it is too small to be measured.
         cases: the shapes that its tests have in common.

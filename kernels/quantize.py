@@ -29,7 +29,7 @@ _GROUPS = 8  # of 128 columns, which one program quantizes
 
 def _token_block(T: int) -> int:
     """T rounded up to a power of two. The number of programs for a row depends on it, so that few variants are compiled."""
-    return max(16, 1 << (T - 1).bit_length())
+    return max(16, next_power_of_2(T))
 
 
 REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block, limits=Limits(("fp16", "fp32"))),)
@@ -41,7 +41,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one of PARTS parts of a row. Each program reads the whole row to find the scale, and writes its own part."""
+    """Quantize one of PARTS parts of a row. Each program reads the whole row to find the scale, and writes one part."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

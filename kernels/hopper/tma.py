@@ -14,7 +14,6 @@ from minirt.kernels.prepared import Tile, Tiled
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CHANNELS = gl.constexpr(64)  # of 16 bits each: the 128 bytes of one TMA swizzle span
 

@@ -81,6 +81,14 @@ def chunk_scales(
 
 @compile_time
 class _Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        SCALE_ROWS: rows of a block with one scale; None: there are no blocks.
+        CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
+        TILES: tiles in flight.
+    """
+
     K: int
     SCALE_ROWS: int | None
     BLOCK_N: int
@@ -179,19 +187,21 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     if num_warps == 8:
         # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
         # where x costs more instructions than the weights. But the last round of programs should be nearly full.
-        rows, fewest, full = (2 if gated else 4), *((2, 0.8) if fp8 else (1, 0.9))
+        rows = 2 if gated else 4
+        fewest = 2 if fp8 else 1
+        full = 0.8 if fp8 else 0.9
         while rows > fewest and (rounds := cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
             rows //= 2
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
-        return GemvConfig(rows, 8, min(cdiv(count, 2), loads), 64)
+        return GemvConfig(rows, 8, tiles=min(cdiv(count, 2), loads), registers=64)
     if at_once:
         if facts.blocks:
-            return GemvConfig(2, num_warps, 4)
+            return GemvConfig(2, num_warps, tiles=4)
         few = fp8 or 24 * num_sms > N
-        return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
+        return GemvConfig(4, num_warps, tiles=4) if few else GemvConfig(8, num_warps, tiles=2)
     if fp8:
-        return GemvConfig(4 if gated else 8, num_warps, 4)
-    return GemvConfig(2 if gated else 4, num_warps, cdiv(count, 2))
+        return GemvConfig(4 if gated else 8, num_warps, tiles=4)
+    return GemvConfig(2 if gated else 4, num_warps, tiles=cdiv(count, 2))
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvConfig]:

@@ -96,8 +96,8 @@ def test_a_split_is_declared_where_configurations_have_one():
 
 # Fields of configurations that the order of sums follows from: steps in K, parts of K, warps side by side along K.
 ORDER = {
-    "gemv_int4_sm90": ("num_warps", "chains"), "gemm_int4_small_sm90": ("num_warps", "chains"), "gemm_int4_sm90": ("split",),
-    "gemv_int4": ("num_warps",), "gemm_int4": ("split", "exact", "unroll"), "gemv": ("num_warps",),
+    "gemv_int4_sm90": ("num_warps",), "gemm_int4_small_sm90": ("num_warps", "chains"), "gemm_int4_sm90": ("split",),
+    "gemv_int4": ("num_warps",), "gemm_int4": ("split", "exact"), "gemv": ("num_warps",),
     "gemm_sm90": ("split", "promote"), "gemm_small": ("block_k", "split"), "gemm": ("block_k",),
 }  # fmt: skip
 
