@@ -109,7 +109,7 @@ def _other_name(error: click.NoSuchOption, arguments: Sequence[str]) -> str | No
     hint = option_hint(name, _options(context.command), context.command_path)
     if hint is None and isinstance(context.command, click.Group):
         commands = context.command.commands
-        given = [word for word in arguments if word in commands][-1:] or commands
+        given = [word for word in arguments if word in commands][-1:] or list(commands)
         having = [own for own in given if name in _options(commands[own])]
         hint = f"options follow the command, as in {context.command_path} {having[0]} {name}" if having else None
     return hint and f"no such option '{name}' ({hint})"
