@@ -599,6 +599,9 @@ def test_models(run, monkeypatch):
     out = run("models", "--device", "cpu")[1]
     assert "…" not in out, "names that are cut cannot be copied"
     assert max(map(len, out.splitlines())) <= 80
+    rows = {name: rest for name, *rest in (re.split("  +", line.strip()) for line in out.splitlines() if line.strip())}
+    assert rows["model"] == ["params", "float32", "bf16", "fits"], "a CPU computes in float32, which decides what fits"
+    assert rows["Qwen2.5-7B[-Instruct]"] == ["7.62 B", "28.37GiB", "14.19GiB", "--dtype bfloat16"], "not wrapped"
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
     narrow = "--dtype bfloat16"
