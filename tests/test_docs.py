@@ -145,7 +145,7 @@ def free_names(source):
 
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_blocks_that_need_earlier_blocks_are_announced(page):
-    """The blocks of a page share their variables. Catches a page that does not say so, whose block pasted alone is a NameError."""
+    """The blocks of a page share their variables. Catches a page that does not say so: a block pasted alone is a NameError."""
     text = page.read_text(encoding="utf-8")
     blocks = [e.source for e in pages.examples(text) if e.kind == "python"]
     needing = {source.strip().partition("\n")[0]: names for source in blocks if (names := free_names(source))}
@@ -154,7 +154,8 @@ def test_blocks_that_need_earlier_blocks_are_announced(page):
 
 def test_free_names_are_found():
     assert free_names("import a.b\nfrom c import d as e\ndef f(x):\n    return x + y + e\nfor z in f(1): print(z, a)\n") == {"y"}
-    assert free_names("class C(B):\n    x: T = 1\n    def g(self): return [i for i in self.x]\n@dec\ndef h(): pass\n") == {"B", "T", "dec"}
+    block = "class C(B):\n    x: T = 1\n    def g(self): return [i for i in self.x]\n@dec\ndef h(): pass\n"
+    assert free_names(block) == {"B", "T", "dec"}
 
 
 def test_most_of_the_readme_runs():

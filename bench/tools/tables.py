@@ -281,9 +281,9 @@ def _origin_of(record: Result, page: str) -> str:
         f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. {_other_stack_of(record, page)} Both ran on the same "
         f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
         f"unless the row says another.\n\n"
-        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): no correctness check, no "
-        f"single runs and no roofline of the card are stored with it. On another day and another card, `minirt bench decode` compared "
-        f"this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
+        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): no correctness check, "
+        f"no single runs and no roofline of the card are stored with it. On another day and another card, `minirt bench decode` "
+        f"compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
     )
 
 

@@ -36,7 +36,8 @@ def models(output_format: str, **options: Any) -> None:
     if output_format == "json":
         write(json_line({"device": str(device), "free_bytes": free_memory(device), "models": rows}))
         return
-    write(_table(rows, f"{device} · {format_size(free_memory(device))} free", formats=("float32", "bf16") if device.type == "cpu" else ("bf16", "fp8")))
+    formats = ("float32", "bf16") if device.type == "cpu" else ("bf16", "fp8")
+    write(_table(rows, f"{device} · {format_size(free_memory(device))} free", formats))
     write(f"{_owners(rows)}\n")
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")

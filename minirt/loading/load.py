@@ -216,8 +216,8 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
                     least, how = needed, f" with {words.removeprefix('use ')}"
     if least > total_memory(device):
         more = "machine" if device.type == "cpu" else "GPU"
-        needed = format_size(least, up=True)
-        return f"it needs {needed} even{how or ' without KV pages'}: use a smaller model, or a {more} with more memory"
+        hint = f"use a smaller model, or a {more} with more memory"
+        return f"it needs {format_size(least, up=True)} even{how or ' without KV pages'}: {hint}"
     if gpu is not None:
         return "use a smaller model, or raise --gpu-memory-utilization"
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
