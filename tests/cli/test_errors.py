@@ -329,7 +329,7 @@ def test_missing_files(run, copy, tmp_path):
     base = ("generate", *CACHE, "hello", "-m")
     refused(run(*base, tmp_path / "nowhere"), "nowhere")
     refused(run(*base, copy / "config.json"), "folder")
-    refused(run(*base, "no-such-model"), "no-such-model", "Qwen2.5-7B")
+    refused(run(*base, "no-such-model"), "no-such-model", "minirt models lists the presets")
     refused(run(*base, ""), "empty")
     (copy / "model.safetensors").unlink()
     refused(run(*base, copy), "safetensors")
