@@ -22,7 +22,7 @@ from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
-from minirt.foreign_names import check_names
+from minirt.foreign_names import check_names, checks_names
 from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
@@ -40,6 +40,11 @@ from minirt.text.tokenizer import Tokenizer
 # the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
 _HELD_STEPS, _LEAST_HELD, _MOST_HELD = 4, 16, 256
 
+# Argument names that belong to another call.
+_OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
+OF_SAMPLING = {own.name: f"params=SamplingParams({own.name}=…)" for own in fields(SamplingParams)}
+_check_names = checks_names(OF_SAMPLING)
+
 
 class Generator:
     """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
@@ -54,6 +59,7 @@ class Generator:
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
     """
 
+    @checks_names(_OF_LOADING)
     def __init__(
         self,
         model: Model,
@@ -169,6 +175,7 @@ class Generator:
         progress: bool = False,
     ) -> list[Completion]: ...
 
+    @_check_names
     def generate(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -198,6 +205,7 @@ class Generator:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
         return call.result()
 
+    @_check_names
     def completions(
         self,
         prompts: Sequence[Prompt],
@@ -209,10 +217,12 @@ class Generator:
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call, hold=_hold(call)))
 
+    @_check_names
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
         return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
 
+    @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
@@ -224,6 +234,7 @@ class Generator:
             for piece, _ in pieces:
                 yield piece
 
+    @_check_names
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
@@ -247,6 +258,7 @@ class Generator:
         progress: bool = False,
     ) -> list[Score]: ...
 
+    @_check_names
     def score(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -275,6 +287,7 @@ class Generator:
                     advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
         return call.scores()
 
+    @_check_names
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
@@ -292,6 +305,7 @@ class Generator:
         self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
         return self._engine.call(lambda engine: engine.pin(tokens))
 
+    @_check_names
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
@@ -301,6 +315,7 @@ class Generator:
         self._live.check_logits(tokens)
         return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
 
+    @_check_names
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
@@ -308,10 +323,12 @@ class Generator:
         """
         return self._processor.encode(prompt, max_tokens)
 
+    @_check_names
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
         return self._processor.encode_chat(messages, max_tokens)
 
+    @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
 
@@ -320,6 +337,7 @@ class Generator:
         """
         self._processor.check(token_ids, params)
 
+    @_check_names
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
         return self._processor.effective_sampling(params)
