@@ -21,8 +21,8 @@ from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
-from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
 STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of two pages, of none

@@ -17,7 +17,7 @@ TIERS = [
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],
     ["minirt.structured.*"],
-    ["minirt.engine.step_input", "minirt.engine.kv_cache", "minirt.engine.cpu_gpu_buffer", "minirt.engine.gc_freeze"],
+    ["minirt.step", "minirt.step.*"],
     ["minirt.layers.*", "minirt.layers"],
     ["minirt.models.*", "minirt.models", "minirt.modeling.*"],
     ["minirt.engine.*"],

@@ -129,7 +129,6 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with one layer of the model."""
     import torch
 
-    from minirt.engine.kv_cache import KVCache
     from minirt.engine.runner import Runner
     from minirt.errors import UnsupportedError
     from minirt.gpus import AbsentGPU
@@ -137,6 +136,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.loading import load
     from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype
     from minirt.sampling_params import SamplingParams
+    from minirt.step.kv_cache import KVCache
 
     preset, quantization, kv_dtype = [*name.split(":"), "", ""][:3]
     gpu, cpu = AbsentGPU(f"sm_{cc}", 1 << 40, divmod(cc, 10)), torch.device("cpu")

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 from minirt import Generator
-from minirt.engine.step_input import Chunk
+from minirt.step.batch import Chunk
 
 _REPLAYS = 12
 

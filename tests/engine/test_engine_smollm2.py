@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Engine
-from minirt.engine.kv_cache import KVCache
 from minirt.sampling_params import resolve
+from minirt.step.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 17, 40, 63, 64, 65, 90, 130)  # prompt lengths, around the page size of 64

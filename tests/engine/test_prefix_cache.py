@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Request
-from minirt.engine.kv_cache import PageAllocator
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.errors import ContextLengthError
 from minirt.sampling_params import resolve
+from minirt.step.kv_cache import PageAllocator
 
 STEMS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [7, 8, 9, 10, 99 - 60, 12, 13, 14], [20] * 13, []]
 
@@ -235,7 +235,7 @@ def test_keys():
     """They depend on all tokens before, on the salt and on the process; known ones are not computed again."""
     caches = [PrefixCache(PageAllocator(1), 4) for _ in range(2)]
     draw = torch.Generator().manual_seed(0)
-    tokens = array("q", torch.randint(0, 2**31, (23,), generator=draw).tolist())
+    tokens = array("i", torch.randint(0, 2**31, (23,), generator=draw).tolist())
 
     def keys(cache, tokens, salt=None):
         found = []
@@ -250,7 +250,7 @@ def test_keys():
     assert keys(caches[0], tokens, "") != plain
     assert set(keys(caches[1], tokens)).isdisjoint(plain)
     for changed in range(20):
-        other = array("q", tokens)
+        other = array("i", tokens)
         other[changed] += 1
         same = [a == b for a, b in zip(plain, keys(caches[0], other), strict=True)]
         assert same == [page < changed // 4 for page in range(5)]

@@ -20,10 +20,8 @@ from minirt.engine.buckets import (
     max_prompt_tokens,
     token_bucket,
 )
-from minirt.engine.kv_cache import KVCache, PagesSpec
 from minirt.engine.runner import Runner
 from minirt.engine.scheduler import MAX_SCORED_TOKENS
-from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
 from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.linear import dispatch
@@ -33,6 +31,8 @@ from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
 from minirt.progress import COMPILING
+from minirt.step.batch import KV_SPLIT, Batch, Chunk
+from minirt.step.kv_cache import KVCache, PagesSpec
 
 
 @pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])

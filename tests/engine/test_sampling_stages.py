@@ -21,9 +21,9 @@ from minirt.engine.logits_processors import LogitsProcessors, Rules
 from minirt.engine.runner import Runner
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.scheduler import MAX_SCORED_TOKENS, Sequence
-from minirt.engine.step_input import Chunk
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.batch import Chunk
 
 IDS = itertools.count(10**6)
 
@@ -224,7 +224,7 @@ def test_a_slot_that_comes_back_is_filled_anew():
     """Its data is that of the same sequence, from before it ran in another slot."""
     rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
     stages = sampling_stages.SamplingStages(torch.zeros(3, dtype=torch.int64), VOCAB, 64)
-    sequence, logits = Sequence(0, array("q", [1]), 1, 9), torch.arange(VOCAB).float()[None]
+    sequence, logits = Sequence(0, array("i", [1]), 1, 9), torch.arange(VOCAB).float()[None]
     for admission, slot in enumerate((1, 2, 2, 1), 1):
         sequence.slot, sequence.admissions = slot, admission
         for _ in range(2):
@@ -324,7 +324,7 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     greedy, chunk = {"temperature": 0.0}, Chunk([1], 0, [0])
     for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}):
         own = resolve(SamplingParams(**(greedy | options)), None)
-        sequence = Sequence(0, array("q", [1]), 1, 9, slot=0)
+        sequence = Sequence(0, array("i", [1]), 1, 9, slot=0)
         runner.start([chunk], [sampling_stages.Row.of(own, sequence, Rules.of(own, (), ()))])
     row = sampling_stages.Row.of(resolve(SamplingParams(**greedy), None), sequence, None)
     runner.start([chunk], [row], lambda masks: masks.fill_(-1))

@@ -229,14 +229,14 @@ def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
     draw, queue, model = random.Random(0), WaitingQueue(), {}
     for arrival in range(20_000):
-        sequence = Sequence(draw.randrange(400), array("q", [1]), 1, 2)
+        sequence = Sequence(draw.randrange(400), array("i", [1]), 1, 2)
         if sequence.id not in model:  # ids are used again
             sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
-        queue.remove(Sequence(draw.randrange(400), array("q", [1]), 1, 2))  # one with an id in use, but another sequence
+        queue.remove(Sequence(draw.randrange(400), array("i", [1]), 1, 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
             first = min(model.values(), key=lambda sequence: sequence.rank)
             assert queue.first() is first

@@ -18,8 +18,6 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError
 from minirt.kernels.compile.tuning import Case, Family
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
@@ -27,6 +25,8 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
 from minirt.sampling_params import resolve
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DECAY = 0.75

@@ -12,15 +12,15 @@ import torch
 from minirt import models
 from minirt.engine.buckets import Bucket, Buckets
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, PagesSpec
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.batch import Batch, Chunk, Layout, Ranges, pack_chunks
+from minirt.step.kv_cache import PAGE_SIZE, KVCache, PagesSpec
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 CONFIG = models.parse_config({

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from minirt import models
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
 from minirt.kernels.block_tables import expand_block_tables
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import FP8, FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk, Layout, pack_chunks
+from minirt.step.kv_cache import KVCache
 
 pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

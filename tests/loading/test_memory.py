@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from minirt import Generator, LoadOptions
-from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.engine.warmup import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
@@ -14,6 +13,7 @@ from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, ou
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.sizes import format_size
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 MB = 1 << 20
 GPU = torch.device("cuda", 0)

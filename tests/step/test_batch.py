@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirt.engine.step_input import KV_SPLIT, Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.errors import InputError
+from minirt.step.batch import KV_SPLIT, Batch, Chunk, Layout, Ranges, pack_chunks
 
 PAGE = 16
 NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "logits_needed",
@@ -168,7 +168,7 @@ def test_ranges_are_counted_once():
 
 LARGE = """
 import os, torch
-from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.step.batch import Batch, Chunk, Layout, pack_chunks
 torch.set_num_threads(4)
 layout = Layout(256, 256, 256, 256 * 132)
 flat = torch.empty(layout.words, dtype=torch.int32)  # torch.zeros would start threads
