@@ -5,6 +5,7 @@ device. Each program of `derive` and `commit` adds up what the sequences before 
 a decode step is a chain of short kernels, and one launch more takes longer.
 """
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -29,7 +30,10 @@ _MOST_PARTS = 8  # programs for each sequence, in a step with many tokens
 
 @compile_time
 class _Constants(NamedTuple):
-    """What `derive` and `commit` compile in: the columns of the table, and sizes of the engine. BLOCK: see `_BLOCK`."""
+    """What `derive` and `commit` compile in: the columns of the table, and sizes of the engine.
+
+    BLOCK: see `_BLOCK`. BLOCK_DRAWS: a power of two, at least 1 + DRAFTS.
+    """
 
     WORDS: int
     DRAFTS: int
@@ -39,16 +43,17 @@ class _Constants(NamedTuple):
     TOKENS: int
     HISTORY: int
     BLOCK: int
-    PAGE_SIZE: int = 1
-    KV_SPLIT: int = 1
-    ONE_TOKEN: bool = False
-    BLOCK_DRAWS: int = 1
+    PAGE_SIZE: int
+    KV_SPLIT: int
+    ONE_TOKEN: bool
+    BLOCK_DRAWS: int
 
 
-def _constants(columns: Columns, **sizes: int) -> _Constants:
+@functools.cache
+def _constants(columns: Columns, page_size: int = 1, kv_split: int = 1, one_token: bool = False) -> _Constants:
     return _Constants(
         columns.words, columns.drafts, columns.groups, columns.pages, columns.page_tables, columns.tokens, columns.history,
-        _BLOCK, **sizes,
+        _BLOCK, page_size, kv_split, one_token, next_power_of_2(1 + columns.drafts),
     )  # fmt: skip
 
 
@@ -98,16 +103,62 @@ def _sums(table_ptr, rows, first, end, C):
     b = first + tl.arange(0, C.BLOCK)
     slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, end, C)
     given, splits = tl.where(going_on, 0, count), _splits(start, count, slot, C)
-    return tl.sum(count, 0), tl.sum(given, 0), tl.sum(splits, 0), tl.sum(logits, 0), tl.sum(draws, 0)
+    # Four sums by one reduction: each exchanges values between warps, and waits.
+    pairs = tl.split(tl.sum(tl.join(tl.join(given, splits), tl.join(logits, draws)), 0))
+    given, splits = tl.split(pairs[0])
+    logits, draws = tl.split(pairs[1])
+    return tl.sum(count, 0), given, splits, logits, draws
 
 
-@prepared
-@triton.jit(do_not_specialize=["B", "T", "R", "Q"], do_not_specialize_on_alignment=["rows"])
-def _derive_kernel(table_ptr, rows, out, B, T, R, Q, C):
-    """One part of a sequence, or, of the programs behind the last sequence, of the padding. Part 0 has what is no token or page."""
-    b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+@triton.jit
+def _copy_pages(table_ptr, rows, out, group_stride, b, B, group, C):
+    """The columns of a page table that a sequence uses."""
+    slot, _, start, count, _, _ = _sequences(table_ptr, rows, b, B, C)
+    used = tl.where(slot >= 0, tl.minimum((start + count + C.PAGE_SIZE - 1) // C.PAGE_SIZE, C.PAGES), 0)
+    from_ptr = table_ptr + slot.to(tl.int64) * C.WORDS + C.PAGE_TABLES + group * C.PAGES
+    to_ptr = out.block_tables + group.to(tl.int64) * group_stride + b.to(tl.int64) * C.PAGES
+    for at in range(0, used, C.BLOCK):
+        page = at + tl.arange(0, C.BLOCK)
+        tl.store(to_ptr + page, tl.load(from_ptr + page, mask=page < used), mask=page < used)
+
+
+@triton.jit
+def _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
+    """Every n-th block of what is behind the last token, row of logits and draw."""
+    index = tl.arange(0, C.BLOCK)
+    for at in range(first_token + part * C.BLOCK, T, parts * C.BLOCK):
+        token = at + index
+        tl.store(out.tokens + token, 0, mask=token < T)
+        tl.store(out.positions + token, 0, mask=token < T)
+        tl.store(out.slots + token, -1, mask=token < T)
+    for at in range(first_logits + part * C.BLOCK, R, parts * C.BLOCK):
+        row = at + index
+        tl.store(out.logits_indices + row, tl.minimum(row, T - 1), mask=row < R)
+    for at in range(first_draw + part * C.BLOCK, Q, parts * C.BLOCK):
+        draw = at + index
+        inside = draw < Q
+        tl.store(out.draw_rows + draw, draw, mask=inside)
+        tl.store(out.draw_slots + draw, -1, mask=inside)
+        tl.store(out.draw_logprobs + draw, -1, mask=inside)
+        tl.store(out.temperature + draw, 0.0, mask=inside)
+        tl.store(out.top_k + draw, 0, mask=inside)
+        tl.store(out.top_p + draw, 0.0, mask=inside)
+        tl.store(out.min_p + draw, 0.0, mask=inside)
+        tl.store(out.seed + draw, 0, mask=inside)
+        tl.store(out.step + draw, 0, mask=inside)
+
+
+@triton.jit
+def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
+    """What is no page: of a sequence, or the padding, if b = B. Part 0 has what is no token."""
     slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, B, C)
-    # The first block is outside of the loop, so that its loads do not wait for those of the program's sequence.
+    valid, row_ptr = slot >= 0, table_ptr + slot.to(tl.int64) * C.WORDS
+    # Loads come before the sums, and the sums' first block before their loop, so that the memory's latencies overlap.
+    prompt_len, logprobs = tl.load(row_ptr + _PROMPT_LEN, mask=valid), tl.load(row_ptr + _LOGPROBS, mask=valid)
+    temperature, top_k = tl.load(row_ptr + _TEMPERATURE, mask=valid), tl.load(row_ptr + _TOP_K, mask=valid)
+    top_p, min_p = tl.load(row_ptr + _TOP_P, mask=valid), tl.load(row_ptr + _MIN_P, mask=valid)
+    low, high = tl.load(row_ptr + _SEED, mask=valid), tl.load(row_ptr + _SEED + 1, mask=valid)
+    ruled = tl.load(row_ptr + _RULED, mask=valid)
     first_token, first_given, first_split, first_logits, first_draw = _sums(table_ptr, rows, 0, b, C)
     for block in range(C.BLOCK, b, C.BLOCK):
         sums = _sums(table_ptr, rows, block, b, C)
@@ -118,19 +169,10 @@ def _derive_kernel(table_ptr, rows, out, B, T, R, Q, C):
     if part == 0:
         tl.store(out.query_starts + b, first_token)
         tl.store(out.split_starts + b, first_split)
-    index = tl.arange(0, C.BLOCK)
-    if b < B:
-        row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
-        length = tl.where(slot >= 0, start + count, 0)
-        # Pages.
-        used = tl.minimum((length + C.PAGE_SIZE - 1) // C.PAGE_SIZE, C.PAGES)
-        for group in tl.static_range(C.GROUPS):
-            pages_ptr = row_ptr + C.PAGE_TABLES + group * C.PAGES
-            to_ptr = out.block_tables + (group * B + b).to(tl.int64) * C.PAGES
-            for at in range(part * C.BLOCK, used, parts * C.BLOCK):
-                page = at + index
-                tl.store(to_ptr + page, tl.load(pages_ptr + page, mask=page < used), mask=page < used)
-        # Tokens.
+    if b == B:
+        _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
+    else:
+        index = tl.arange(0, C.BLOCK)
         num_following = tl.where(going_on, count, 0)
         num_given = count - num_following
         for at in range(part * C.BLOCK, count, parts * C.BLOCK):
@@ -147,79 +189,67 @@ def _derive_kernel(table_ptr, rows, out, B, T, R, Q, C):
             if C.HISTORY:
                 tl.store(row_ptr + C.TOKENS + position, token, mask=inside)
         if part == 0:
-            tl.store(out.seq_slots + b, tl.load(rows.slots + b))
+            length, last = tl.where(valid, start + count, 0), first_token + count
+            tl.store(out.seq_slots + b, slot)
             tl.store(out.seq_lens + b, length)
             if C.ONE_TOKEN:
                 tl.store(out.tokens + b, 0, mask=count == 0)
                 tl.store(out.positions + b, 0, mask=count == 0)
                 tl.store(out.slots + b, -1, mask=count == 0)
-            # Rows of logits.
-            last = first_token + count
             for at in range(0, logits, C.BLOCK):
                 offset = at + index
                 token = tl.minimum(last - tl.minimum(logits, count) + offset, last - 1)
                 tl.store(out.logits_indices + first_logits + offset, token, mask=offset < logits)
-            # Draws.
-            if draws > 0:
-                prompt_len, logprobs = tl.load(row_ptr + _PROMPT_LEN), tl.load(row_ptr + _LOGPROBS)
-                temperature, top_k = tl.load(row_ptr + _TEMPERATURE), tl.load(row_ptr + _TOP_K)
-                top_p, min_p = tl.load(row_ptr + _TOP_P), tl.load(row_ptr + _MIN_P)
-                ruled = tl.where(tl.load(row_ptr + _RULED) > 0, slot, -1)
-                low, high = tl.load(row_ptr + _SEED), tl.load(row_ptr + _SEED + 1)
-                seed = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
-                step = length - tl.minimum(draws, count) + 1 - prompt_len
-                for at in range(0, draws, C.BLOCK):
-                    offset = at + index
-                    inside, draw = offset < draws, first_draw + offset
-                    tl.store(out.draw_rows + draw, first_logits + logits - draws + offset, mask=inside)
-                    tl.store(out.draw_slots + draw, ruled, mask=inside)
-                    tl.store(out.draw_logprobs + draw, logprobs, mask=inside)
-                    tl.store(out.temperature + draw, temperature.to(tl.float32, bitcast=True), mask=inside)
-                    tl.store(out.top_k + draw, top_k, mask=inside)
-                    tl.store(out.top_p + draw, top_p.to(tl.float32, bitcast=True), mask=inside)
-                    tl.store(out.min_p + draw, min_p.to(tl.float32, bitcast=True), mask=inside)
-                    tl.store(out.seed + draw, seed, mask=inside)
-                    tl.store(out.step + draw, step + offset, mask=inside)
-    else:
-        for at in range(first_token + part * C.BLOCK, T, parts * C.BLOCK):
-            token = at + index
-            tl.store(out.tokens + token, 0, mask=token < T)
-            tl.store(out.positions + token, 0, mask=token < T)
-            tl.store(out.slots + token, -1, mask=token < T)
-        for at in range(first_logits + part * C.BLOCK, R, parts * C.BLOCK):
-            row = at + index
-            tl.store(out.logits_indices + row, tl.minimum(row, T - 1), mask=row < R)
-        for at in range(first_draw + part * C.BLOCK, Q, parts * C.BLOCK):
-            draw = at + index
-            inside = draw < Q
-            tl.store(out.draw_rows + draw, draw, mask=inside)
-            tl.store(out.draw_slots + draw, -1, mask=inside)
-            tl.store(out.draw_logprobs + draw, -1, mask=inside)
-            tl.store(out.temperature + draw, 0.0, mask=inside)
-            tl.store(out.top_k + draw, 0, mask=inside)
-            tl.store(out.top_p + draw, 0.0, mask=inside)
-            tl.store(out.min_p + draw, 0.0, mask=inside)
-            tl.store(out.seed + draw, 0, mask=inside)
-            tl.store(out.step + draw, 0, mask=inside)
+            seed = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+            step = length - tl.minimum(draws, count) + 1 - prompt_len
+            for at in range(0, draws, C.BLOCK):
+                offset = at + index
+                inside, draw = offset < draws, first_draw + offset
+                tl.store(out.draw_rows + draw, first_logits + logits - draws + offset, mask=inside)
+                tl.store(out.draw_slots + draw, tl.where(ruled > 0, slot, -1), mask=inside)
+                tl.store(out.draw_logprobs + draw, logprobs, mask=inside)
+                tl.store(out.temperature + draw, temperature.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.top_k + draw, top_k, mask=inside)
+                tl.store(out.top_p + draw, top_p.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.min_p + draw, min_p.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.seed + draw, seed, mask=inside)
+                tl.store(out.step + draw, step + offset, mask=inside)
 
 
 @prepared
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=["group_stride", "B", "T", "R", "Q"])
+def _derive_kernel(table_ptr, rows, out, group_stride, B, T, R, Q, C):
+    """For each sequence, one program for each page table, and the others for the rest; the last of these have the padding."""
+    b, part = tl.program_id(0), tl.program_id(1)
+    if part < C.GROUPS:
+        _copy_pages(table_ptr, rows, out, group_stride, b, B, part, C)
+    else:
+        _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part - C.GROUPS, tl.num_programs(1) - C.GROUPS, C)
+
+
+@triton.jit
+def _draws_before(rows, first, end, C):
+    """The number of draws of a block's sequences, up to `end`."""
+    b = first + tl.arange(0, C.BLOCK)
+    slots = tl.load(rows.slots + b, mask=b < end, other=-1)
+    return tl.sum(tl.where(slots >= 0, tl.load(rows.draws + b, mask=b < end, other=0), 0), 0)
+
+
+@prepared
+@triton.jit
 def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
     """One sequence."""
     b = tl.program_id(0)
     slot, start, draws = tl.load(rows.slots + b), tl.load(rows.starts + b), tl.load(rows.draws + b)
     length = tl.load(seq_lens_ptr + b)
-    first = 0
-    for block in range(0, b, C.BLOCK):
-        before = block + tl.arange(0, C.BLOCK)
-        slots = tl.load(rows.slots + before, mask=before < b, other=-1)
-        first += tl.sum(tl.where(slots >= 0, tl.load(rows.draws + before, mask=before < b, other=0), 0), 0)
     row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
     valid = slot >= 0
     cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
     following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
     final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
+    first = _draws_before(rows, 0, b, C)
+    for block in range(C.BLOCK, b, C.BLOCK):
+        first += _draws_before(rows, block, b, C)
     valid = valid & ((start >= 0) | (following != 0))
     i = tl.arange(0, C.BLOCK_DRAWS)
     count = tl.where(valid, tl.minimum(tl.where(start < 0, length - cached, 1), draws), 0)  # of its draws, those that are valid
@@ -250,17 +280,21 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> N
 def derive(
     table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool
 ) -> None:
-    """`table.derive`. With `one_token`, a sequence has at most one new token, row of logits and draw."""
+    """`table.derive`, for tensors at multiples of 16 bytes: Triton compiles anew for each set of others.
+
+    Args:
+        out: its block tables are [groups, B, pages] of a larger tensor, or whole.
+    """
     B, T = rows.slots.shape[0], out.tokens.shape[0]
     parts = 1 if one_token else max(1, min(cdiv(T, _BLOCK), _MOST_PARTS))
-    C = _constants(columns, PAGE_SIZE=page_size, KV_SPLIT=kv_split, ONE_TOKEN=one_token)
-    R, Q = out.logits_indices.shape[0], out.draw_rows.shape[0]
-    _derive_kernel[(B + 1, parts)](table, rows, out, B, T, R, Q, C, num_warps=4, num_stages=1)
+    R, Q, group_stride = out.logits_indices.shape[0], out.draw_rows.shape[0], out.block_tables.stride(0)
+    C = _constants(columns, page_size, kv_split, one_token)
+    _derive_kernel[(B + 1, columns.groups + parts)](table, rows, out, group_stride, B, T, R, Q, C, num_warps=4, num_stages=1)
 
 
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
-    """`table.commit`."""
+    """`table.commit`, for tensors at multiples of 16 bytes."""
     B = rows.slots.shape[0]
-    C = _constants(columns, BLOCK_DRAWS=next_power_of_2(1 + columns.drafts))
+    C = _constants(columns)
     if B:
         _commit_kernel[(B,)](table, rows, seq_lens, drawn, result, C, num_warps=1, num_stages=1)

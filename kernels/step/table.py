@@ -1,8 +1,8 @@
 """The table of slots: what the device knows of each running sequence, and how a step reads and changes it.
 
-A running sequence has a slot, a row of the table, from its admission until it ends or is preempted. A row is a run of int32 words,
-so that the host changes any of it by one kind of `Edit`: these words of this row are now so. The functions here are the eager form
-of the kernels in `step/kernels.py` and define their results:
+A running sequence has a slot, a row of the table, from its admission until it ends or is preempted. A row is a run of int32
+words, so that the host changes any of it by one kind of `Edit`: these words of this row are now so. The functions here are the
+eager form of the kernels in `step/kernels.py` and define their results:
 
 `edit_table`: the edits of a step. `derive`: from the table and the step's rows, the input of the layers and of the sampler.
 `commit`: the drawn tokens into the table, and the result for the host.

@@ -335,15 +335,14 @@ def step_table(calls: Calls) -> None:
         (Columns(0, 1, 513, 0), 5, 5, True), (Columns(0, 1, 513, 0), 6, 300, False), (Columns(4, 2, 513, 4096), 7, 300, False),
     ):  # fmt: skip
         table, R, long = ints(9, columns.words), B * (1 + columns.drafts), torch.int64
-        message, at = ints(5 * B + 1 + T), (0, B, 2 * B, 3 * B, 4 * B)  # not aligned
-        rows = Rows(*(message[i : i + B] for i in at), message[5 * B + 1 :])
+        message, rows = ints(80), Rows(*(ints(B) for _ in range(5)), ints(T))
         floats = calls.empty(R, like=torch.float32)
         out = StepTensors(
             ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
             ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long), ints(R), ints(R), floats, ints(R),
             floats, floats, ints(R, like=long), ints(R, like=long),
         )  # fmt: skip
-        step.edit_table(table, ints(20, 4), message, message[1:2])
+        step.edit_table(table, message.view(20, 4), message, message[:1])
         step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)
         step.commit(table, columns, rows, out.seq_lens, ints(R, like=long), ints(B, 2 + columns.drafts))
 

@@ -7,10 +7,10 @@ from minirt.kernels.step.table import StepTensors
 
 
 @pytest.fixture
-def garbage(device):
-    """garbage(columns, B, T, R, Q): a step's tensors with NaN and numbers that no step writes."""
+def garbage():
+    """garbage(columns, B, T, R, Q, device): a step's tensors with NaN and numbers that no step writes."""
 
-    def build(columns, B, T, R, Q):
+    def build(columns, B, T, R, Q, device="cpu"):
         def filled(*shape, dtype=torch.int32):
             return torch.full(shape, float("nan") if dtype.is_floating_point else -77, dtype=dtype, device=device)
 

@@ -16,7 +16,7 @@ from minirt.kernels.step.table import Columns, Rows, StepTensors
 def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9):
     """(table, rows, (tokens, rows of logits, draws)) of a random step of B sequences.
 
-    Some sequences yield no more tokens, some reach their final length within the step, some have new tokens, and few of them many.
+    Some sequences yield no more tokens, some reach their final length within the step, and some have new tokens.
     """
     rng = random.Random(seed)
     S, longest = B + 3, columns.pages * page_size
@@ -44,7 +44,8 @@ def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9
             logits = rng.randint(0, count)
             rows.append((slots[b], start, count, logits, min(1, logits)))
             tokens += count
-    message = torch.tensor([0, *sum(map(list, zip(*rows, strict=True)), [])], dtype=torch.int32)[1:]  # rows are not aligned
+    message = torch.zeros(1 + 5 * B, dtype=torch.int32)[1:]  # rows are not aligned
+    message.view(5, B).copy_(torch.tensor(rows).T)
     new = torch.randint(0, 1 << 30, (tokens,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     step = Rows(*message.split(B), tokens=new)
     used = [row for row in rows if row[0] >= 0]
@@ -72,14 +73,16 @@ def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
     B, columns, page_size, one_token = case
     words, step, (T, R, Q) = problem(B + columns.drafts, B, columns, page_size, one_token=one_token, **options)
     sizes = ((B if one_token else T) + extra[0], R + extra[1], Q + extra[2])
-    theirs, ours = garbage(columns, B, *sizes), garbage(columns, B, *sizes)
-    theirs = StepTensors(*(values.cpu() for values in theirs))
+    theirs, ours = garbage(columns, B, *sizes), garbage(columns, B, *sizes, device=device)
+    larger = torch.full((columns.groups, B + 2, columns.pages), -77, dtype=torch.int32, device=device)
+    ours = ours._replace(block_tables=larger[:, :B])
     own_words = words.clone().to(device)
     table.derive(words, columns, step, theirs, page_size, 13, one_token=one_token)
     kernels.derive(own_words, columns, on(device, step), ours, page_size, 13, one_token=one_token)
     for name in StepTensors._fields:
         assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
     assert torch.equal(own_words.cpu(), words)
+    assert bool((larger[:, B:] == -77).all())
     return words, step, theirs
 
 
@@ -93,7 +96,7 @@ def test_a_step(case, garbage, device):
         if slot >= 0:
             drafts = words[slot, table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + 1 + columns.drafts].tolist()
             right = rng.randint(0, draws)
-            drawn += ([*drafts, 77][:right] + [rng.choice((5, -1)), *drafts, 5])[:draws]
+            drawn += [*[*drafts, 77][:right], rng.choice((5, -1)), *drafts, 5][:draws]
     drawn = torch.tensor(drawn + [9] * (len(out.draw_rows) - len(drawn)), dtype=torch.int64)
     theirs = torch.full((B, 2 + columns.drafts), -77, dtype=torch.int32)
     ours, own_words = theirs.clone().to(device), words.clone().to(device)
@@ -158,9 +161,9 @@ def test_no_sequence(garbage, device):
     columns = Columns(1, 1, 4, 8)
     rows = Rows(*torch.zeros(6, 0, dtype=torch.int32, device=device))
     words = torch.full((2, columns.words), 7, dtype=torch.int32, device=device)
-    out = garbage(columns, 0, 3, 2, 2)
+    out = garbage(columns, 0, 3, 2, 2, device=device)
     kernels.derive(words, columns, rows, out, 4, 8, one_token=False)
-    kernels.commit(words, columns, rows, out.seq_lens, torch.zeros(2, dtype=torch.int64, device=device), out.block_tables[0, :, :3])
+    kernels.commit(words, columns, rows, out.seq_lens, out.draw_rows, out.block_tables[0, :, :3])
     assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slots.tolist()) == ([0], [0], [-1] * 3)
     assert (out.logits_indices.tolist(), out.draw_slots.tolist()) == ([0, 1], [-1, -1])
     assert bool((words == 7).all())

@@ -40,8 +40,9 @@ class Text:
         self.text = [rng.randrange(VOCAB) for _ in range(final)]
         self.prompt, self.final = prompt, final
         self.bad = rng.randrange(prompt, final) if rng.random() < 0.2 else None  # the token that comes out as −1
-        self.settings = [rng.choice((-1, 0, 5)), rounded(rng.random()), rng.randrange(40), rounded(rng.random()), rounded(rng.random())]
-        self.seed = rng.randrange(-(1 << 63), 1 << 63)
+        floats = [rounded(rng.random()) for _ in range(3)]
+        self.settings = [rng.choice((-1, 0, 5)), floats[0], rng.randrange(40), *floats[1:]]  # in the order of the row's words
+        self.seed, self.ruled = rng.randrange(-(1 << 63), 1 << 63), rng.randrange(2)
         self.known = prompt  # tokens that the host has
         self.computed = 0  # tokens whose KV values are cached
         self.slot = self.following = None  # following: the next tokens on the device, None while the prompt is computed
@@ -74,7 +75,7 @@ class Model:
         low, high = (text.seed & 0xFFFFFFFF) - (text.seed << 32 & 1 << 63 and 1 << 32), text.seed >> 32
         logprobs, temperature, top_k, top_p, min_p = text.settings
         self.edit(text, 0, [text.computed, self.rng.randrange(3), text.final, text.prompt, -1, logprobs])
-        self.edit(text, words.TEMPERATURE, [bits(temperature), top_k, bits(top_p), bits(min_p), low, high])
+        self.edit(text, words.TEMPERATURE, [bits(temperature), top_k, bits(top_p), bits(min_p), low, high, text.ruled])
         if self.columns.history and text.computed:
             self.edit(text, self.columns.tokens, text.text[: text.computed])
         self.append_pages(text, text.computed)
@@ -98,9 +99,8 @@ class Model:
         if text.frozen or not self.columns.drafts:
             return
         number = self.rng.randint(0, self.columns.drafts)
-        right = self.rng.randint(0, number)
-        place = text.computed + 1
-        drafts = [text.text[place + i] if i < right and place + i < text.final else self.rng.randrange(VOCAB) for i in range(number)]
+        right = text.text[text.computed + 1 :][: self.rng.randint(0, number)]
+        drafts = right + [self.rng.randrange(VOCAB) for _ in range(number - len(right))]
         text.following = [text.following[0], *drafts]
         self.edit(text, words.NUM_NEXT, [1 + number])
         if number:
@@ -159,13 +159,12 @@ class Model:
             steps = list(range(length + 1 - text.prompt - min(drawn, count), length + 1 - text.prompt))
             steps += range(length + 1 - text.prompt, length + 1 - text.prompt + drawn - len(steps))
             at = len(logit_rows) - drawn
-            draws += [(at + i, text.slot, *text.settings, text.seed, step) for i, step in enumerate(steps)]
+            draws += [(at + i, text.slot if text.ruled else -1, *text.settings, text.seed, step) for i, step in enumerate(steps)]
         logit_rows += [min(r, T - 1) for r in range(len(logit_rows), R)]
         draws += [(q, -1, -1, 0, 0, 0, 0, 0, 0) for q in range(len(draws), Q)]
-        names = "draw_rows draw_slots draw_logprobs temperature top_k top_p min_p seed step".split()
+        names = ("draw_rows", "draw_slots", "draw_logprobs", "temperature", "top_k", "top_p", "min_p", "seed", "step")
         pad = T - len(tokens)
-        found = dict(zip(names, map(list, zip(*draws, strict=True)), strict=True)) if draws else dict.fromkeys(names, [])
-        return found | {
+        return {name: [draw[i] for draw in draws] for i, name in enumerate(names)} | {
             "tokens": tokens + [0] * pad, "positions": positions + [0] * pad, "slots": kv_slots + [-1] * pad,
             "query_starts": starts, "seq_lens": lengths, "split_starts": splits, "seq_slots": [row[0] for row in rows],
             "block_tables": tables, "logits_indices": logit_rows,
@@ -279,6 +278,7 @@ def test_one_token_each(garbage):
     columns = Columns(drafts=1, groups=1, pages=3, history=0)
     table = torch.zeros(3, columns.words, dtype=torch.int32)
     table[:, : words.PROMPT_LEN + 1] = torch.tensor([[5, 1, 9, 2], [8, 1, 12, 3], [4, 0, 5, 1]])
+    table[:, words.RULED] = torch.tensor([1, 0, 1])
     table[:, words.NEXT_TOKENS : words.NEXT_TOKENS + 2] = torch.tensor([[11, 88], [22, 88], [33, 88]])
     table[:, columns.page_tables : columns.page_tables + 3] = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     rows = rows_of(([(1, -1, 1, 1, 1), (-1, -1, 1, 1, 1), (2, -1, 1, 1, 1), (0, 4, 1, 1, 1)], [44]))
@@ -292,5 +292,5 @@ def test_one_token_each(garbage):
     assert out.split_starts.tolist() == [0, 2, 2, 3, 4]
     assert out.block_tables.tolist() == [[[20, 21, 22], [-77] * 3, [30, 31, -77], [10, 11, -77]]]
     assert out.logits_indices.tolist() == [0, 2, 3, 3]
-    assert out.draw_slots.tolist() == [1, 2, 0, -1]
+    assert out.draw_slots.tolist() == [-1, 2, 0, -1]
     assert out.step.tolist() == [6, 4, 3, 0]
