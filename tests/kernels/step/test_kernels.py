@@ -64,8 +64,8 @@ CASES = [
     )
     for one_token in (False, True)
 ]  # fmt: skip
-CASES.append((300, Columns(0, 1, 9, 0), 4, True))
-CASES.append(pytest.param((1030, Columns(1, 1, 9, 40), 4, False), marks=pytest.mark.slow))
+CASES.append((260, Columns(0, 1, 9, 0), 4, True))
+CASES.append(pytest.param((530, Columns(1, 1, 9, 40), 4, False), marks=pytest.mark.slow))
 
 
 def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
@@ -86,11 +86,10 @@ def check_derive(case, garbage, device, *, extra=(5, 3, 2), **options):
     return words, step, theirs
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step(case, garbage, device):
-    """The input of a step, then its commit, with right and wrong drafts and tokens −1, and values in draws of no sequence."""
+def check_step(case, garbage, device, **options):
+    """`check_derive`, then both forms of commit, with right and wrong drafts and tokens −1, and draws of no sequence."""
     B, columns, *_ = case
-    words, step, out = check_derive(case, garbage, device, padding=0.9 if B > 1000 else 0.3)
+    words, step, out = check_derive(case, garbage, device, **options)
     rng, drawn = random.Random(B), []
     for slot, draws in zip(step.slots.tolist(), step.draws.tolist(), strict=True):
         if slot >= 0:
@@ -107,6 +106,23 @@ def test_a_step(case, garbage, device):
     if B == 65:
         assert set(theirs[:, 0].tolist()) >= {0, 1, 1 if case[3] else 1 + columns.drafts}
         assert (theirs[:, 1:] == -1).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step(case, garbage, device):
+    """Sequences of all kinds; more than 256 of them are several blocks."""
+    check_step(case, garbage, device, padding=0.9 if case[0] > 300 else 0.3)
+
+
+@pytest.mark.parametrize("one_token", [False, True])
+def test_many_blocks(one_token, garbage, device, monkeypatch):
+    """Blocks of 4, so that sequences, pages, tokens, rows of logits, draws and padding are many blocks each."""
+    monkeypatch.setattr(kernels, "_BLOCK", 4)
+    kernels._constants.cache_clear()
+    try:
+        check_step((21, Columns(4, 2, 30, 120), 4, one_token), garbage, device, most=50, extra=(50, 40, 30))
+    finally:
+        kernels._constants.cache_clear()
 
 
 def test_a_sequence_in_parts(garbage, device):
