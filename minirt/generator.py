@@ -20,6 +20,7 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
+from minirt.engine.request import Request
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names
 from minirt.layers.base import Layer

@@ -110,7 +110,7 @@ class Buckets:
     def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
         sequences, tokens = plan.sequences, plan.num_tokens
-        if all([sequence.count == sequence.num_logits == sequence.num_draws == 1 for sequence in sequences]):
+        if all(sequence.num_tokens == sequence.num_logits == sequence.num_draws == 1 for sequence in sequences):
             return _for_lengths(self._batches[len(sequences)], 0, plan)
         if tokens > self.max_tokens or plan.scored or max([sequence.num_logits for sequence in sequences]) > 1:
             return None

@@ -1,4 +1,4 @@
-"""`CudaGraphs`: captures and replays work on a device, so the host launches one CUDA graph per step instead of some 200 kernels."""
+"""`CudaGraphs`: captures and replays a device's work, so the host launches one CUDA graph per step instead of some 200 kernels."""
 
 from collections.abc import Callable, Hashable
 from itertools import pairwise

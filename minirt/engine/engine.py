@@ -332,7 +332,7 @@ class Engine:
             while work and (problem := self._start(work, outputs, deliver)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
-                tokens = sum(planned.count for _, planned, _ in work)
+                tokens = sum(planned.num_tokens for _, planned, _ in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
                     outputs += [self._fail(sequence.id, failure) for sequence, *_ in work if sequence.id in self]
@@ -385,7 +385,7 @@ class Engine:
         self._scheduler.started(work)
         self._in_flight.append(_InFlight(step, work))
         self._scheduler.relax_limit()
-        self._while_it_runs([sequence for sequence, planned, _ in work if planned.count > 1 and planned.start >= 0])
+        self._while_it_runs([sequence for sequence, planned, _ in work if planned.num_tokens > 1 and planned.start >= 0])
         return None
 
     def _while_it_runs(self, prompts: Seq[Sequence]) -> None:
@@ -414,9 +414,8 @@ class Engine:
         outputs, ends, result = [], {}, ended.step.result()
         rows, first = iter(result.scored), 0
         for (sequence, planned, num_scored), tokens in zip(ended.work, result.tokens, strict=True):
-            scored, logprobs = next(rows) if num_scored else None, ()
-            if result.logprobs is not None:
-                logprobs = result.logprobs[first : first + planned.num_draws]
+            scored = next(rows) if num_scored else None
+            logprobs = (result.logprobs or ())[first : first + planned.num_draws]
             first += planned.num_draws
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
@@ -437,7 +436,7 @@ class Engine:
         for sequence, planned, _ in ended.work:
             output = ends.get(sequence.id)
             if output is None or output.error is None:
-                computed = len(sequence.tokens) - 1 if planned.num_draws else planned.start + planned.count
+                computed = len(sequence.tokens) - 1 if planned.num_draws else planned.start + planned.num_tokens
                 self._scheduler.register(sequence, min(computed, len(sequence.tokens) - 1))
         for output in outputs:
             if output.finish_reason is not None:

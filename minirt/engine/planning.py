@@ -41,7 +41,7 @@ def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab:
         if first < len(sequence.pages):
             edits.append(Edit(planned.slot, columns.page_tables + first, sequence.pages[first:]))
         if planned.start >= 0:
-            stop = planned.start + planned.count
+            stop = planned.start + planned.num_tokens
             tokens.extend(sequence.tokens[planned.start : stop])
             if num_scored:
                 after = stop - planned.num_logits + 1  # the place of the first target

@@ -1,7 +1,7 @@
 """`Runner`: executes step plans: the table of slots, the model or its CUDA graph, the draw, the commit, the copy to the host.
 
-On a GPU nothing here waits: a step is queued behind the previous step, and goes on with the tokens that are in the table then. The
-host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
+On a GPU nothing here waits: a step is queued behind the previous step, and goes on with the tokens that are in the table then.
+The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
 from array import array
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -121,15 +122,15 @@ class Runner:
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
         self._observer: Observer | None = None
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
-        triton = isinstance(model, Model) and model.uses_triton
-        self._graphs = CudaGraphs(device) if cuda_graphs and triton else None
+        self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
-        if triton:  # buckets import Triton, which other layers do not need
+        if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
-        if self._graphs is not None:
-            seqs = rows = self._buckets.max_seqs
-            tokens = max(tokens, self._buckets.max_tokens, seqs)
-            tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
+            if cuda_graphs:
+                self._graphs = CudaGraphs(device)
+                seqs = rows = self._buckets.max_seqs
+                tokens = max(tokens, self._buckets.max_tokens, seqs)
+                tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         self._buffers = StepBuffers(
             cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows
         )
@@ -160,6 +161,7 @@ class Runner:
         """
         with self._inference, self._on_device:
             forward = self._forward(plan)
+            self._stages.fill_slots(plan.rules)
             if not plan.sampling.masked:
                 return self._draw(forward)
             self._masked = forward
@@ -179,7 +181,6 @@ class Runner:
 
     def _draw(self, forward: _Forward) -> Step:
         plan, tensors, logits, row_maxima = forward
-        self._stages.fill_slots(plan.rules)
         scored = list[ScoredRows]()
         if plan.scored:
             scored = self._stages.score(logits, plan)
@@ -229,15 +230,15 @@ class Runner:
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
         """
         sequences, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
-        counts, lens = tuple([s.count for s in sequences]), tuple([s.seq_len for s in sequences])
+        counts, lens = tuple([s.num_tokens for s in sequences]), tuple([s.seq_len for s in sequences])
         step = self._buffers.tensors(tokens, len(sequences), logits, plan.num_draws)
         self._buffers.prepare(step, one_token=max(counts) == 1)
         if not self._cuda:  # what the host knew were upper bounds
             starts, lens = step.query_starts.tolist(), tuple(step.seq_lens.tolist())
-            counts, tokens = tuple(b - a for a, b in zip(starts, starts[1:], strict=False)), starts[-1]
+            counts, tokens = tuple(b - a for a, b in pairwise(starts)), starts[-1]
             step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
         splits = sum([-(-length // KV_SPLIT) for length in lens])
-        every_row = logits == tokens and all([s.num_logits == s.count for s in sequences])
+        every_row = logits == tokens and all([s.num_logits == s.num_tokens for s in sequences])
         batch = Batch.of(step, counts, lens, max(lens), splits, every_row)
         if self._graphs is None:
             return step, batch

@@ -158,6 +158,8 @@ class Scheduler:
                 break
             if preempted and sequence.id not in self.running:  # for an earlier one
                 continue
+            if self.limits.max_drafts:
+                self._return_pages(sequence)
             work = self._next(sequence, budget, rows + draws)
             if work is None:
                 continue
@@ -166,12 +168,12 @@ class Scheduler:
                 preempted = True
                 if last.id in chosen:
                     dropped = chosen.pop(last.id).planned
-                    budget, rows = budget + dropped.count, rows + max(0, dropped.num_logits - draws)
+                    budget, rows = budget + dropped.num_tokens, rows + max(0, dropped.num_logits - draws)
                 if last is sequence:
                     break
             else:
                 chosen[sequence.id] = work
-                budget, rows = budget - work.planned.count, rows - max(0, work.planned.num_logits - draws)
+                budget, rows = budget - work.planned.num_tokens, rows - max(0, work.planned.num_logits - draws)
         while self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs and not preempted:
             sequence = self.waiting.first()
             if not self._admit(sequence):
@@ -183,7 +185,7 @@ class Scheduler:
             self.running[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
             chosen[sequence.id] = work
-            budget, rows = budget - work.planned.count, rows - max(draws, work.planned.num_logits)
+            budget, rows = budget - work.planned.num_tokens, rows - max(draws, work.planned.num_logits)
         return list(chosen.values())
 
     def _next(self, sequence: Sequence, budget: int, rows: int) -> Work | None:
@@ -212,21 +214,16 @@ class Scheduler:
         for sequence, planned, scored in work:
             sequence.num_sent = len(sequence.pages)
             if planned.start >= 0:
-                sequence.num_prefilled += planned.count
+                sequence.num_prefilled += planned.num_tokens
                 sequence.num_scored += scored
             if planned.num_draws:
                 sequence.steps += 1
                 sequence.unread += planned.num_draws
 
     def read(self, sequence: Sequence, draws: int) -> None:
-        """The tokens of a step with so many draws of a sequence are known now. Returns pages that no step needs."""
+        """The tokens of a step with so many draws of a sequence are known now."""
         sequence.steps -= 1
         sequence.unread -= draws
-        if self.limits.max_drafts:
-            kept = self._cache.pages_for(sequence.most_len)
-            self._cache.allocator.release(sequence.pages[kept:])
-            del sequence.pages[kept:]
-            sequence.num_sent = min(sequence.num_sent, kept)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit. Returns whether they do.
@@ -332,6 +329,14 @@ class Scheduler:
             return False
         sequence.pages.extend(self._cache.allocator.allocate(needed))
         return True
+
+    def _return_pages(self, sequence: Sequence) -> None:
+        """Return the pages that were reserved for drafts which turned out to be wrong."""
+        kept = self._cache.pages_for(max(sequence.most_len, sequence.prefill_len))
+        if kept < len(sequence.pages):
+            self._cache.allocator.release(sequence.pages[kept:])
+            del sequence.pages[kept:]
+            sequence.num_sent = min(sequence.num_sent, kept)
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.allocator.release(sequence.pages)

@@ -65,12 +65,12 @@ class StepBuffers:
         """Queue the copy of a step's message to the device. Call `sent` when the step is queued."""
         size, columns = self._max_seqs, tuple(zip(*plan.sequences, strict=True)) or ((),) * 6
         words = array("i", (len(plan.edits), logits_needed, 0, 0))
-        for values, padding in zip(columns[:_NUM_ROWS], (-1, 0, 0, 0, 0), strict=True):
-            words.extend(values)
-            words.extend(array("i", (padding,)) * (size - len(values)))
+        for column, padding in zip(columns[:_NUM_ROWS], (-1, 0, 0, 0, 0), strict=True):
+            words.extend(column)
+            words.extend(array("i", (padding,)) * (size - len(column)))
         values = array("i")
-        for slot, column, own in plan.edits:
-            words.extend((slot, column, len(own), self._values_at + len(values)))
+        for slot, first, own in plan.edits:
+            words.extend((slot, first, len(own), self._values_at + len(values)))
             values.extend(own)
         if values:
             words.extend(array("i", bytes(4 * (self._values_at - len(words)))))
@@ -88,8 +88,8 @@ class StepBuffers:
     def rows(self, seqs: int) -> Rows:
         """The rows of a step with so many sequences, padding included."""
         message, size = self._message.device, self._max_seqs
-        starts = [_HEAD + i * size for i in range(_NUM_ROWS)]
-        return Rows(*(message[start : start + seqs] for start in starts), self._tokens.device)
+        slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
+        return Rows(slots, starts, counts, logits, draws, self._tokens.device)
 
     @property
     def logits_needed(self) -> Tensor:
@@ -98,10 +98,11 @@ class StepBuffers:
 
     def tensors(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         """The tensors of a step of this size, padding included."""
-        step = self._step
-        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, None, logits, *((draws,) * 9))
-        parts = [tensor if size is None else tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
-        return StepTensors(*parts)._replace(block_tables=step.block_tables[:, :seqs])
+        step, width = self._step, self.columns.pages
+        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 9))
+        tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
+        parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
+        return StepTensors(*parts)._replace(block_tables=tables)
 
     def prepare(self, step: StepTensors, *, one_token: bool) -> None:
         """Apply the message's edits to the table, and derive the input of the step."""
@@ -120,11 +121,13 @@ class StepBuffers:
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
+        own = self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, self._result[:seqs]
         if is_nvidia(self._device):
-            from minirt.kernels.step import kernels as form
+            from minirt.kernels.step import kernels
+
+            kernels.commit(*own)
         else:
-            form = eager  # type: ignore[assignment]
-        form.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, self._result[:seqs])
+            eager.commit(*own)
         return self._result[:seqs]
 
     def to_host(self, result: Tensor) -> Tensor:
@@ -142,12 +145,14 @@ class StepBuffers:
 
 
 def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, device: torch.device) -> StepTensors:
+    """`StepTensors` of the largest step."""
+
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     return StepTensors(
-        *(zeros(tokens, dtype=i64) for _ in range(3)), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
+        zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
         zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32), zeros(columns.groups, seqs, columns.pages, dtype=i32),
         zeros(logits, dtype=i64), zeros(draws, dtype=i64), zeros(draws, dtype=i32), zeros(draws, dtype=i32),
         zeros(draws, dtype=f32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=f32),

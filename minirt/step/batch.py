@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,12 +105,13 @@ class Batch:
             indices += range(len(tokens) - chunk.num_logits, len(tokens))
             tables[row, :count] = torch.tensor(pages, dtype=torch.int32)
         query_lens, splits = tuple(len(chunk.tokens) for chunk in chunks), [-(-length // KV_SPLIT) for length in seq_lens]
-        wide = [torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, slots, indices)]
-        starts = accumulate(query_lens, initial=0), seq_lens, accumulate(splits, initial=0), [chunk.slot for chunk in chunks]
-        narrow = [torch.tensor(list(values), dtype=torch.int32) for values in starts]
+        i32, i64 = torch.int32, torch.int64
         return cls(
-            *wide, *narrow, tables, query_lens, tuple(seq_lens), max(seq_lens, default=0), sum(splits),
-            len(indices) == len(tokens),
+            torch.tensor(tokens, dtype=i64), torch.tensor(positions, dtype=i64), torch.tensor(slots, dtype=i64),
+            torch.tensor(indices, dtype=i64), torch.tensor(list(accumulate(query_lens, initial=0)), dtype=i32),
+            torch.tensor(seq_lens, dtype=i32), torch.tensor(list(accumulate(splits, initial=0)), dtype=i32),
+            torch.tensor([chunk.slot for chunk in chunks], dtype=i32), tables, query_lens, tuple(seq_lens),
+            max(seq_lens, default=0), sum(splits), len(indices) == len(tokens),
         )  # fmt: skip
 
     @classmethod
@@ -128,7 +129,7 @@ class Batch:
         """The same batch on `device`."""
         if self.device == device:
             return self
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
             if field.name != "logits" and isinstance(value := getattr(self, field.name), Tensor)

@@ -4,10 +4,10 @@ It names sequences by slot, and says nothing that only the device knows: how man
 """
 
 from array import array
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from minirt.kernels.step.table import Columns
-from minirt.sampling_params import EffectiveSampling
+if TYPE_CHECKING:
+    from minirt.engine.logits_processors import Rules
 
 
 class Edit(NamedTuple):
@@ -24,7 +24,7 @@ class PlannedSequence(NamedTuple):
     Args:
         slot: its row of the table.
         start: position of its first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
-        count: number of new tokens; with next tokens, the maximum.
+        num_tokens: number of new tokens; with next tokens, the maximum.
         num_logits: number of its last new tokens that need logits.
         num_draws: how many of these, the last ones, a token is drawn from.
         seq_len: cached tokens after the step, at most.
@@ -32,7 +32,7 @@ class PlannedSequence(NamedTuple):
 
     slot: int
     start: int
-    count: int
+    num_tokens: int
     num_logits: int
     num_draws: int
     seq_len: int
@@ -42,7 +42,7 @@ class SlotRules(NamedTuple):
     """The rules of a sequence that was admitted (`Rules`), with its tokens: the prompt's, and the generated ones."""
 
     slot: int
-    rules: "object"
+    rules: "Rules"
     prompt: array
     generated: array
 
@@ -51,14 +51,14 @@ class Scored(NamedTuple):
     """Rows of logits for the caller: the first ones of a sequence.
 
     Args:
-        index: of the sequence in the plan.
-        count: number of rows.
+        sequence: its place in the plan.
+        num_rows: number of rows.
         targets: the tokens whose log-probabilities the rows give; None: the caller wants the logits themselves.
         num_top: number of most probable tokens to list for each target.
     """
 
-    index: int
-    count: int
+    sequence: int
+    num_rows: int
     targets: "array[int] | None"
     num_top: int
 
@@ -97,7 +97,7 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """New tokens, at most."""
-        return sum([sequence.count for sequence in self.sequences])
+        return sum([sequence.num_tokens for sequence in self.sequences])
 
     @property
     def num_logits(self) -> int:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError
-from minirt.sampling_params import SamplingParams, resolve
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
+from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PageAllocator, PagesSpec
 
 VOCAB = 97

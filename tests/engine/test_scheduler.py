@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
-from minirt.engine.scheduler import Sequence
+from minirt.engine.sequence import Sequence
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -46,9 +46,9 @@ class Watched:
         def schedule():
             work = inner()
             running = set(self.it._scheduler.running)
-            assert running >= {sequence.id for sequence, _ in work}
-            assert len({sequence.id for sequence, _ in work}) == len(work) <= self.it.max_num_seqs
-            assert sum(len(chunk.tokens) for _, chunk in work) <= self.it.max_num_batched_tokens
+            assert running >= {sequence.id for sequence, *_ in work}
+            assert len({sequence.id for sequence, *_ in work}) == len(work) <= self.it.limits.max_num_seqs
+            assert sum(planned.num_tokens for _, planned, _ in work) <= self.it.limits.max_num_batched_tokens
             self._check(before, running)
             return work
 
@@ -176,10 +176,10 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
     first = {}
     inner = it._runner.start
 
-    def start(chunks, sampled, fill=None):
-        for chunk, sequence in zip(chunks, it._scheduler.running.values(), strict=False):
-            first.setdefault(sequence.id, len(chunk.tokens))
-        return inner(chunks, sampled)
+    def start(plan):
+        for planned, sequence in zip(plan.sequences, it._scheduler.running.values(), strict=False):
+            first.setdefault(sequence.id, planned.num_tokens)
+        return inner(plan)
 
     it._runner.start = start
     while it.has_work:
@@ -196,7 +196,7 @@ def test_without_the_prefix_cache_samples_do_not_wait():
     for _ in range(4):
         watched.add([30] * 9, 3, group=0)
     watched.step()
-    assert it._model.tokens_per_step == [36]
+    assert it._runner._model.tokens_per_step == [36]
 
 
 def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
@@ -209,7 +209,7 @@ def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
     watched.abort(0)  # in the middle of the prompt
     while it.has_work:
         watched.step()
-    steps = it._model.tokens_per_step[:3]
+    steps = it._runner._model.tokens_per_step[:3]
     assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
     assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
     assert cache.allocator.num_free == cache.num_pages
