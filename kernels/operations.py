@@ -136,10 +136,6 @@ OPERATIONS = {
             "commit", "step.kernels", "a step's tokens into the table of slots", ("step.kernels:_commit_kernel",),
             ("minirt.kernels.step.table:commit",), exported=False,
         ),
-        Operation(
-            "expand_block_tables", "block_tables", "page numbers of all sequences into block tables",
-            ("block_tables:_expand_kernel",), ("block_tables",), exported=False,
-        ),
     )
 }  # fmt: skip
 # What `minirt.kernels` exports besides the functions of `OPERATIONS`.

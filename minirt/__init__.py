@@ -47,9 +47,6 @@ for _part in ("kernels", "models", "bench"):
         )
 
 
-# PyTorch's, while it is imported without NumPy, which nothing here needs.
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:

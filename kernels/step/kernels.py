@@ -180,7 +180,7 @@ def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
             inside = offset < count
             position, to = start + offset, first_token + offset
             page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=inside, other=0)
-            following = tl.load(row_ptr + _NEXT_TOKENS + tl.minimum(offset, C.DRAFTS), mask=offset < num_following, other=0)
+            following = tl.load(row_ptr + _NEXT_TOKENS + offset, mask=offset < num_following, other=0)
             given = tl.load(rows.tokens + first_given + offset, mask=offset < num_given, other=0)
             token = tl.where(going_on, following, given)
             tl.store(out.tokens + to, token, mask=inside)

@@ -14,7 +14,7 @@ speculative decoding, Leviathan et al. 2023; with seeds for each token's place, 
 
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 # The first words of a row. Numbers of tokens count from the beginning of the sequence.
@@ -133,8 +133,9 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
         edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values`.
         values: [N] int32.
     """
+    words, new = table.numpy(), values.numpy()
     for slot, column, count, first in edits.tolist():
-        table[slot, column : column + count] = values[first : first + count]
+        words[slot, column : column + count] = new[first : first + count]
 
 
 def derive(
@@ -148,57 +149,61 @@ def derive(
     Args:
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
     """
-    B, T, R, Q = len(rows.slots), len(out.tokens), len(out.logits_indices), len(out.draw_rows)
-    valid, at = rows.slots >= 0, rows.slots.clamp(min=0).long()
-    going_on, cached = rows.starts < 0, table[at, NUM_CACHED]
-    start = torch.where(going_on, cached, rows.starts)
-    most = torch.minimum(table[at, NUM_NEXT], table[at, FINAL_LEN] - 1 - cached)
-    count = torch.where(going_on, torch.minimum(rows.counts, most).clamp(min=1), rows.counts) * valid
-    length = (start + count) * valid
-    first = torch.arange(B) if one_token else count.cumsum(0) - count
-    out.seq_slots.copy_(rows.slots)
-    out.seq_lens.copy_(length)
-    out.query_starts[0], out.split_starts[0] = 0, 0
-    out.query_starts[1:] = torch.arange(1, B + 1) if one_token else count.cumsum(0)
-    out.split_starts[1:] = ((length + kv_split - 1) // kv_split).cumsum(0)
-    pages = table[at, columns.page_tables : columns.page_tables + columns.groups * columns.pages]
-    pages = pages.view(B, columns.groups, columns.pages).transpose(0, 1)
-    used = torch.arange(columns.pages) < ((length + page_size - 1) // page_size)[:, None]
-    out.block_tables.copy_(torch.where(used, pages, out.block_tables))
+    words, to = table.numpy(), StepTensors(*(tensor.numpy() for tensor in out))
+    slots, starts, counts, logits, draws, given = (tensor.numpy() for tensor in rows)
+    order = np.arange(max(len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)) + 1)
+    valid, going_on = slots >= 0, starts < 0
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
+    cached, next_tokens = head[:, NUM_CACHED], head[:, NEXT_TOKENS:]
+    most = np.minimum(head[:, NUM_NEXT], head[:, FINAL_LEN] - 1 - cached)
+    start = np.where(going_on, cached, starts)
+    count = np.where(going_on, np.maximum(np.minimum(counts, most), 1), counts) * valid
+    length, ends = (start + count) * valid, count.cumsum()
+    first = order[: len(slots)] if one_token else ends - count
+    to.seq_slots[:], to.seq_lens[:] = slots, length
+    to.query_starts[0], to.split_starts[0] = 0, 0
+    to.query_starts[1:] = order[1 : len(slots) + 1] if one_token else ends
+    to.split_starts[1:] = (-(-length // kv_split)).cumsum()
+    used = -(-length // page_size)
+    for group in range(columns.groups):
+        place = columns.page_tables + group * columns.pages
+        inside = np.arange(used.max(initial=0)) < used[:, None]
+        tables = to.block_tables[group, :, : inside.shape[1]]
+        tables[inside] = words[np.maximum(slots, 0), place : place + inside.shape[1]][inside]
     # Tokens.
-    b = torch.arange(B).repeat_interleave(count.long())
-    offset = torch.arange(len(b)) - (count.cumsum(0) - count)[b]
-    position, row = start[b] + offset, first[b] + offset
-    known = torch.where(going_on, 0, rows.counts) * valid
-    index = (known.cumsum(0) - known)[b] + offset
-    given = rows.tokens[index.clamp(max=max(0, len(rows.tokens) - 1))] if len(rows.tokens) else torch.zeros_like(index)
-    following = table[at[b], NEXT_TOKENS + offset.clamp(max=columns.drafts)]
-    out.tokens.zero_()[row] = torch.where(going_on[b], following, given).long()
-    out.positions.zero_()[row] = position.long()
-    page = table[at[b], columns.page_tables + position // page_size].long()
-    out.slots.fill_(-1)[row] = page * page_size + position % page_size
+    b, offset = _expanded(count)
+    position, row, slot = start[b] + offset, first[b] + offset, slots[b]
+    to.tokens[:], to.positions[:], to.slots[:] = 0, 0, -1
+    to.positions[row] = position
+    to.slots[row] = words[slot, columns.page_tables + position // page_size].astype(np.int64) * page_size + position % page_size
+    to.tokens[row] = next_tokens[b, np.minimum(offset, columns.drafts)]
+    known = ~going_on[b]
+    to.tokens[row[known]] = given[: known.sum()]
     if columns.history:
-        table[at[b], columns.tokens + position] = out.tokens[row].int()
+        words[slot, columns.tokens + position] = to.tokens[row]
     # Rows of logits, and draws. Of a sequence that has fewer tokens than its maximum, the first rows are the valid ones.
-    logits, draws = rows.logits * valid, rows.draws * valid
-    b = torch.arange(B).repeat_interleave(logits.long())
-    offset = torch.arange(len(b)) - (logits.cumsum(0) - logits)[b]
-    last = first[b] + count[b]
-    out.logits_indices.copy_(torch.arange(R).clamp(max=T - 1))
-    out.logits_indices[: len(b)] = torch.minimum(last - torch.minimum(logits, count)[b] + offset, last - 1)
-    b = torch.arange(B).repeat_interleave(draws.long())
-    offset = torch.arange(len(b)) - (draws.cumsum(0) - draws)[b]
-    out.draw_rows.copy_(torch.arange(Q))
-    out.draw_rows[: len(b)] = (logits.cumsum(0) - draws)[b] + offset
-    out.draw_slots.fill_(-1)[: len(b)] = torch.where(table[at[b], RULED] > 0, rows.slots[b], -1)
-    step = length[b] - torch.minimum(draws, count)[b] + 1 + offset - table[at[b], PROMPT_LEN]
-    settings = table[at[b]]
-    words = ((out.draw_logprobs, LOGPROBS, -1), (out.temperature, TEMPERATURE, 0), (out.top_k, TOP_K, 0), (out.top_p, TOP_P, 0),
-             (out.min_p, MIN_P, 0))  # fmt: skip
-    for target, column, padding in words:
-        target.fill_(padding)[: len(b)] = settings[:, column].view(target.dtype)
-    out.seed.zero_()[: len(b)] = settings[:, SEED : SEED + 2].contiguous().view(torch.int64)[:, 0]
-    out.step.zero_()[: len(b)] = step.long()
+    logits, draws, last = logits * valid, draws * valid, first + count
+    b, offset = _expanded(logits)
+    to.logits_indices[:] = np.minimum(order[: len(to.logits_indices)], len(to.tokens) - 1)
+    to.logits_indices[: len(b)] = np.minimum((last - np.minimum(logits, count))[b] + offset, last[b] - 1)
+    b, offset = _expanded(draws)
+    own, count_of = head[b], len(b)
+    to.draw_rows[:] = order[: len(to.draw_rows)]
+    to.draw_rows[:count_of] = (logits.cumsum() - draws)[b] + offset
+    to.draw_slots[count_of:], to.draw_logprobs[count_of:] = -1, -1
+    to.draw_slots[:count_of], to.draw_logprobs[:count_of] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
+    for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
+        target[:count_of], target[count_of:] = own[:, column].view(target.dtype), 0
+    low, high = own[:, SEED].view(np.uint32).astype(np.int64), own[:, SEED + 1].astype(np.int64)
+    to.seed[:count_of], to.seed[count_of:] = (high << 32) | low, 0
+    to.step[:count_of] = (length - np.minimum(draws, count) + 1)[b] + offset - own[:, PROMPT_LEN]
+    to.step[count_of:] = 0
+
+
+def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each of counts[b] entries of each b, in order: b, and the number of the entry."""
+    b = np.repeat(np.arange(len(counts)), counts)
+    return b, np.arange(len(b)) - (counts.cumsum() - counts)[b]
 
 
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
@@ -212,29 +217,30 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         drawn: [Q] int64, the tokens; −1: none could be drawn.
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
-    result.zero_()
-    first = 0
-    for b, (slot, start, draws) in enumerate(zip(rows.slots.tolist(), rows.starts.tolist(), rows.draws.tolist(), strict=True)):
-        if slot < 0:
-            continue
-        row, length = table[slot], int(seq_lens[b])
-        own, first = drawn[first : first + draws], first + draws
-        if start < 0 and row[NUM_NEXT] == 0:
-            continue
-        if not draws:
-            row[NUM_CACHED] = length
-            continue
-        count = length - int(row[NUM_CACHED]) if start < 0 else 1  # of its draws, those that are valid
-        right = 0
-        while right + 1 < min(count, draws) and own[right] >= 0 and own[right] == row[NEXT_TOKENS + 1 + right]:
-            right += 1
-        result[b, 0] = right + 1
-        result[b, 1 : 2 + right] = own[: right + 1]
-        if own[right] < 0:
-            row[NUM_NEXT] = 0
-            continue
-        cached = length - (min(count, draws) - 1 - right)
-        row[NUM_CACHED], row[NEXT_TOKENS] = cached, own[right]
-        row[NUM_NEXT] = int(cached + 1 < row[FINAL_LEN])
-        if columns.history and cached < columns.history:
-            row[columns.tokens + cached] = own[right]
+    words, to, lens, tokens = table.numpy(), result.numpy(), seq_lens.numpy(), drawn.numpy()
+    slots, starts, _, _, draws, _ = (tensor.numpy() for tensor in rows)
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
+    going_on = starts < 0
+    live = (slots >= 0) & (~going_on | (head[:, NUM_NEXT] != 0))
+    first = (draws * (slots >= 0)).cumsum() - draws
+    yields = live & (draws > 0)
+    count = np.where(going_on, np.minimum(lens - head[:, NUM_CACHED], draws), np.minimum(draws, 1))  # draws that are valid
+    each = np.arange(1 + columns.drafts)
+    own = np.full((len(slots), 1 + columns.drafts), -1)
+    inside = yields[:, None] & (each < count[:, None])
+    own[inside] = tokens[(first[:, None] + each)[inside]]
+    equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
+    right = np.logical_and.accumulate(equal, 1).sum(1)
+    token = own[np.arange(len(slots)), right]
+    to[:, 0] = np.where(yields, right + 1, 0)
+    to[:, 1:] = np.where(yields[:, None] & (each <= right[:, None]), own, 0)
+    cached = np.where(yields, lens - (count - 1 - right), lens)
+    usable = ~yields | (token >= 0)
+    moved, drew, failed = slots[live & usable], slots[yields & usable], slots[yields & ~usable]
+    words[moved, NUM_CACHED] = cached[live & usable]
+    words[failed, NUM_NEXT] = 0
+    words[drew, NEXT_TOKENS] = token[yields & usable]
+    words[drew, NUM_NEXT] = cached[yields & usable] + 1 < head[yields & usable, FINAL_LEN]
+    if columns.history:
+        room = yields & usable & (cached < columns.history)
+        words[slots[room], columns.tokens + cached[room]] = token[room]

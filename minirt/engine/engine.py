@@ -88,7 +88,7 @@ class Engine:
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
-        proposer: proposes up to `limits.max_drafts` drafts. None: there are none.
+        proposer: proposes drafts; `limits.max_drafts` becomes its own. None: there are none.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Engine:
     ) -> None:
         self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
+        limits = replace(limits, max_drafts=0 if proposer is None else proposer.max_drafts)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,

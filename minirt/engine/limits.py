@@ -19,7 +19,7 @@ class EngineLimits:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of the largest step. A longer prompt is computed in chunks.
         max_waiting: requests that wait while a step computes others; further ones are refused. None: no limit.
-        max_drafts: proposed tokens of a sequence that a step verifies.
+        max_drafts: proposed tokens of a sequence that a step verifies; set by the engine.
     """
 
     max_model_len: int

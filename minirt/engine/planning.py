@@ -37,6 +37,9 @@ def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab:
             if own.rules is not None:
                 known, start = sequence.tokens, sequence.prompt_len
                 rules.append(SlotRules(planned.slot, own.rules, known[:start], known[start:]))
+            if columns.history and planned.start > 0:  # the other tokens of a prompt come as the tokens of steps
+                cached = sequence.tokens[: planned.start]
+                edits.append(Edit(planned.slot, columns.tokens, cached))
         first = max(0, sequence.num_sent)
         if first < len(sequence.pages):
             edits.append(Edit(planned.slot, columns.page_tables + first, sequence.pages[first:]))

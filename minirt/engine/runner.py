@@ -44,10 +44,11 @@ ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 class Proposer(Protocol):
     """Proposes drafts: tokens that may follow a slot's next token. They are verified in the next step.
 
-    `max_drafts`: the most for a slot.
+    `max_drafts`: the most for a slot. `needs_history`: whether rows of the table have all tokens of their sequences.
     """
 
     max_drafts: int
+    needs_history: bool
 
     def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
         """After the commit of a step: write drafts of its sequences to the table, and their number, with the next token, to
@@ -131,8 +132,9 @@ class Runner:
                 seqs = rows = self._buckets.max_seqs
                 tokens = max(tokens, self._buckets.max_tokens, seqs)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
+        history = limits.max_model_len if proposer is not None and proposer.needs_history else 0
         self._buffers = StepBuffers(
-            cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows
+            cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows, history=history
         )
         self._stages = SamplingStages(limits, vocab_size, seqs * (1 + limits.max_drafts), device)
         self._masked: _Forward | None = None  # the step that waits for its masks

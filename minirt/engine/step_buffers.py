@@ -36,6 +36,7 @@ class StepBuffers:
         vocab_size: columns of the logits.
         row_maxima_tiles: columns of the head's row maxima.
         logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
+        history: tokens of a sequence that its row of the table keeps.
     """
 
     def __init__(
@@ -64,12 +65,19 @@ class StepBuffers:
     def send(self, plan: StepPlan, *, logits_needed: bool = True) -> None:
         """Queue the copy of a step's message to the device. Call `sent` when the step is queued."""
         size, columns = self._max_seqs, tuple(zip(*plan.sequences, strict=True)) or ((),) * 6
-        words = array("i", (len(plan.edits), logits_needed, 0, 0))
+        edits = plan.edits
+        if self.columns.history:  # of unbounded size, so it is not a part of the message
+            for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
+                known = torch.tensor(values, dtype=torch.int32)
+                known = known.pin_memory() if self._device.type == "cuda" else known
+                self.table[slot, first : first + len(values)].copy_(known, non_blocking=True)
+            edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
+        words = array("i", (len(edits), logits_needed, 0, 0))
         for column, padding in zip(columns[:_NUM_ROWS], (-1, 0, 0, 0, 0), strict=True):
             words.extend(column)
             words.extend(array("i", (padding,)) * (size - len(column)))
         values = array("i")
-        for slot, first, own in plan.edits:
+        for slot, first, own in edits:
             words.extend((slot, first, len(own), self._values_at + len(values)))
             values.extend(own)
         if values:

@@ -157,7 +157,7 @@ def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget
 class Drafts:
     """Proposes up to 4 tokens after the next one: all right, all wrong, or right with a probability. Reads the cached tokens."""
 
-    max_drafts = 4
+    max_drafts, needs_history = 4, False
 
     def __init__(self, right, seed=0):
         self.right, self._draw = right, random.Random(seed)

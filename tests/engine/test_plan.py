@@ -11,9 +11,14 @@ from engine.test_engine import PAGE, VOCAB, Mock, add, engine
 from engine.test_sampling_stages import Noisy
 
 from minirt.engine.limits import EngineLimits
+from minirt.engine.planning import Settings, plan_step
 from minirt.engine.runner import Runner
+from minirt.engine.scheduler import Work
+from minirt.engine.sequence import Sequence
+from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
+from minirt.step.plan import PlannedSequence
 
 OTHER = """
 import pickle, sys
@@ -119,12 +124,6 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
 
 def test_no_position_lies_beyond_the_end():
     """A slot has more drafts than its sequence has room for."""
-    from minirt.engine.planning import Settings, plan_step
-    from minirt.engine.scheduler import Work
-    from minirt.engine.sequence import Sequence
-    from minirt.kernels.step.table import NEXT_TOKENS, NUM_NEXT
-    from minirt.step.plan import PlannedSequence
-
     lens, cache = [], KVCache([PagesSpec(1, 1)], 8, page_size=PAGE)
     model = Mock()
     limits = replace(EngineLimits(64, 1, 16), max_drafts=4)
@@ -144,3 +143,38 @@ def test_no_position_lies_beyond_the_end():
     assert lens == [(4,), (6,)], "the last token is drawn, and not computed"
     assert 1 <= len(tokens) <= 2
     assert token >= 0
+
+
+class Watched:
+    """Proposes nothing, and compares the history of each slot with the tokens whose KV values are cached."""
+
+    max_drafts, needs_history = 0, True
+
+    def __init__(self):
+        self.cache, self.compared = None, 0
+
+    def propose(self, table, columns, rows):
+        for slot in [slot for slot in rows.slots.tolist() if slot >= 0]:
+            row, size = table[slot], self.cache.page_size
+            count = int(row[NUM_CACHED])
+            pages, cached = row[columns.page_tables :].tolist(), self.cache.layers[0].k.view(-1)
+            known = [int(cached[pages[i // size] * size + i % size]) for i in range(count)]
+            if row[NUM_NEXT]:
+                known.append(int(row[NEXT_TOKENS]))
+            assert row[columns.tokens :][: len(known)].tolist() == known
+            self.compared += len(known)
+
+
+def test_the_history_has_all_tokens():
+    """Also those of cached pages, and of a sequence that was preempted."""
+    watched = Watched()
+    it, watched.cache = engine(seqs=4, budget=16, pages=14, proposer=watched)
+    params = resolve(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), None)
+    for _ in range(2):
+        for i in range(4):
+            add(it, [10 + i] * (3 + 5 * i), params)
+        while it.has_work:
+            it.step()
+    assert it.stats.num_preemptions
+    assert it.stats.prefix_cache_hits
+    assert watched.compared > 1000
