@@ -4,6 +4,7 @@ It needs only PyTorch, so it works without Triton. Rounding follows Hugging Face
 cast to the activation dtype, then scale; rotary embedding rotates halves in the activation dtype; softmax is in fp32.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -180,6 +181,7 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
 
 
+@functools.lru_cache
 def int4_group(K: int, groups: int) -> int:
     """Columns of a group: the largest of 128, 64 and 32 that splits K columns into `groups` groups."""
     return next(g for g in INT4_GROUPS if -(-K // g) == groups)

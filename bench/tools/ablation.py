@@ -156,11 +156,12 @@ def _no_tma(original: Replacement, product: Any) -> Any:
 
 def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
     from minirt.kernels.linear.dispatch import REGIMES
+    from minirt.kernels.regimes import covering
 
     if original(product).kernel != "gemm_sm90":
         raise Untouched
-    T = product.x.shape[0]
-    return next(own for own in REGIMES if own.covers(T) and own.kernel != "gemm_sm90" and own.accepts(product))
+    found = covering(REGIMES, product.x.shape[0], 90, product.format)
+    return next(own for own in found if own.kernel != "gemm_sm90" and own.accepts(product))
 
 
 def _without_decode_sm90(original: Replacement, operands: Any) -> Any:

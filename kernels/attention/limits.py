@@ -9,3 +9,4 @@ HEAD_DIMS = (64, 128)  # channels of a head
 # for the attention of prompts. The copies take 0.5 GB with Llama-3.1-8B.
 MAX_WIDENED_TOKENS = 131_072
 MAX_GROUP = 16  # query heads that share a KV head
+FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32")  # of KV pages, see `regimes.AttentionLimits`

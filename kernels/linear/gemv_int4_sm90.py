@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Family
+from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish
 from minirt.kernels.linear.int4_small_sm90 import first_chunk, multiply, times
@@ -407,9 +407,9 @@ def worthwhile(rows: int, K: int, residual: bool) -> bool:
 
 
 def accepts(product: Product) -> bool:
-    """Whether the kernel should compute this product: one token of 16 bits, a large 4-bit weight, 16-byte alignment."""
+    """Whether the kernel should compute this product: a large weight, 16-byte alignment."""
     x, weight = product.x, product.weight
-    if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or (x.data_ptr() | weight.data_ptr()) % 16:
+    if (x.data_ptr() | weight.data_ptr()) % 16:
         return False
     return worthwhile(weight.shape[0], x.shape[1], product.epilogue.residual is not None)
 
@@ -462,14 +462,22 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
     return found
 
 
+@cached_lookup
+def _lookup_fitting(device: torch.device, facts: ProductFacts, group: int, normed: bool) -> GemvInt4Sm90Config:
+    return fitting(FAMILY.lookup(device, facts), facts.K, group, facts.gated, normed)
+
+
 def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -> None:
     """Write the output of a product of one token."""
-    ep, (_, N, K), gated = product.epilogue, product.shape, product.gated
+    ep, facts = product.epilogue, product.facts(1)
     if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
+    N, K, normed = facts.N, facts.K, product.norm is not None
     group = int4_group(K, ep.scale.shape[0])
-    c = config or FAMILY.lookup(product.x.device, product.facts(1))
-    c = fitting(c, K, group, gated, product.norm is not None)
+    if config is None:
+        c = _lookup_fitting(product.x.device, facts, group, normed)
+    else:
+        c = fitting(config, K, group, facts.gated, normed)
     constants = _Constants(K, group // 32, c.num_warps, c.stages, c.unroll, c.x_in_ring, c.chains, c.line)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         product.x, product.norm, product.weight, ep, product.out, N, C=constants, maxnreg=c.registers,

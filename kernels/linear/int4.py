@@ -26,7 +26,7 @@ from torch import Tensor
 from minirt.device import interpreting
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit
+from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
@@ -329,16 +329,12 @@ def _unpack_kernel(
 
 def token_block(T: int) -> int:
     """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, triton.next_power_of_2(T))
+    return max(16, next_power_of_2(T))
 
 
 def is_int4(weight: Tensor) -> bool:
     """Whether a weight is stored in 4 bits."""
     return weight.dtype == torch.int16
-
-
-def accepts(product: Product) -> bool:
-    return is_int4(product.weight)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:

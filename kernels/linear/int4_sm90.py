@@ -18,7 +18,6 @@ the wait for the products, which keeps its registers alive until then.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -390,10 +389,8 @@ def stages(block_t: int, programs: int = 1) -> int:
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move x: 16 bits, and rows and addresses aligned to 16 bytes."""
+    """Whether TMA can move x: rows and addresses aligned to 16 bytes."""
     x, weight = product.x, product.weight
-    if weight.dtype != torch.int16 or x.element_size() != 2:
-        return False
     return (x.data_ptr() | weight.data_ptr() | x.shape[1] * 2) % 16 == 0
 
 
@@ -442,10 +439,11 @@ def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) ->
 
 def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
     """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
-    x, ep, workspace, (T, N, K), gated = product.x, product.epilogue, product.workspace, product.shape, product.gated
+    x, ep, workspace, T = product.x, product.epilogue, product.workspace, product.x.shape[0]
     if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
+    facts = product.facts(token_regime(T))
+    N, K, gated, c = facts.N, facts.K, facts.gated, config or FAMILY.lookup(x.device, facts)
     whole, shared = share_tiles(c, T, N, gated, sm_count(x.device))
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:

@@ -15,7 +15,6 @@ takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` need
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -272,11 +271,6 @@ def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, 
     gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def accepts(product: Product) -> bool:
-    """Whether the kernel can compute this product: 4-bit weights and 16-bit activations."""
-    return product.weight.dtype == torch.int16 and product.x.element_size() == 2
-
-
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallSm90Config:
     """From sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
     chunks, gated = cdiv(facts.K, INT4_CHUNK), facts.gated
@@ -297,10 +291,11 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4SmallSm90Config]:
 
 def gemm_int4_small_sm90(product: Product, config: Int4SmallSm90Config | None = None) -> None:
     """Write the output of a product of 1 to 8 tokens."""
-    x, ep, (T, N, K) = product.x, product.epilogue, product.shape
+    x, ep, T = product.x, product.epilogue, product.x.shape[0]
     if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or FAMILY.lookup(x.device, product.facts(T))
+    facts = product.facts(T)
+    N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
     constants = _Constants(
         K, max(32 * c.num_warps, next_power_of_2(K)), int4_group(K, ep.scale.shape[0]) // 32, c.rows, MAX_TOKENS, c.num_warps,
         min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), c.chains,

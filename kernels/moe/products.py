@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import block_scales
-from minirt.kernels.launch import capability, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
+from minirt.kernels.launch import Gpu, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
-from minirt.kernels.linear.product import Product
-from minirt.kernels.moe.route import FEW, Routing
+from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.moe.route import FEW, Routing, token_regime
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import FP8_BLOCK
@@ -46,23 +47,21 @@ class ExpertsConfig:
 
 
 def block_t(T: int) -> int:
-    """Rows of a tile for a step of T tokens. `last_tokens` says up to which T it is the same."""
+    """Rows of a tile for a step of T tokens. It changes only where `route.last_tokens` ends."""
     return 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 1024 else 128
 
 
-def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in (16, 64, 128, 256, 512, 1024) if last >= T), None)
-
-
-def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
-    """The configuration for T tokens. `itemsize` is that of the activations."""
-    rows = block_t(T)
+def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsConfig:
+    rows, itemsize, gated = block_t(facts.T), facts.itemsize, facts.gated
     if itemsize == 4:
         return ExpertsConfig(rows, 32, 32, 4, 1)
     columns, block_k = (64 if gated or rows == 16 else 128), 128 // itemsize
     stage_bytes = (rows + columns * (2 if gated else 1)) * block_k * itemsize
-    return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, fit_stages(stage_bytes, shared_limit(cc) - 4096, 4))
+    stages = fit_stages(stage_bytes, shared_limit(gpu.capability) - 4096, 4)
+    return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, stages)
+
+
+FAMILY = Family("experts", ExpertsConfig, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
 
 
 @compile_time
@@ -199,7 +198,7 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
             [E, ⌈rows / g⌉, ⌈K / 128⌉] and [rows of x, ⌈K / 128⌉].
     """
     x, (T, top_k), (_, N, K), scale_rows = product.x, routing.weights.shape, product.shape, product.scale_rows
-    c, most = config or choose_config(T, x.element_size(), product.gated, capability(x.device)), routing.tiles.shape[1]
+    c, most = config or FAMILY.lookup(x.device, product.facts(token_regime(T))), routing.tiles.shape[1]
     if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     promote = _PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn and scale_rows is None else 0
