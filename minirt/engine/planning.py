@@ -33,7 +33,7 @@ def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab:
     tokens, edits, rules, scored = array("i"), list[Edit](), list[SlotRules](), list[Scored]()
     for index, ((sequence, planned, num_scored), own) in enumerate(zip(work, settings, strict=True)):
         if sequence.num_sent < 0:
-            edits.append(_admission(sequence, own, vocab))
+            edits.append(_admission(sequence, own, planned.start, vocab))
             if own.rules is not None:
                 known, start = sequence.tokens, sequence.prompt_len
                 rules.append(SlotRules(planned.slot, own.rules, known[:start], known[start:]))
@@ -70,13 +70,13 @@ def num_top(asked: int | None, vocab: int) -> int:
     return -1 if asked is None else vocab if asked < 0 else min(asked, vocab)
 
 
-def _admission(sequence: Sequence, own: Settings, vocab: int) -> Edit:
+def _admission(sequence: Sequence, own: Settings, cached: int, vocab: int) -> Edit:
     """The first words of a slot's row, up to the next tokens, in the order of `kernels/step/table.py`."""
     s = own.sampling
     # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
     temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
     words = struct.pack(
-        "=6i f i 2f Q i", 0, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
+        "=6i f i 2f Q i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
         min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, own.rules is not None,
     )  # fmt: skip
     return Edit(sequence.slot, 0, array("i", words))

@@ -160,11 +160,11 @@ def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, 
 
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     return StepTensors(
-        zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
-        zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32), zeros(columns.groups, seqs, columns.pages, dtype=i32),
-        zeros(logits, dtype=i64), zeros(draws, dtype=i64), zeros(draws, dtype=i32), zeros(draws, dtype=i32),
-        zeros(draws, dtype=f32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=f32),
-        zeros(draws, dtype=i64), zeros(draws, dtype=i64),
+        zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
+        zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
+        zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
+        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
+        zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64), zeros(draws, dtype=i64),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Steps as on a GPU, without one: the static buffers of CUDA graphs, the kernels of the table of slots and of the layers in Triton's
+"""Steps as on a GPU, without one: the static buffers of CUDA graphs, the kernels of the table and of the layers in Triton's
 interpreter, and a stand-in for CUDA graphs that runs the captured work again at each replay.
 
 Catches a value that is read when a step is captured and not when it is replayed, and padding that changes a token.

@@ -6,8 +6,9 @@ import sys
 from array import array
 from dataclasses import replace
 
+import pytest
 import torch
-from engine.test_engine import PAGE, VOCAB, Mock, add, engine
+from engine.test_engine import PAGE, VOCAB, Mock, add, engine, undisturbed
 from engine.test_sampling_stages import Noisy
 
 from minirt.engine.limits import EngineLimits
@@ -120,6 +121,31 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
     assert [output.finish_reason for output in outputs] == [None, "error"]
     assert steps == [(3,), (4,), (4,)], "the failed row stays where it was"
     assert cache.allocator.num_free == cache.num_pages
+
+
+@pytest.mark.parametrize("budget", [64, 5])
+def test_a_row_that_draws_nothing_leaves_shared_pages_alone(budget):
+    """The step behind it computes a place of the failed row, which must not be the beginning: another sequence has that page."""
+    it, _ = engine(lookahead=1, budget=budget)
+    model, prompt = it._runner._model, list(range(10, 22))
+    params = resolve(SamplingParams(max_tokens=9, ignore_eos=True), None)
+    first = add(it, [*prompt, 30], params)
+    outputs = [output for _ in range(8) for output in it.step()]
+    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+        (batch.seq_lens_device >= 24)[:, None], float("nan")
+    )
+    failed = add(it, [*prompt, *range(40, 52)], params)
+    while it.has_work:
+        outputs += it.step()
+    tokens = [token for output in outputs if output.request_id == first for token in output.token_ids]
+    assert tokens == undisturbed([*prompt, 30], 9)
+    assert [output.finish_reason for output in outputs if output.request_id == failed] == ["error"]
+    it._runner._model = model
+    again = add(it, [*prompt, 31], params)
+    while it.has_work:
+        outputs += it.step()
+    assert [t for o in outputs if o.request_id == again for t in o.token_ids] == undisturbed([*prompt, 31], 9)
+    assert it.stats.prefix_cache_hits
 
 
 def test_no_position_lies_beyond_the_end():
