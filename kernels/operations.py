@@ -125,8 +125,16 @@ OPERATIONS = {
             exported=False,
         ),
         Operation(
-            "expand_block_tables", "block_tables", "page numbers of all sequences into block tables",
-            ("block_tables:_expand_kernel",), ("block_tables",), exported=False,
+            "edit_table", "step.kernels", "the host's edits of the table of slots", ("step.kernels:_edit_kernel",),
+            ("minirt.kernels.step.table:edit_table",), exported=False,
+        ),
+        Operation(
+            "derive", "step.kernels", "a step's input, from the table of slots", ("step.kernels:_derive_kernel",),
+            ("minirt.kernels.step.table:derive",), exported=False,
+        ),
+        Operation(
+            "commit", "step.kernels", "a step's tokens into the table of slots", ("step.kernels:_commit_kernel",),
+            ("minirt.kernels.step.table:commit",), exported=False,
         ),
     )
 }  # fmt: skip

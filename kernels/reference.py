@@ -311,20 +311,6 @@ def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dt
     return (values.float() * scales.flatten(0, 1).index_select(0, rows).unsqueeze(-1)).to(dtype).unflatten(0, slots.shape)
 
 
-def block_tables(pages: Tensor, starts: Tensor, width: int) -> Tensor:
-    """The page numbers of B sequences as a table [B, width] int32, rows padded with 0.
-
-    Args:
-        pages: int32, the page numbers of all sequences, one sequence after the other.
-        starts: [B + 1] int32, where each sequence's begin. None has more than `width`.
-    """
-    B = starts.shape[0] - 1
-    if B == 1 or not pages.shape[0]:
-        return pages[:width].view(B, -1) if B == 1 else pages.new_zeros(B, width)
-    at = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=pages.device)
-    return torch.where(at < starts[1:, None], pages[at.clamp(max=pages.shape[0] - 1)], 0)
-
-
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,

@@ -18,9 +18,9 @@ from minirt import models
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
-from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.limits import EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import check_limits
+from minirt.engine.request import Request
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.layers.base import Layer
@@ -33,6 +33,7 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sizes import format_size
+from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
@@ -87,7 +88,7 @@ class Generator:
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
-        limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
+        options = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -96,14 +97,14 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
-        self.memory = measured_plan(model, limits)
+        self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
         )
+        limits = EngineLimits(model.max_model_len, max_num_seqs, self.memory.max_num_batched_tokens, max_waiting)
         engine = Engine(
-            model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
-            max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
+            cuda_graphs=cuda_graphs and model.capturable,
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
@@ -313,7 +314,13 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
-        return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
+        nothing = replace(self.effective_sampling(None), max_tokens=0)
+        with self._engine.connect() as client:
+            client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
+            output = client.receive()[0]
+        if output.logits is None:
+            raise output.error or EngineError("the engine returned no logits", where=self.name)
+        return output.logits
 
     @_check_names
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
@@ -350,17 +357,17 @@ class Generator:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of requests in one step."""
-        return self._live.max_num_seqs
+        return self._live.limits.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in one step."""
-        return self._live.max_num_batched_tokens
+        return self._live.limits.max_num_batched_tokens
 
     @property
     def max_waiting(self) -> int | None:
         """Maximum number of requests that wait while a step computes others; further ones are refused. None: no limit."""
-        return self._live.max_waiting
+        return self._live.limits.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:

@@ -22,8 +22,8 @@ from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
-from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
 STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of two pages, of none
@@ -298,7 +298,7 @@ def test_a_loop_that_is_closed(generator, woken):
     loop.run_until_complete(anext(pieces))
     if woken:
         delivered: Future = Future()
-        generator._engine._put(_Call(lambda _: None, lambda _: True, delivered))  # carried out behind the next step
+        generator._engine._put(_Call(lambda _: None, delivered))  # carried out behind the next step
         permits.release()
         delivered.result(20)
     loop.close()

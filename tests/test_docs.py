@@ -119,15 +119,6 @@ def test_examples_that_do_not_run_here_have_options_that_exist(page):
     assert {e.source: fault for e in left_out if (fault := pages.skipped_fault(e))} == {}
 
 
-@pytest.mark.parametrize("page", RUN, ids=name)
-def test_examples_import_minirt_before_torch(page):
-    """Catches an example that prints PyTorch's warning of a missing NumPy, which minirt does not need and turns off."""
-    found = pages.examples(page.read_text(encoding="utf-8"))
-    both = [e.source for e in found if e.kind == "python" and re.search("^import torch$", e.source, re.MULTILINE)]
-    both = [source for source in both if re.search("^(from|import) minirt", source, re.MULTILINE)]
-    assert [s for s in both if re.search("^(from|import) minirt", s, re.MULTILINE).start() > s.index("import torch")] == []
-
-
 def free_names(source):
     """The names that a Python block reads and neither defines, imports nor finds among the built-in ones."""
     def tables(table):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from support.cli import CACHE, caller, refused
 from support.tiny import add_tokenizer
 
 import minirt
-from minirt import device
 from minirt.cli import app as cli
 from minirt.cli import files
-from minirt.cli.options import set_up_triton
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sizes import format_size, parse_count, parse_size
 
@@ -224,14 +221,6 @@ def test_out_of_memory(run, folder, monkeypatch):
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")):
         monkeypatch.setattr(Generator, "check", lambda *_, error=error: (_ for _ in ()).throw(error))
         refused(run("generate", "-m", folder, *CACHE, "hello"), "out of memory", "--max-model-len")
-
-
-def test_the_interpreter_without_numpy(monkeypatch):
-    """PyTorch and Triton install without NumPy, which Triton's interpreter imports."""
-    monkeypatch.setattr(device, "find_spec", lambda name: None if name == "numpy" else find_spec(name))
-    for dtype in (None, "float16"):
-        with pytest.raises(UnsupportedError, match=r"^Triton's interpreter needs NumPy.*pip install numpy"):
-            set_up_triton(False, dtype)
 
 
 def test_bad_prompts(run, folder, tmp_path):

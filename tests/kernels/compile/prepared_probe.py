@@ -23,7 +23,7 @@ from triton.compiler import compiler
 from triton.runtime import JITFunction, driver
 
 from minirt import kernels
-from minirt.kernels import bandwidth, block_tables, launch, prepared
+from minirt.kernels import bandwidth, launch, prepared
 from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
@@ -218,7 +218,6 @@ def other_kernels() -> None:
 
     B, V = 3, 5000
     logits, floats, longs = torch.zeros(B, V), torch.zeros(B), ints(B, like=torch.int64)
-    block_tables.expand_block_tables(ints(9), ints(3), ints(2, 7))
     bandwidth.read_sums(torch.zeros(70000))
     # On Hopper, `gemv_int4` is left with activations of 32 bits.
     linear.norm_linear(torch.zeros(1, 577), torch.zeros(577), 1e-6, ints(131, 160, like=torch.int16), scale=ints(5, 131))
