@@ -12,8 +12,8 @@ the draw of the row before gives the same token, so a step yields one token and 
 speculative decoding, Leviathan et al. 2023; with seeds for each token's place, sampled tokens are the same as without drafts).
 """
 
-from collections import namedtuple
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -125,9 +125,6 @@ class StepTensors(NamedTuple):
     step: Tensor
 
 
-_Arrays: Any = namedtuple("_Arrays", StepTensors._fields)  # `StepTensors` in NumPy
-
-
 def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
     """Write words into the table [S, words] int32.
 
@@ -153,7 +150,7 @@ def derive(
     Args:
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
     """
-    words, to = table.numpy(), _Arrays(*(tensor.numpy() for tensor in out))
+    words, to = table.numpy(), SimpleNamespace(**{name: tensor.numpy() for name, tensor in zip(out._fields, out, strict=True)})
     slots, starts, counts, logits, draws, given = (tensor.numpy() for tensor in rows)
     order = np.arange(max(len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)) + 1)
     valid, going_on = slots >= 0, starts < 0
