@@ -50,6 +50,19 @@ def linear(
     return product(x, weight, scale, bias, quantize)
 
 
+def weight_format(weight: Tensor, scale: Tensor | None, itemsize: int) -> str:
+    """The name of a weight's format: "fp16" (16 bits), "fp32", "fp8", "fp8_blocks", "int4", or "int4_fp32".
+
+    Args:
+        itemsize: bytes of an activation.
+    """
+    if weight.dtype is torch.float8_e4m3fn:
+        return "fp8" if scale is None or scale.ndim < weight.ndim else "fp8_blocks"
+    if weight.dtype is torch.int16:
+        return "int4" if itemsize == 2 else "int4_fp32"
+    return "fp16" if itemsize == 2 else "fp32"
+
+
 def linear_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
 ) -> Tensor:

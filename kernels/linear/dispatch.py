@@ -10,7 +10,7 @@ more tokens are quantized too, with a scale for each token or, if the weight has
 norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8` and
 `linear_fp8_blocks` do the same.) Every kernel takes either form of scale.
 
-4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
+4-bit weights (int16 words with scale words, see `int4_words`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
 `gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small_sm90` for others of up to 8 tokens, and

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minirt.kernels.launch import Workspace
-from minirt.kernels.reference import block_rows
+from minirt.kernels.reference import block_rows, weight_format
 
 # Names, because every launch looks them up.
-_FP8, _INT4, _new = torch.float8_e4m3fn, torch.int16, tuple.__new__
+_INT4, _new = torch.int16, tuple.__new__
 
 
 class RowMaxima(NamedTuple):
@@ -91,7 +91,7 @@ class Product(NamedTuple):
 
     Attributes:
         x: [T, K]. In FP8 if the weight is and T > 1.
-        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or 4-bit words (see `int4`).
+        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or 4-bit words (see `int4_words`).
         out: [T, N]; may be the residual.
         norm: applied to x; only kernels of one token take it. None: no norm.
         workspace: without one, K is not split.
@@ -119,13 +119,7 @@ class Product(NamedTuple):
     @property
     def format(self) -> str:
         """The format of the weight, as in `minirt.kernels.regimes.Limits.formats`."""
-        dtype = self.weight.dtype
-        if dtype is _FP8:
-            return "fp8" if self.scale_rows is None else "fp8_blocks"
-        narrow = self.x.element_size() == 2
-        if dtype is _INT4:
-            return "int4" if narrow else "int4_fp32"
-        return "fp16" if narrow else "fp32"
+        return weight_format(self.weight, self.epilogue.scale, self.x.element_size())
 
     def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
         """What its launch configuration may depend on.
