@@ -13,7 +13,7 @@ from minirt.kernels.launch import Workspace
 from minirt.kernels.reference import block_rows, weight_format
 
 # Names, because every launch looks them up.
-_INT4, _new = torch.int16, tuple.__new__
+_new = tuple.__new__
 
 
 class RowMaxima(NamedTuple):
@@ -91,7 +91,7 @@ class Product(NamedTuple):
 
     Attributes:
         x: [T, K]. In FP8 if the weight is and T > 1.
-        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or 4-bit words (see `int4_words`).
+        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or words (`int4_words`).
         out: [T, N]; may be the residual.
         norm: applied to x; only kernels of one token take it. None: no norm.
         workspace: without one, K is not split.
