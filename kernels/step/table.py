@@ -12,8 +12,7 @@ the draw of the row before gives the same token, so a step yields one token and 
 speculative decoding, Leviathan et al. 2023; with seeds for each token's place, sampled tokens are the same as without drafts).
 """
 
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -125,6 +124,15 @@ class StepTensors(NamedTuple):
     step: Tensor
 
 
+def _array(tensor: Any) -> np.ndarray:
+    return tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
+
+
+def _arrays(record: Any) -> Any:
+    """A record of tensors as one of arrays that share their memory."""
+    return record if isinstance(record[0], np.ndarray) else record._make([tensor.numpy() for tensor in record])
+
+
 def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
     """Write words into the table [S, words] int32.
 
@@ -134,7 +142,7 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
         edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values`.
         values: [N] int32.
     """
-    words, new = table.numpy(), values.numpy()
+    words, new = _array(table), _array(values)
     for slot, column, count, first in edits.tolist():
         words[slot, column : column + count] = new[first : first + count]
 
@@ -150,8 +158,8 @@ def derive(
     Args:
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
     """
-    words, to = table.numpy(), SimpleNamespace(**{name: tensor.numpy() for name, tensor in zip(out._fields, out, strict=True)})
-    slots, starts, counts, logits, draws, given = (tensor.numpy() for tensor in rows)
+    words, to = _array(table), _arrays(out)
+    slots, starts, counts, logits, draws, given = _arrays(rows)
     order = np.arange(max(len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)) + 1)
     valid, going_on = slots >= 0, starts < 0
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
@@ -184,10 +192,10 @@ def derive(
         words[slot, columns.tokens + position] = to.tokens[row]
     # Rows of logits, and draws. Of a sequence that has fewer tokens than its maximum, the first rows are the valid ones.
     logits, draws, last = logits * valid, draws * valid, first + count
-    b, offset = _expanded(logits)
+    b, offset = (b, offset) if np.array_equal(logits, count) else _expanded(logits)
     to.logits_indices[:] = np.minimum(order[: len(to.logits_indices)], len(to.tokens) - 1)
     to.logits_indices[: len(b)] = np.minimum((last - np.minimum(logits, count))[b] + offset, last[b] - 1)
-    b, offset = _expanded(draws)
+    b, offset = (b, offset) if np.array_equal(draws, logits) else _expanded(draws)
     own, count_of = head[b], len(b)
     to.draw_rows[:] = order[: len(to.draw_rows)]
     to.draw_rows[:count_of] = (logits.cumsum() - draws)[b] + offset
@@ -218,8 +226,8 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         drawn: [Q] int64, the tokens; −1: none could be drawn.
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
-    words, to, lens, tokens = table.numpy(), result.numpy(), seq_lens.numpy(), drawn.numpy()
-    slots, starts, _, _, draws, _ = (tensor.numpy() for tensor in rows)
+    words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
+    slots, starts, _, _, draws, _ = _arrays(rows)
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     going_on = starts < 0
     live = (slots >= 0) & (~going_on | (head[:, NUM_NEXT] != 0))

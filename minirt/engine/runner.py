@@ -137,6 +137,7 @@ class Runner:
             cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows, history=history
         )
         self._stages = SamplingStages(limits, vocab_size, seqs * (1 + limits.max_drafts), device)
+        self._statics: dict[Bucket, tuple[StepTensors, Batch]] = {}
         self._masked: _Forward | None = None  # the step that waits for its masks
 
     @property
@@ -210,24 +211,25 @@ class Runner:
         self._buffers.send(plan, logits_needed=needed)
         rows = plan.num_logits
         if bucket is not None and self._graphs is not None:
-            step, batch = self._static(bucket)
+            batch = self._static(bucket)[1]
             self._graphs.replay(bucket)
             self._buffers.sent(plan)
             logits = self._buffers.logits
         else:
-            step, batch = self._eager(plan)
+            batch = self._eager(plan)
             self._buffers.sent(plan)
             logits = self._model(batch, self._cache) if self._observer is None else self._observed(batch)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
-        return _Forward(plan, _draws(step, plan.num_draws, len(plan.sequences)), logits[:rows], maxima)
+        drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
+        return _Forward(plan, drawing, logits[:rows], maxima)
 
     def _observed(self, batch: Batch) -> Tensor:
         if not isinstance(self._model, Model):
             raise UnsupportedError("only a Model's layers can be observed", where="observe")
         return self._model(batch, self._cache, self._observer)
 
-    def _eager(self, plan: StepPlan) -> tuple[StepTensors, Batch]:
-        """The tensors and the batch of a step without a CUDA graph.
+    def _eager(self, plan: StepPlan) -> Batch:
+        """The batch of a step without a CUDA graph.
 
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
         """
@@ -242,9 +244,7 @@ class Runner:
         splits = sum([-(-length // KV_SPLIT) for length in lens])
         every_row = logits == tokens and all(s.num_logits == s.num_tokens for s in sequences)
         batch = Batch.of(step, counts, lens, max(lens), splits, every_row)
-        if self._graphs is None:
-            return step, batch
-        return step, replace(batch, row_maxima=self._row_maxima(logits))
+        return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
 
     def _row_maxima(self, rows: int) -> "RowMaxima | None":
         tiles = self._model.row_maxima_tiles(rows) if isinstance(self._model, Model) else 0
@@ -252,6 +252,8 @@ class Runner:
 
     def _static(self, bucket: Bucket) -> tuple[StepTensors, Batch]:
         """The tensors and the batch, over static buffers, of a bucket's CUDA graph."""
+        if (found := self._statics.get(bucket)) is not None:
+            return found
         seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
         rows = min(tokens, seqs)
         longest = min(KV_SPLIT, self._limits.max_model_len) if bucket.short else self._limits.max_model_len
@@ -261,7 +263,9 @@ class Runner:
             step, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, self._cache.capacity),
             every_row=not bucket.tokens,
         )  # fmt: skip
-        return step, replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
+        batch = replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
+        self._statics[bucket] = step, batch
+        return step, batch
 
     def _capture(self, bucket: Bucket) -> None:
         """Capture a bucket's CUDA graph. Its kernels must have been compiled."""
@@ -393,12 +397,6 @@ class Runner:
         with on_device(self._device):
             self._forward(plan)
             return self._graphs.replay_times(bucket, repeats)
-
-
-def _draws(step: StepTensors, draws: int, seqs: int) -> StepTensors:
-    """The tensors of a step without the padding of its sequences and draws."""
-    own = {name: getattr(step, name)[:draws] for name in step._fields[9:]}
-    return step._replace(seq_lens=step.seq_lens[:seqs], **own)
 
 
 def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:

@@ -2,7 +2,8 @@
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from minirt.step.plan import StepPlan
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
+_MOST_VIEWS = 512
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed
 
@@ -44,6 +46,7 @@ class StepBuffers:
         row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
     ) -> None:  # fmt: skip
         self._page_size, self._device = cache.page_size, device
+        self._views: dict[tuple[Any, ...], Any] = {}
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
         self._max_seqs = -(-max_seqs // 4) * 4
@@ -95,6 +98,18 @@ class StepBuffers:
 
     def rows(self, seqs: int) -> Rows:
         """The rows of a step with so many sequences, padding included."""
+        return self._kept(self._rows, seqs)
+
+    def _kept(self, make: Callable[..., Any], *sizes: int) -> Any:
+        """Views of these sizes: those of a step are often those of the step before."""
+        key = make.__name__, *sizes
+        if (found := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = make(*sizes)
+        return found
+
+    def _rows(self, seqs: int) -> Rows:
         message, size = self._message.device, self._max_seqs
         slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
         return Rows(slots, starts, counts, logits, draws, self._tokens.device)
@@ -106,6 +121,9 @@ class StepBuffers:
 
     def tensors(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         """The tensors of a step of this size, padding included."""
+        return self._kept(self._tensors_of, tokens, seqs, logits, draws)
+
+    def _tensors_of(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         step, width = self._step, self.columns.pages
         sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 9))
         tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
