@@ -263,7 +263,8 @@ class Runner:
             step, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, self._cache.capacity),
             every_row=not bucket.tokens,
         )  # fmt: skip
-        batch = replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
+        if self._graphs is not None:
+            batch = replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
         self._statics[bucket] = step, batch
         return step, batch
 

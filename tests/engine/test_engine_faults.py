@@ -80,13 +80,13 @@ def test_steps_shrink_until_they_fit(most, lookahead):
 
 def test_the_limit_is_lifted():
     it, _ = engine(budget=32)
+    model = it._runner._model
     failing(it, OUT_OF_MEMORY[0], 0)
     run(it, [(0, [50] * 30, 1)])
-    it._runner._model.tokens_per_step.clear()
     run(it, [(0, [51 + i], STEPS_UNTIL_LARGER) for i in range(3)])
-    it._runner._model.tokens_per_step.clear()
+    model.tokens_per_step.clear()
     run(it, [(0, [60] * 30, 1)])
-    assert it._runner._model.tokens_per_step[0] == 30
+    assert model.tokens_per_step[0] == 30
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
