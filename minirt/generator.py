@@ -31,7 +31,7 @@ from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
-from minirt.sampling_params import EffectiveSampling, SamplingParams
+from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 from minirt.sizes import format_size
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
@@ -314,7 +314,7 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
-        nothing = replace(self.effective_sampling(None), max_tokens=0)
+        nothing = replace(resolve(None, None), max_tokens=0)
         with self._engine.connect() as client:
             client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
             output = client.receive()[0]

@@ -214,7 +214,7 @@ class Processor:
                 quoted = f"{shortened(str(prompt)[-20:])!r} and {shortened(completion, 20)!r}"
                 warnings.warn(f"{what}; the tokens after the first {count} are scored: {quoted}", stacklevel=2)
         if not count:
-            hint = "give a prompt, such as the model's beginning-of-sequence token"
+            hint = "give a prompt; generate with max_tokens 0 and prompt_logprobs 0 scores a text from its second token on"
             raise InputError("there is no token before the completion, which its first token needs", hint=hint)
         if len(tokens) <= count:
             what = "the completion has no token of its own after the prompt"

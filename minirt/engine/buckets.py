@@ -63,11 +63,6 @@ def _regime_end(count: int, most: int, axis: Axis) -> int:
     return min((end for end in ends if end is not None), default=most)
 
 
-def max_splits(count: int, max_seq_len: int, capacity: int) -> int:
-    """Maximum number of KV splits of `count` sequences together, in a cache that holds `capacity` tokens."""
-    return min(count * -(-max_seq_len // KV_SPLIT), capacity // KV_SPLIT + count)
-
-
 @dataclass(frozen=True)
 class Buckets:
     """The buckets of an engine.

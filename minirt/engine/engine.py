@@ -107,6 +107,8 @@ class Engine:
     ) -> None:
         self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
+        if proposer is not None and cache.has_states:
+            raise UnsupportedError("drafts need states that can be taken back, and recurrent layers have none", where="proposer")
         limits = replace(limits, max_drafts=0 if proposer is None else proposer.max_drafts)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
         self._runner = Runner(
@@ -181,6 +183,10 @@ class Engine:
         """
         if self.has_work:
             raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
+        if not 1 <= batch_size <= self.limits.max_num_seqs or not 1 <= context_len <= self.max_len:
+            expected = f"1 to {self.limits.max_num_seqs} sequences of 1 to {self.max_len} tokens"
+            raise InputError("not a step of this engine", where="replay_times", expected=expected,
+                             found=f"{batch_size} of {context_len}")  # fmt: skip
         work, allocator = [], self._cache.allocator
         needed = batch_size * self._cache.pages_for(context_len)
         if needed > allocator.num_free:
@@ -257,7 +263,7 @@ class Engine:
         sequence = Sequence(
             request.id, array("i", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
             prompt_logprobs=sampling.prompt_logprobs, num_unscored=request.num_unscored, num_scored=request.num_unscored - 1,
-            logits_only=request.logits_only,
+            logits_only=request.logits_only, takes_drafts=request.rules is None and sampling.structured_outputs is None,
         )  # fmt: skip
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
@@ -419,7 +425,7 @@ class Engine:
             logprobs = (result.logprobs or ())[first : first + planned.num_draws]
             first += planned.num_draws
             request = self._requests.get(sequence.id)
-            if request is None:  # the request ended or was aborted after this step had started
+            if request is None or request.sequence is not sequence:  # it ended or was aborted after this step had started
                 continue
             if scored is not None and request.prompt_logprobs is not None:
                 request.prompt_logprobs += scored.logprobs()

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from minirt.errors import InputError
+from minirt.kernels.attention.limits import KV_SPLIT
 
 # The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 MAX_LOGITS_ROWS = 256  # rows of logits of a step, unless more sequences run at once
+MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -32,6 +34,14 @@ class EngineLimits:
     def max_logits_rows(self) -> int:
         """Rows of logits of the largest step."""
         return max(self.max_num_seqs * (1 + self.max_drafts), MAX_LOGITS_ROWS)
+
+
+def max_splits(count: int, max_seq_len: int, capacity: int) -> int:
+    """Maximum number of KV splits of a step's `count` sequences together, in a cache that holds `capacity` tokens.
+
+    Kernels have room for this many. Sequences that share pages could have more, so the scheduler leaves some out of a step.
+    """
+    return min(count * -(-max_seq_len // KV_SPLIT), MAX_SHARING * (capacity // KV_SPLIT) + count)
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:

@@ -5,14 +5,12 @@ Callers may be in another process. Imports no torch.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minirt.engine.logits_processors import Rules
 
 
@@ -87,7 +85,7 @@ class TokenOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_time_s: float | None = None
-    logits: "Tensor | None" = None
+    logits: Any = None  # a Tensor; messages between processes are read without torch
 
 
 class EngineStats(NamedTuple):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens, max_splits
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
 from minirt.engine.cuda_graphs import CudaGraphs
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
@@ -162,6 +162,7 @@ class Runner:
         Raises:
             torch.OutOfMemoryError: no memory for the step's activations. In this case a plan with the same edits can be started.
         """
+        self._masked = None
         with self._inference, self._on_device:
             forward = self._forward(plan)
             self._stages.fill_slots(plan.rules)
@@ -242,7 +243,9 @@ class Runner:
             counts, tokens = tuple(b - a for a, b in pairwise(starts)), starts[-1]
             step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
         splits = sum([-(-length // KV_SPLIT) for length in lens])
-        every_row = logits == tokens and all(s.num_logits == s.num_tokens for s in sequences)
+        # The device may have fewer next tokens than the plan says, and then tokens are without gaps, rows of logits are not.
+        exact = all(s.start >= 0 or s.num_tokens == 1 for s in sequences)
+        every_row = exact and logits == tokens and all(s.num_logits == s.num_tokens for s in sequences)
         batch = Batch.of(step, counts, lens, max(lens), splits, every_row)
         return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
 

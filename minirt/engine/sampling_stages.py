@@ -156,12 +156,13 @@ class SamplingStages:
             return torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
         if self._packed is None:
             shape = self._max_draws, columns(MAX_TOP)
-            self._packed = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            packed = torch.zeros(shape, dtype=torch.int32, device=self._device)
             if self._cuda:
                 from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
                 self._packed_host = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(2)]
                 self._logprobs_workspace = LogprobsWorkspace(self._max_draws, self._vocab, self._device)
+            self._packed = packed  # last: memory may run out before
         return self._packed[:count]
 
     def _packed_to_host(self, packed: Tensor) -> Tensor:

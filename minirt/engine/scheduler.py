@@ -12,11 +12,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from minirt.engine.limits import EngineLimits
+from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.sequence import Sequence
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import PlannedSequence
 
@@ -29,6 +30,11 @@ class Work(NamedTuple):
     sequence: Sequence
     planned: PlannedSequence
     num_scored: int = 0
+
+    @property
+    def splits(self) -> int:
+        """Number of its complete KV splits, at most."""
+        return (self.planned.seq_len - 1) // KV_SPLIT
 
 
 class Scheduler:
@@ -145,14 +151,16 @@ class Scheduler:
             self.add(sequence)
         self._added.clear()
         self._cache.allocator.reset()
+        self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
     def schedule(self) -> list[Work]:
         """The sequences of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self._limit_tokens
         chosen: dict[int, Work] = {}
-        # Rows of logits beside those of draws, for which each running sequence has room.
-        draws = 1 + self.limits.max_drafts
-        rows, preempted = self.limits.max_logits_rows - draws * len(self.running), False
+        # Rows of logits beside those of draws, for which each running sequence has room, and the next one that is admitted.
+        draws, admits = 1 + self.limits.max_drafts, bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
+        rows, preempted = self.limits.max_logits_rows - draws * (len(self.running) + admits), False
+        splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
@@ -161,22 +169,26 @@ class Scheduler:
             if self.limits.max_drafts:
                 self._return_pages(sequence)
             work = self._next(sequence, budget, rows + draws)
-            if work is None:
+            if work is None or work.splits > splits:
                 continue
             while not self._reserve(sequence, work.planned.seq_len):
                 last = self._preempt_last()
                 preempted = True
                 if last.id in chosen:
-                    dropped = chosen.pop(last.id).planned
-                    budget, rows = budget + dropped.num_tokens, rows + max(0, dropped.num_logits - draws)
+                    dropped = chosen.pop(last.id)
+                    splits += dropped.splits
+                    budget += dropped.planned.num_tokens
+                    rows += max(0, dropped.planned.num_logits - draws)
                 if last is sequence:
                     break
             else:
                 chosen[sequence.id] = work
+                splits -= work.splits
                 budget, rows = budget - work.planned.num_tokens, rows - max(0, work.planned.num_logits - draws)
+        rows += draws * admits
         while self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs and not preempted:
             sequence = self.waiting.first()
-            if not self._admit(sequence):
+            if (len(sequence.tokens) - 1) // KV_SPLIT > splits or not self._admit(sequence):
                 break
             work = self._next(sequence, budget, rows)
             if work is None:
@@ -185,6 +197,7 @@ class Scheduler:
             self.running[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
             chosen[sequence.id] = work
+            splits -= work.splits
             budget, rows = budget - work.planned.num_tokens, rows - max(draws, work.planned.num_logits)
         return list(chosen.values())
 
@@ -193,13 +206,12 @@ class Scheduler:
         if not sequence.prefills:
             if sequence.logits_only or sequence.least_len >= sequence.final_len:  # its last token is in a step
                 return None
-            count = min(1 + self.limits.max_drafts, sequence.final_len - sequence.least_len, budget)
+            most = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
+            count = min(most, sequence.final_len - sequence.least_len, budget)
             length = min(sequence.most_len - 1 + count, sequence.final_len)
             return Work(sequence, PlannedSequence(sequence.slot, -1, count, count, count, length))
         start, first = sequence.num_prefilled, sequence.prefill_len
-        if sequence.logits_only:
-            first = start
-        elif sequence.unscored:
+        if sequence.logits_only or sequence.unscored:
             first = max(start, sequence.num_scored)
         stop = min(sequence.prefill_len, start + budget, first + rows)
         if stop <= start:

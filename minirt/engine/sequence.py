@@ -27,10 +27,13 @@ class Sequence:
     pages: array = field(default_factory=lambda: array("i"))
     num_sent: int = -1  # number of its pages that the device knows; −1: it does not know the sequence
     slot: int = -1  # its row of the table of slots while it runs; −1: none
+    takes_drafts: bool = True  # whether a step may yield several tokens
     logits_only: bool = False  # no token is drawn: the caller wants the logits of all tokens
     prompt_logprobs: int | None = None  # number of most probable tokens to list for each prompt token; None: no scores
     num_unscored: int = 1  # number of first prompt tokens that are not scored: at least the first one
-    num_scored: int = 0  # number of prompt tokens after the first that need no scores, or whose scores are known or in a step
+    # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
+    # number of prompt tokens whose logits are.
+    num_scored: int = 0
     salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
     num_registered: int = 0  # number of its pages that are in the prefix cache

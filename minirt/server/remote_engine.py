@@ -66,8 +66,7 @@ class RemoteEngine(asyncio.Protocol):
     async def start(cls, start: Start) -> "RemoteEngine":
         """Start the process, with this first message."""
         own, other = socket.socketpair()
-        quiet = ["-W", "ignore:Failed to initialize NumPy"]  # PyTorch's, if NumPy is not installed; nothing here needs it
-        command = [sys.executable, "-P", *quiet, "-m", "minirt.server.engine_process", str(other.fileno())]
+        command = [sys.executable, "-P", "-m", "minirt.server.engine_process", str(other.fileno())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with other:
             try:  # in a session of its own, a Ctrl-C on the terminal does not reach it

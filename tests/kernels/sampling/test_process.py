@@ -21,7 +21,7 @@ from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels
 
-INF = math.inf
+INF, ALL = math.inf, {"any_bias": True, "any_ban": True}
 
 
 def some_rules(V: int, rng: np.random.Generator) -> list[Rules | None]:
@@ -42,7 +42,7 @@ def some_rules(V: int, rng: np.random.Generator) -> list[Rules | None]:
 
 
 def filled(V: int, device: torch.device, impl: str, seed: int = 0):
-    """Processors whose slots are in another order than the rows. → them, the rows' slots, steps and rules"""
+    """Processors whose slots are in another order than the rows. → them, the rows' slots, and steps"""
     rng = np.random.default_rng(seed)
     rules = some_rules(V, rng)
     processors = LogitsProcessors(len(rules) + 3, V, 40, device, impl)
@@ -56,7 +56,7 @@ def filled(V: int, device: torch.device, impl: str, seed: int = 0):
             processors.fill(slot, own, tokens[20:], [*[1, 2, 0, 1, 2, 2, 1, 2, 0][: step - 2], 1, 2])
     rows = [-1 if own is None else slot for slot, own in zip(slots, rules, strict=True)]
     at = torch.tensor(rows, dtype=torch.int32, device=device)
-    return processors, at, torch.tensor(steps, device=device), rules
+    return processors, at, torch.tensor(steps, device=device)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -68,9 +68,9 @@ def test_process_is_the_eager_form(V, masked, make, device):
     mask = torch.randint(-(2**31), 2**31 - 1, (11, -(-V // 32)), generator=torch.Generator().manual_seed(V)).int().to(device)
     out = []
     for impl in ("eager", "triton"):
-        processors, rows, step, rules = filled(V, device, impl)
+        processors, rows, step = filled(V, device, impl)
         for _ in range(3):  # the counts and the history grow by what is drawn
-            out.append(processors.process(logits, rows, step, rules, mask if masked else None).clone())
+            out.append(processors.process(logits, rows, step, mask if masked else None, **ALL).clone())
             tokens = out[-1].argmax(-1)
             tokens[5] = -1
             processors.record(tokens, rows, step)
@@ -85,10 +85,10 @@ def test_process_is_the_eager_form(V, masked, make, device):
 
 def test_a_row_does_not_depend_on_the_others(make, device):
     logits = make(11, 1031, dtype=torch.float32, scale=4.0)
-    processors, rows, step, rules = filled(1031, device, "triton")
-    together = processors.process(logits, rows, step, rules).clone()
+    processors, rows, step = filled(1031, device, "triton")
+    together = processors.process(logits, rows, step, **ALL).clone()
     for i in range(11):
-        alone = processors.process(logits[i : i + 1], rows[i : i + 1], step[i : i + 1], rules[i : i + 1])
+        alone = processors.process(logits[i : i + 1], rows[i : i + 1], step[i : i + 1], **ALL)
         assert torch.equal(alone[0], together[i])
 
 
@@ -131,12 +131,12 @@ def test_all_logprobs(make, device):
 
 
 def test_faulty_arguments_are_refused(make, device):
-    processors, rows, step, rules = filled(33, device, "triton")
+    processors, rows, step = filled(33, device, "triton")
     logits = make(11, 33, dtype=torch.float32)
     with pytest.raises(InputError, match="out: must not be the logits"):
         kernels.process(logits, logits, rows, step, processors.slots, any_bias=True, any_ban=True)
     with pytest.raises(InputError, match="mask: wrong shape"):
-        processors.process(logits, rows, step, rules, torch.zeros(11, 1, dtype=torch.int32, device=device))
+        processors.process(logits, rows, step, torch.zeros(11, 1, dtype=torch.int32, device=device), **ALL)
     small = logprob_kernels.LogprobsWorkspace(1, 33, device)
     with pytest.raises(InputError, match="workspace: too small"):
         token_logprobs(logits, step, rows, 5, impl="triton", workspace=small)
@@ -157,7 +157,7 @@ for V in (152064, 1031)[: 1 if sys.argv[1] == "90" else 2]:
     processors.fill(0, rules[0], [1], [2])
     rows, step, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.empty(2, V)
     for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32))[int(sys.argv[1] == "90") :]:
-        processors.process(logits, rows, step, rules, mask)
+        processors.process(logits, rows, step, mask, any_bias=True, any_ban=True)
     processors.record(step, rows, step)
     token_logprobs(logits, step, rows, 5, impl="triton")
 print(json.dumps(results))
