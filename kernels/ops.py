@@ -1,0 +1,383 @@
+"""`torch.ops.minirt.*`: operations of the table as PyTorch custom ops, for `torch.compile`, `torch.export` and `FakeTensorMode`.
+
+Importing this module registers the ops whose `Operation` has a schema. Each has four implementations:
+
+- on a GPU the public function of the operation, that is the Triton kernels, without programmatic dependent launch (PDL), and with
+  a workspace that lives as long as the launch, so that calls on several streams share nothing;
+- on a CPU the reference of `minirt.kernels.reference`;
+- for fake tensors the shapes and dtypes of the results;
+- for autograd a refusal: minirt has no gradients.
+
+All check their arguments in the same way and name the wrong one. No op changes an argument that its schema does not mark, and no
+result shares memory with an argument. `call` runs an operation directly where PyTorch does not trace.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minirt.device import on_device
+from minirt.errors import InputError
+from minirt.kernels import reference
+from minirt.kernels.checks import ACTIVATIONS, check_activations, check_linear, check_scale, check_tensor
+from minirt.kernels.launch import Workspace, cdiv, require_fp8
+from minirt.kernels.operations import OPERATIONS, Operation
+
+NAMESPACE = "minirt"
+
+
+class Scratch(Workspace):
+    """A workspace that allocates what a launch asks for. The memory is that launch's alone, and none is held between launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reserve(self, num_floats: int) -> None:
+        """Nothing to do: each launch allocates."""
+
+    def sums(self, need: int) -> Tensor:
+        return torch.empty(need, dtype=torch.float32, device=self._device)
+
+    def counters(self, need: int) -> Tensor:
+        return torch.zeros(need, dtype=torch.int32, device=self._device)
+
+
+class _Definition(NamedTuple):
+    """What an op computes. All functions take the arguments of the schema.
+
+    Attributes:
+        check: raises InputError or UnsupportedError, naming the wrong argument.
+        empty: results of the right shapes and dtypes, with any values.
+        reference: the results, by `minirt.kernels.reference`.
+        workspace: whether the operation's function takes a workspace.
+    """
+
+    check: Callable[..., None]
+    empty: Callable[..., Any]
+    reference: Callable[..., Any]
+    workspace: bool = False
+
+
+class Implementations(NamedTuple):
+    """An op's functions on real tensors, without the dispatcher, with the arguments of the schema.
+
+    Attributes:
+        names: of the schema's arguments.
+        kernel: on a GPU; in Triton's interpreter also on a CPU.
+        reference: on a CPU.
+    """
+
+    names: tuple[str, ...]
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+
+
+def call(name: str, x: Tensor, *rest: Any) -> Any:
+    """Run an operation: directly on plain tensors, else (while PyTorch compiles, exports or traces) as an op.
+
+    Args:
+        name: of the operation.
+        x, rest: the first arguments of its schema, in its order.
+    Raises:
+        InputError, UnsupportedError: as `torch.ops.minirt.NAME`.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
+        or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
+    ):
+        return getattr(torch.ops.minirt, name)(x, *rest)
+    own = IMPLEMENTATIONS[name]
+    if torch.is_grad_enabled():
+        _refuse_gradients(own.names, (x, *rest))
+    kind = x.device.type
+    if kind == "cuda":
+        return own.kernel(x, *rest)
+    if kind == "cpu":
+        return own.reference(x, *rest)
+    raise InputError("unsupported device", where=own.names[0], expected="cuda or cpu", found=x.device)
+
+
+def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+    for name, value in zip(names, arguments, strict=False):
+        if isinstance(value, Tensor) and value.requires_grad:
+            hint = "minirt is for inference only: use torch.inference_mode() or torch.no_grad(), or requires_grad_(False)"
+            raise InputError("needs a gradient", where=name, expected="requires_grad=False", hint=hint)
+
+
+def _check_norm(name: str, weight: Tensor | None, x: Tensor) -> None:
+    if weight is not None:
+        check_tensor(name, weight, (x.shape[-1],), x.dtype, x.device)
+
+
+# Each operation: its check, its empty results, its reference.
+
+
+def _check_embedding(tokens: Tensor, table: Tensor) -> None:
+    check_activations("table", table)
+    check_tensor("tokens", tokens, (None,), torch.int64, table.device)
+
+
+def _empty_embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    return table.new_empty(tokens.shape[0], table.shape[1])
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    check_activations("x", x)
+    _check_norm("weight", weight, x)
+
+
+def _empty_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _empty_quantized(x: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
+    T, K = x.shape
+    scale = (T, cdiv(K, reference.FP8_BLOCK)) if blocks else (T,)
+    return x.new_empty((T, K), dtype=torch.float8_e4m3fn), x.new_empty(scale, dtype=torch.float32)
+
+
+def _check_quantize(x: Tensor, *, blocks: bool = False) -> None:
+    check_activations("x", x)
+    require_fp8(x.device)
+
+
+def _quantize(x: Tensor, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
+    if not x.shape[1]:  # a row without values has no largest one
+        values, scale = _empty_quantized(x, blocks)
+        return values, scale.fill_(1.0)
+    values, scale = reference.quantize_fp8_blocks(x, x.shape[0]) if blocks else reference.quantize_fp8(x)
+    return values.contiguous(), scale
+
+
+def _check_rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, *, blocks: bool = False) -> None:
+    _check_rms_norm(x, weight, eps)
+    require_fp8(x.device)
+
+
+def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
+    return _quantize(reference.rms_norm(x, weight, eps), blocks=blocks)
+
+
+def _check_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> None:
+    check_linear(x, weight, bias, None, None, None, scale)
+    _check_norm("norm_weight", norm_weight, x)
+    _check_fp8(scale, x)
+
+
+def _check_fp8(scale: Tensor | None, x: Tensor) -> None:
+    if scale is not None and scale.dtype == torch.float32:
+        require_fp8(x.device)
+
+
+def _empty_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    h = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
+    return reference.linear(h, weight, bias, scale)
+
+
+def _check_norm_gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    check_linear(x, weight, bias, None, None, activation, scale)
+    _check_norm("norm_weight", norm_weight, x)
+    _check_fp8(scale, x)
+
+
+def _empty_norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+
+
+def _norm_gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return reference.gated(_norm_linear(x, norm_weight, eps, weight, bias, scale), activation)
+
+
+def _check_linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> None:
+    check_linear(x, weight, bias, residual, None, None, scale)
+    _check_fp8(scale, x)
+
+
+def _empty_linear_residual(x: Tensor, weight: Tensor, residual: Tensor, *rest: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    return residual + reference.linear(x, weight, bias, scale)
+
+
+def check_heads(name: str, x: Tensor, cos: Tensor, sin: Tensor, norm_name: str, norm: Tensor | None) -> None:
+    """Raise InputError unless heads x [B, N, T, D] with any strides, cos and sin [B or 1, T, D] and a norm [D] fit together."""
+    if x.ndim != 4:
+        raise InputError("wrong shape", where=name, expected="[B, heads, T, D]", found=list(x.shape))
+    check_activations(name, x.new_empty(0), 1)  # the dtype only
+    B, _, T, D = x.shape
+    if D == 0 or D % 2:
+        raise InputError("head size is not even", where=name, expected="an even last dimension", found=D)
+    for where, table in (("cos", cos), ("sin", sin)):
+        rows = 1 if table.ndim == 3 and table.shape[0] == 1 else B
+        check_tensor(where, table, (rows, T, D), torch.float32 if table.dtype == torch.float32 else x.dtype, x.device)
+    if norm is not None:
+        check_tensor(norm_name, norm, (D,), x.dtype, x.device)
+
+
+def _check_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> None:
+    check_heads("x", x, cos, sin, "norm_weight", norm_weight)
+
+
+def _empty_norm_rope(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return torch.empty_like(x).copy_(reference.norm_rope(x, cos, sin, norm_weight, eps))
+
+
+def _check_qk_norm_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:  # fmt: skip
+    check_heads("q", q, cos, sin, "q_norm", q_norm)
+    if (q_norm is None) != (k_norm is None):
+        raise InputError("a norm of one of q and k only", where="q_norm, k_norm", expected="both or none")
+    if k.dtype != q.dtype:
+        raise InputError("wrong dtype", where="k", expected=q.dtype, found=k.dtype)
+    if k.device != q.device:
+        raise InputError("wrong device", where="k", expected=q.device, found=k.device)
+    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (q.shape[0], q.shape[2], q.shape[3]):
+        expected = f"[{q.shape[0]}, heads, {q.shape[2]}, {q.shape[3]}]"
+        raise InputError("wrong shape", where="k", expected=expected, found=list(k.shape))
+    if k_norm is not None:
+        check_tensor("k_norm", k_norm, (q.shape[3],), q.dtype, q.device)
+
+
+def _empty_qk_norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _qk_norm_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _norm_rope(q, cos, sin, q_norm, eps), _norm_rope(k, cos, sin, k_norm, eps)
+
+
+def _check_mixture_residual(
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    check_activations("h", h)
+    T, H = h.shape
+    check_tensor("logits", logits, (T, None), h.dtype, h.device)
+    E = logits.shape[1]
+    if not 1 <= top_k <= E:
+        raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
+    if activation not in ACTIVATIONS:
+        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
+    _check_norm("norm_weight", norm_weight, h)
+    if (gate_up_scale is None) != (down_scale is None):
+        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
+    stored = h.dtype if gate_up_scale is None else torch.float8_e4m3fn
+    check_tensor("down", down, (E, H, None), stored, h.device)
+    rows = 2 * down.shape[2]
+    check_tensor("gate_up", gate_up, (E, rows, H), stored, h.device)
+    check_tensor("residual", residual, (T, H), h.dtype, h.device)
+    if gate_up_scale is not None and down_scale is not None:
+        require_fp8(h.device)
+        if gate_up_scale.ndim != down_scale.ndim:
+            found = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
+            raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
+        for name, scale, n, K in (("gate_up_scale", gate_up_scale, rows, H), ("down_scale", down_scale, H, rows // 2)):
+            check_tensor(name, scale, (E, *(None,) * (scale.ndim - 1)), torch.float32, h.device)
+            check_scale(f"{name}[0]", scale[0], n, K, name == "gate_up_scale")
+
+
+def _empty_mixture_residual(
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, *rest: Any
+) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _mixture_residual(
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    h = h if norm_weight is None else reference.rms_norm(h, norm_weight, eps)
+    weights, experts = reference.route(logits, top_k, normalize)
+    return residual + reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+
+
+_DEFINITIONS = {
+    "embedding": _Definition(_check_embedding, _empty_embedding, reference.embedding),
+    "rms_norm": _Definition(_check_rms_norm, _empty_rms_norm, reference.rms_norm),
+    "rms_norm_quantize": _Definition(
+        _check_rms_norm_quantize, lambda x, weight, eps, *, blocks=False: _empty_quantized(x, blocks), _rms_norm_quantize
+    ),
+    "quantize": _Definition(_check_quantize, lambda x, *, blocks=False: _empty_quantized(x, blocks), _quantize),
+    "norm_linear": _Definition(_check_norm_linear, _empty_norm_linear, _norm_linear, workspace=True),
+    "norm_gate_up": _Definition(_check_norm_gate_up, _empty_norm_gate_up, _norm_gate_up, workspace=True),
+    "linear_residual": _Definition(_check_linear_residual, _empty_linear_residual, _linear_residual, workspace=True),
+    "norm_rope": _Definition(_check_norm_rope, _empty_norm_rope, _norm_rope),
+    "qk_norm_rope": _Definition(_check_qk_norm_rope, _empty_qk_norm_rope, _qk_norm_rope),
+    "mixture_residual": _Definition(_check_mixture_residual, _empty_mixture_residual, _mixture_residual),
+}
+
+
+def _register(operation: Operation, own: _Definition) -> Implementations:
+    """Define the op of an operation, and return its functions on real tensors."""
+    qualified = f"{NAMESPACE}::{operation.name}"
+    # The strides of the arguments are those of the traced program: the kernels take contiguous tensors, and Inductor must not
+    # choose others.
+    torch.library.define(qualified, operation.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    op = getattr(getattr(torch.ops.minirt, operation.name), "default")
+    names = tuple(argument.name for argument in op._schema.arguments)
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        own.check(*args, **options)
+        device = args[0].device
+        given = dict(zip(names, args, strict=False)) | options
+        if own.workspace:
+            given["workspace"] = Scratch(device)
+        with on_device(device):
+            return operation.function(**given, check=False)
+
+    def on_cpu(*args: Any, **options: Any) -> Any:
+        own.check(*args, **options)
+        return own.reference(*args, **options)
+
+    def fake(*args: Any, **options: Any) -> Any:
+        own.check(*args, **options)
+        return own.empty(*args, **options)
+
+    def autograd(*args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_gradients(names, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **options)
+
+    torch.library.impl(qualified, "cuda", kernel)
+    torch.library.impl(qualified, "cpu", on_cpu)
+    torch.library.register_fake(qualified, fake)
+    torch.library.impl(qualified, "Autograd", autograd)
+    return Implementations(names, kernel, on_cpu)
+
+
+IMPLEMENTATIONS = {name: _register(OPERATIONS[name], own) for name, own in _DEFINITIONS.items()}
