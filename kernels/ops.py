@@ -21,7 +21,15 @@ from torch import Tensor
 from minirt.device import on_device
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.checks import ACTIVATIONS, check_activations, check_linear, check_scale, check_tensor
+from minirt.kernels.checks import (
+    check_activations,
+    check_heads,
+    check_linear,
+    check_mixture,
+    check_norm,
+    check_qk_heads,
+    check_tensor,
+)
 from minirt.kernels.launch import Workspace, cdiv, require_fp8
 from minirt.kernels.operations import OPERATIONS, Operation
 
@@ -107,11 +115,6 @@ def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> Non
             raise InputError("needs a gradient", where=name, expected="requires_grad=False", hint=hint)
 
 
-def _check_norm(name: str, weight: Tensor | None, x: Tensor) -> None:
-    if weight is not None:
-        check_tensor(name, weight, (x.shape[-1],), x.dtype, x.device)
-
-
 # Each operation: its check, its empty results, its reference.
 
 
@@ -126,7 +129,7 @@ def _empty_embedding(tokens: Tensor, table: Tensor) -> Tensor:
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_activations("x", x)
-    _check_norm("weight", weight, x)
+    check_norm("weight", weight, x)
 
 
 def _empty_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,7 +168,7 @@ def _check_norm_linear(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
     check_linear(x, weight, bias, None, None, None, scale)
-    _check_norm("norm_weight", norm_weight, x)
+    check_norm("norm_weight", norm_weight, x)
     _check_fp8(scale, x)
 
 
@@ -192,7 +195,7 @@ def _check_norm_gate_up(
     scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     check_linear(x, weight, bias, None, None, activation, scale)
-    _check_norm("norm_weight", norm_weight, x)
+    check_norm("norm_weight", norm_weight, x)
     _check_fp8(scale, x)
 
 
@@ -224,21 +227,6 @@ def _linear_residual(
     return residual + reference.linear(x, weight, bias, scale)
 
 
-def check_heads(name: str, x: Tensor, cos: Tensor, sin: Tensor, norm_name: str, norm: Tensor | None) -> None:
-    """Raise InputError unless heads x [B, N, T, D] with any strides, cos and sin [B or 1, T, D] and a norm [D] fit together."""
-    if x.ndim != 4:
-        raise InputError("wrong shape", where=name, expected="[B, heads, T, D]", found=list(x.shape))
-    check_activations(name, x.new_empty(0), 1)  # the dtype only
-    B, _, T, D = x.shape
-    if D == 0 or D % 2:
-        raise InputError("head size is not even", where=name, expected="an even last dimension", found=D)
-    for where, table in (("cos", cos), ("sin", sin)):
-        rows = 1 if table.ndim == 3 and table.shape[0] == 1 else B
-        check_tensor(where, table, (rows, T, D), torch.float32 if table.dtype == torch.float32 else x.dtype, x.device)
-    if norm is not None:
-        check_tensor(norm_name, norm, (D,), x.dtype, x.device)
-
-
 def _check_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> None:
     check_heads("x", x, cos, sin, "norm_weight", norm_weight)
 
@@ -255,18 +243,7 @@ def _check_qk_norm_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:  # fmt: skip
-    check_heads("q", q, cos, sin, "q_norm", q_norm)
-    if (q_norm is None) != (k_norm is None):
-        raise InputError("a norm of one of q and k only", where="q_norm, k_norm", expected="both or none")
-    if k.dtype != q.dtype:
-        raise InputError("wrong dtype", where="k", expected=q.dtype, found=k.dtype)
-    if k.device != q.device:
-        raise InputError("wrong device", where="k", expected=q.device, found=k.device)
-    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (q.shape[0], q.shape[2], q.shape[3]):
-        expected = f"[{q.shape[0]}, heads, {q.shape[2]}, {q.shape[3]}]"
-        raise InputError("wrong shape", where="k", expected=expected, found=list(k.shape))
-    if k_norm is not None:
-        check_tensor("k_norm", k_norm, (q.shape[3],), q.dtype, q.device)
+    check_qk_heads(q, k, cos, sin, q_norm, k_norm)
 
 
 def _empty_qk_norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -285,29 +262,9 @@ def _check_mixture_residual(
     norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     check_activations("h", h)
-    T, H = h.shape
-    check_tensor("logits", logits, (T, None), h.dtype, h.device)
+    check_tensor("logits", logits, (h.shape[0], None), h.dtype, h.device)
     E = logits.shape[1]
-    if not 1 <= top_k <= E:
-        raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
-    if activation not in ACTIVATIONS:
-        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
-    _check_norm("norm_weight", norm_weight, h)
-    if (gate_up_scale is None) != (down_scale is None):
-        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
-    stored = h.dtype if gate_up_scale is None else torch.float8_e4m3fn
-    check_tensor("down", down, (E, H, None), stored, h.device)
-    rows = 2 * down.shape[2]
-    check_tensor("gate_up", gate_up, (E, rows, H), stored, h.device)
-    check_tensor("residual", residual, (T, H), h.dtype, h.device)
-    if gate_up_scale is not None and down_scale is not None:
-        require_fp8(h.device)
-        if gate_up_scale.ndim != down_scale.ndim:
-            found = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
-            raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
-        for name, scale, n, K in (("gate_up_scale", gate_up_scale, rows, H), ("down_scale", down_scale, H, rows // 2)):
-            check_tensor(name, scale, (E, *(None,) * (scale.ndim - 1)), torch.float32, h.device)
-            check_scale(f"{name}[0]", scale[0], n, K, name == "gate_up_scale")
+    check_mixture(h, E, gate_up, down, residual, top_k, activation, norm_weight, gate_up_scale, down_scale)
 
 
 def _empty_mixture_residual(
