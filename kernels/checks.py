@@ -100,7 +100,7 @@ def check_scale(name: str, scale: Tensor, rows: int, K: int, gated: bool) -> Non
 
 
 def check_norm(name: str, weight: Tensor | None, x: Tensor) -> None:
-    """Raise InputError unless `weight`, if given, has a value for each column of x, and x is not too wide for the norm's kernel."""
+    """Raise InputError unless `weight`, if given, has a value for each column of x, and x has at most `MAX_NORM` columns."""
     if weight is not None:
         check_tensor(name, weight, (x.shape[-1],), x.dtype, x.device)
         if x.shape[-1] > MAX_NORM:

@@ -98,6 +98,9 @@ OPERATIONS = {
             "qk_norm_rope_kv_write", "attention.rope_write", "RMSNorm of q and k, RoPE, KV write",
             ("attention.rope_write:REGIMES",), ("rms_norm", "rope", "write_kv"), "attention.rope_write:cost",
             "attention.rope_write:CASES",
+            schema="(Tensor qkv, Tensor cos_sin, Tensor positions, Tensor slots, Tensor(a!) k_pages, Tensor(b!) v_pages, int Nq, "
+            "int Nkv, Tensor? q_norm=None, Tensor? k_norm=None, float eps=1e-6, *, Tensor(c!)? k_scales=None, "
+            "Tensor(d!)? v_scales=None) -> Tensor",
         ),
         Operation(
             "norm_rope", "rope", "RMSNorm of heads, RoPE", ("rope:_norm_rope_kernel",), ("norm_rope",), cases="rope:CASES",
@@ -112,14 +115,21 @@ OPERATIONS = {
         Operation(
             "paged_attention_prefill", "attention.dispatch", "causal attention of new tokens on KV pages",
             ("attention.dispatch:PREFILL", "attention.dispatch:PARTIAL"), ("paged_attention",), _PAGED, "attention.prefill:CASES",
+            schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor query_starts, Tensor seq_lens, "
+            "float scale, *, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor",
         ),
         Operation(
             "paged_attention_decode", "attention.dispatch", "attention of one new token per sequence on KV pages",
             ("attention.dispatch:DECODE",), ("paged_attention",), _PAGED, "attention.decode:CASES",
+            schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor seq_lens, float scale, "
+            "*, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor",
         ),
         Operation(
             "rope_paged_attention_decode", "attention.dispatch", "RoPE, KV write and attention of one new token per sequence",
             ("attention.dispatch:DECODE",), ("rms_norm", "rope", "write_kv", "paged_attention"), _PAGED, "attention.decode:CASES",
+            schema="(Tensor qkv, Tensor cos_sin, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_tables, Tensor seq_lens, "
+            "float scale, int Nq, Tensor? q_norm=None, Tensor? k_norm=None, float eps=1e-6, *, "
+            "Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor",
         ),
         Operation(
             "router_logits", "moe.dispatch", "RMSNorm and the logits of a mixture's router", ("moe.dispatch:ROUTER",),
@@ -135,26 +145,31 @@ OPERATIONS = {
         Operation(
             "mixture_residual", "moe.dispatch", "a mixture's chosen experts and the residual", ("moe.dispatch:REGIMES",),
             ("route", "mixture"), "moe.dispatch:cost", "moe.products:CASES",
-            schema="(Tensor h, Tensor logits, Tensor gate_up, Tensor down, Tensor residual, int top_k, bool normalize, str activation, "
-            "Tensor? norm_weight=None, float eps=0.0, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
+            schema="(Tensor h, Tensor logits, Tensor gate_up, Tensor down, Tensor residual, int top_k, bool normalize, "
+            "str activation, Tensor? norm_weight=None, float eps=0.0, Tensor? gate_up_scale=None, "
+            "Tensor? down_scale=None) -> Tensor",
         ),
         Operation(
             "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
             ("sampling.sample:_race_kernel", "sampling.filters:_select_kernel", "sampling.sample:_token_kernel"),
             ("minirt.engine.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES",
+            no_op="its reference is the engine's sampler, which `kernels` may not import",
         ),
         Operation(
             "process", "sampling.process", "masks, biases and penalties of logits", ("sampling.process:_process_kernel",),
             ("minirt.engine.logits_processors:process",), exported=False,
+            no_op="it reads and counts in buffers of minirt's sampler",
         ),
         Operation(
             "token_logprobs", "sampling.logprobs", "log-probabilities and ranks of tokens, and the most probable tokens",
             ("sampling.logprobs:_parts_kernel", "sampling.logprobs:_combine_kernel"), ("minirt.engine.logprobs:token_logprobs",),
             exported=False,
+            no_op="its result is packed for minirt's sampler",
         ),
         Operation(
             "expand_block_tables", "block_tables", "page numbers of all sequences into block tables",
             ("block_tables:_expand_kernel",), ("block_tables",), exported=False,
+            no_op="it only fills a table of minirt's step",
         ),
     )
 }  # fmt: skip

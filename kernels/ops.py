@@ -13,6 +13,7 @@ result shares memory with an argument. `call` runs an operation directly where P
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from minirt.device import on_device
 from minirt.errors import InputError
 from minirt.kernels import reference
+from minirt.kernels.attention.checks import check_attention, check_decode, check_kv_write
+from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 from minirt.kernels.checks import (
     check_activations,
     check_heads,
@@ -59,13 +63,13 @@ class _Definition(NamedTuple):
         check: raises InputError or UnsupportedError, naming the wrong argument.
         empty: results of the right shapes and dtypes, with any values.
         reference: the results, by `minirt.kernels.reference`.
-        workspace: whether the operation's function takes a workspace.
+        more: what the operation's function takes besides, by name.
     """
 
     check: Callable[..., None]
     empty: Callable[..., Any]
     reference: Callable[..., Any]
-    workspace: bool = False
+    more: Callable[..., dict[str, Any]] = lambda *args, **options: {}
 
 
 class Implementations(NamedTuple):
@@ -282,6 +286,133 @@ def _mixture_residual(
     return residual + reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
 
 
+def _heads_of(qkv: Tensor, Nq: int, D: int) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], Nq, D)
+
+
+def _check_kv_write(
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int, Nkv: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    pages = KVPages(k_pages, v_pages, k_scales, v_scales)
+    check_kv_write(qkv, Rope(cos_sin, q_norm, k_norm, eps), pages, positions, slots, Nq, Nkv)
+
+
+def _empty_kv_write(
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int,
+    *rest: Any, **_: Any,
+) -> Tensor:  # fmt: skip
+    return _heads_of(qkv, Nq, k_pages.shape[-1])
+
+
+def _kv_write(
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int, Nkv: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    q, k, v = qkv.unflatten(1, (-1, k_pages.shape[-1])).split((Nq, Nkv, Nkv), 1)
+    q = q if q_norm is None else reference.rms_norm(q, q_norm, eps)
+    k = k if k_norm is None else reference.rms_norm(k, k_norm, eps)
+    q, k = reference.rope(q, cos_sin[positions]), reference.rope(k, cos_sin[positions])
+    kept = slots >= 0
+    reference.write_kv(k[kept], k_pages, slots[kept], k_scales)
+    reference.write_kv(v[kept], v_pages, slots[kept], v_scales)
+    return q
+
+
+def _check_prefill(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
+    check_attention(AttentionInput(q, pages, sequences, Scores(scale), q))
+    check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
+
+
+def _empty_q(q: Tensor, *rest: Any, **_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _prefill(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    out, starts = torch.zeros_like(q), query_starts.tolist()
+    if starts[-1]:
+        new = [end - start for start, end in pairwise(starts)]
+        rest = (block_tables, new, seq_lens.tolist(), scale, k_scales, v_scales)
+        out[: starts[-1]] = reference.paged_attention(q[: starts[-1]], k_pages, v_pages, *rest)
+    return out
+
+
+def _check_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
+    check_decode(AttentionInput(q, pages, sequences, Scores(scale), q))
+
+
+def _decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    out, some = torch.zeros_like(q), seq_lens > 0
+    lens = seq_lens[some].tolist()
+    if lens:
+        rest = (block_tables[some], [1] * len(lens), lens, scale, k_scales, v_scales)
+        out[some] = reference.paged_attention(q[some], k_pages, v_pages, *rest)
+    return out
+
+
+def _splits(out: Tensor, k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> dict[str, Any]:
+    """What decode kernels take besides, without a look at the lengths: a table holds no more tokens than its pages."""
+    longest = block_tables.shape[1] * k_pages.shape[1]
+    ends = ((seq_lens + (KV_SPLIT - 1)) // KV_SPLIT).cumsum(0, dtype=torch.int32)
+    return {
+        "split_starts": torch.nn.functional.pad(ends, (1, 0)),
+        "max_splits": seq_lens.shape[0] * cdiv(longest, KV_SPLIT),
+        "max_seq_len": longest,
+        "workspace": Scratch(out.device),
+        "out": out.zero_(),  # rows of padding may not be written
+    }
+
+
+def _check_rope_decode(
+    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    Nq: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
+    out, rope = _heads_of(qkv, Nq, k_pages.shape[-1]), Rope(cos_sin, q_norm, k_norm, eps)
+    check_decode(AttentionInput(qkv, pages, sequences, Scores(scale), out, rope), Nq)
+
+
+def _empty_rope_decode(
+    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    Nq: int, *rest: Any, **_: Any,
+) -> Tensor:  # fmt: skip
+    return _heads_of(qkv, Nq, k_pages.shape[-1])
+
+
+def _rope_decode(
+    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    Nq: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    scales, page_size, Nkv = {"k_scales": k_scales, "v_scales": v_scales}, k_pages.shape[1], k_pages.shape[2]
+    at = (seq_lens.long() - 1).clamp(min=0)
+    slots = block_tables.gather(1, at[:, None] // page_size).squeeze(1).long() * page_size + at % page_size
+    slots = torch.where(seq_lens > 0, slots, -1)
+    q = _kv_write(qkv, cos_sin, at, slots, k_pages, v_pages, Nq, Nkv, q_norm, k_norm, eps, **scales)
+    return _decode(q, k_pages, v_pages, block_tables, seq_lens, scale, **scales)
+
+
+def _scratch(x: Tensor, *rest: Any, **_: Any) -> dict[str, Any]:
+    return {"workspace": Scratch(x.device)}
+
+
 _DEFINITIONS = {
     "embedding": _Definition(_check_embedding, _empty_embedding, reference.embedding),
     "rms_norm": _Definition(_check_rms_norm, _empty_rms_norm, reference.rms_norm),
@@ -289,11 +420,22 @@ _DEFINITIONS = {
         _check_rms_norm_quantize, lambda x, weight, eps, *, blocks=False: _empty_quantized(x, blocks), _rms_norm_quantize
     ),
     "quantize": _Definition(_check_quantize, lambda x, *, blocks=False: _empty_quantized(x, blocks), _quantize),
-    "norm_linear": _Definition(_check_norm_linear, _empty_norm_linear, _norm_linear, workspace=True),
-    "norm_gate_up": _Definition(_check_norm_gate_up, _empty_norm_gate_up, _norm_gate_up, workspace=True),
-    "linear_residual": _Definition(_check_linear_residual, _empty_linear_residual, _linear_residual, workspace=True),
+    "norm_linear": _Definition(_check_norm_linear, _empty_norm_linear, _norm_linear, _scratch),
+    "norm_gate_up": _Definition(_check_norm_gate_up, _empty_norm_gate_up, _norm_gate_up, _scratch),
+    "linear_residual": _Definition(_check_linear_residual, _empty_linear_residual, _linear_residual, _scratch),
     "norm_rope": _Definition(_check_norm_rope, _empty_norm_rope, _norm_rope),
     "qk_norm_rope": _Definition(_check_qk_norm_rope, _empty_qk_norm_rope, _qk_norm_rope),
+    "qk_norm_rope_kv_write": _Definition(_check_kv_write, _empty_kv_write, _kv_write),
+    "paged_attention_prefill": _Definition(
+        _check_prefill, _empty_q, _prefill, lambda q, *rest, **_: {"out": torch.zeros_like(q)}
+    ),
+    "paged_attention_decode": _Definition(
+        _check_decode, _empty_q, _decode, lambda q, k, v, tables, lens, *_, **__: _splits(_empty_q(q), k, tables, lens)
+    ),
+    "rope_paged_attention_decode": _Definition(
+        _check_rope_decode, _empty_rope_decode, _rope_decode,
+        lambda *args, **__: _splits(_empty_rope_decode(*args), args[2], args[4], args[5]),
+    ),
     "mixture_residual": _Definition(_check_mixture_residual, _empty_mixture_residual, _mixture_residual),
 }
 
@@ -304,15 +446,13 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
     # The strides of the arguments are those of the traced program: the kernels take contiguous tensors, and Inductor must not
     # choose others.
     torch.library.define(qualified, operation.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    op = getattr(getattr(torch.ops.minirt, operation.name), "default")
+    op = getattr(torch.ops.minirt, operation.name).default
     names = tuple(argument.name for argument in op._schema.arguments)
 
     def kernel(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)
         device = args[0].device
-        given = dict(zip(names, args, strict=False)) | options
-        if own.workspace:
-            given["workspace"] = Scratch(device)
+        given = dict(zip(names, args, strict=False)) | options | own.more(*args, **options)
         with on_device(device):
             return operation.function(**given, check=False)
 

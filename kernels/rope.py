@@ -49,7 +49,7 @@ class _Constants(NamedTuple):
 @prepared
 @triton.jit(do_not_specialize=["T", "tiles"])
 def _norm_rope_kernel(q, k, cos_ptr, sin_ptr, table_b, eps, T, tiles, C):
-    """One head of BLOCK_T tokens of one sequence. `table_b`: the distance of two sequences in cos and sin, 0 if they share one."""
+    """One head of BLOCK_T tokens of one sequence. `table_b`: the stride of sequences in cos and sin; 0 if they share them."""
     head = tl.program_id(1)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     t = (tl.program_id(0) % tiles).to(tl.int64) * C.BLOCK_T + tl.arange(0, C.BLOCK_T)

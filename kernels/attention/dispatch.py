@@ -24,8 +24,9 @@ from minirt.kernels.attention import (
     rope_write,
     widen_kv,
 )
+from minirt.kernels.attention.checks import check_attention, check_decode
 from minirt.kernels.attention.combine import combine
-from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT, MAX_GROUP, MAX_WIDENED_TOKENS
+from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
     AttentionInput,
     KVPages,
@@ -35,13 +36,10 @@ from minirt.kernels.attention.operands import (
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.rope_write import check_pages, check_rope
 from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.regimes import Regime, covering
-
-_SPLITS = (64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +146,7 @@ def paged_attention_decode(
         Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
-        _check_decode(a)
+        check_decode(a)
     return _decode(a, config)
 
 
@@ -197,9 +195,7 @@ def rope_paged_attention_decode(
         rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
-        _check_decode(a, Nq)
-        check_tensor("qkv", qkv, (None, (Nq + 2 * a.pages.num_kv_heads) * D), qkv.dtype, qkv.device)
-        check_rope(rope, D, qkv)
+        check_decode(a, Nq)
     return _decode(a, config)
 
 
@@ -247,7 +243,7 @@ def paged_attention_prefill(
         Scores(scale), out, workspace=workspace, max_splits=max_splits, split=split, shortest=shortest,
     )  # fmt: skip
     if check:
-        _check(a)
+        check_attention(a)
         check_tensor("query_starts", query_starts, (a.num_seqs + 1,), torch.int32, q.device)
         if workspace is not None and max_splits < 1:
             raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
@@ -304,45 +300,3 @@ def _prefill(a: AttentionInput, config: prefill.AttentionConfig | None = None) -
         a = widen_kv.widen(a)
     regime.launch(a)
     return a.out
-
-
-def _check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
-    """`_check`, and what only `decode` needs."""
-    _check(a, raw_queries)
-    x, (_, seq_lens, split_starts, query_starts) = a.heads, a.sequences
-    for where, starts in (("split_starts", split_starts), ("query_starts", query_starts)):
-        if starts is not None:
-            check_tensor(where, starts, (a.num_seqs + 1,), torch.int32, x.device)
-    if query_starts is None:
-        check_tensor("seq_lens", seq_lens, (x.shape[0],), torch.int32, x.device)
-    if a.split not in _SPLITS:
-        raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
-
-
-def _check(a: AttentionInput, raw_queries: int | None = None) -> None:
-    """Raise InputError unless pages, tables, lengths and `out` fit each other, and the dtype and device of `heads`.
-
-    Args:
-        raw_queries: number of query heads among raw heads.
-    """
-    x, pages, sequences = a.heads, a.pages, a.sequences
-    if raw_queries is None:
-        check_activations("q", x, 3)
-        _, Nq, D = x.shape
-    else:
-        check_activations("qkv", x)
-        Nq, D = raw_queries, pages.k.shape[-1]
-    if not a.scores.scale > 0:
-        raise InputError("not positive", where="scale", found=a.scores.scale)
-    if D not in HEAD_DIMS:
-        raise InputError("unsupported head size", where="q", expected="64 or 128", found=D)
-    check_pages(pages, None, D, x)
-    page_size, Nkv = pages.page_size, pages.num_kv_heads
-    if page_size < 16 or page_size & (page_size - 1):
-        raise InputError("unsupported page size", where="k_pages", expected="a power of two from 16", found=page_size)
-    if Nq % Nkv or Nq // Nkv > MAX_GROUP:
-        what = f"a multiple of {Nkv} KV heads, at most {MAX_GROUP} times as many"
-        raise InputError("unsupported number of query heads", where="q", expected=what, found=Nq)
-    check_tensor("seq_lens", sequences.seq_lens, (None,), torch.int32, x.device)
-    check_tensor("block_tables", sequences.block_tables, (a.num_seqs, None), torch.int32, x.device)
-    check_tensor("out", a.out, (x.shape[0], Nq, D), x.dtype, x.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_mixture, check_tensor
-from minirt.kernels.launch import Workspace, capability, require_fp8
+from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear.dispatch import norm_linear
 from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import experts_sm90, one_token, products, router

@@ -1,4 +1,4 @@
-"""minirt's kernels as modules for other people's models: inference only, plain tensors, parameters named as in the replaced module.
+"""minirt's kernels as modules for other people's models: inference only, with the parameters' names of the replaced modules.
 
 `functional` has the same as functions. On a GPU they run the Triton kernels, on a CPU the PyTorch code that defines each kernel
 (`minirt.kernels.reference`). Under `torch.compile`, `torch.export` and `FakeTensorMode` they are the ops `torch.ops.minirt.*`.

@@ -1,8 +1,8 @@
 """The operations of `minirt.nn` as functions: RMSNorm, linear layers with what is fused around them, rotary embedding, experts.
 
-Tensors are of bf16, fp16 or fp32. Activations may have any leading dimensions, and any strides: the linear layers and the norm
-copy activations that are not contiguous. Weights must be contiguous. Sizes, dtypes and devices are checked, and an error names the
-argument.
+Tensors are of bf16, fp16 or fp32. Activations may have any leading dimensions and any strides: the linear layers and the norm
+copy activations that are not contiguous. Weights must be contiguous. Sizes, dtypes and devices are checked, and an error names
+the argument.
 
 In eager code the functions call the kernels directly, without PyTorch's dispatcher. While PyTorch compiles, exports or traces
 they call `torch.ops.minirt.*` (`minirt.kernels.ops`). Both give the same bits.
@@ -50,7 +50,7 @@ def norm_linear(
         weight: [N, K] of x's dtype; or with `scale` float8_e4m3fn [N, K], or int16 words of 4-bit weights
             (`minirt.kernels.reference.pack_int4`).
         bias: [N].
-        scale: of FP8 weights fp32 [N], or [⌈N / g⌉, ⌈K / 128⌉] for blocks of g rows; of 4-bit weights int32 scale words [groups, N].
+        scale: of FP8 weights fp32 [N], or [⌈N / g⌉, ⌈K / 128⌉] for blocks of g rows; of 4-bit weights int32 words [groups, N].
             FP8 weights quantize the activations of two or more tokens, each token with its own scale.
     Returns:
         [..., N].

@@ -94,7 +94,7 @@ def parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:
-    """Raise InputError unless `weight` is contiguous, has this shape (None: any size), and bf16, fp16 or fp32, or `like`'s dtype."""
+    """Raise InputError unless `weight` is contiguous, of this shape (None: any size) and bf16, fp16 or fp32, or like `like`."""
     if like is None and weight.dtype not in DTYPES:
         raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=weight.dtype)
     other = weight if like is None else like

@@ -47,7 +47,7 @@ class RotaryEmbedding(nn.Module):
         return cls(inv_freq.float(), getattr(module, "attention_scaling", 1.0))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, T, D] of x's dtype and device, for positions [B, T]. Nothing but dtype and device of x is used."""
+        """Cosines and sines [B, T, D] of x's dtype and device, for positions [B, T]. x's values are not used."""
         if position_ids.ndim != 2:
             raise InputError("wrong shape", where="position_ids", expected="[B, T]", found=list(position_ids.shape))
         # The fp32 product, then cosine and sine, and one rounding: as in transformers
