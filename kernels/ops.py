@@ -41,7 +41,7 @@ NAMESPACE = "minirt"
 
 
 class Scratch(Workspace):
-    """A workspace that allocates what a launch asks for. The memory is that launch's alone, and none is held between launches."""
+    """A workspace for a single launch, which asks once: it allocates what is asked for, and nothing in vain."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -369,12 +369,13 @@ def _decode(
 def _splits(out: Tensor, k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> dict[str, Any]:
     """What decode kernels take besides, without a look at the lengths: a table holds no more tokens than its pages."""
     longest = block_tables.shape[1] * k_pages.shape[1]
+    most = seq_lens.shape[0] * cdiv(longest, KV_SPLIT)
     ends = ((seq_lens + (KV_SPLIT - 1)) // KV_SPLIT).cumsum(0, dtype=torch.int32)
     return {
         "split_starts": torch.nn.functional.pad(ends, (1, 0)),
-        "max_splits": seq_lens.shape[0] * cdiv(longest, KV_SPLIT),
+        "max_splits": most,
         "max_seq_len": longest,
-        "workspace": Scratch(out.device),
+        "workspace": Workspace(out.device, most * out.shape[1] * (out.shape[2] + 2), 0),  # two kernels share it
         "out": out.zero_(),  # rows of padding may not be written
     }
 

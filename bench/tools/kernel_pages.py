@@ -81,7 +81,14 @@ def linear_kernels() -> str:
     return "\n".join([_row(*head), _row(*["---"] * len(head)), *rows])
 
 
-BLOCKS = {"operations": operations, "signatures": signatures, "linear kernels": linear_kernels}
+def ops() -> str:
+    """The schemas of the ops, and why an operation has none."""
+    schemas = [f"{own.name}{own.schema}" for own in OPERATIONS.values() if own.schema is not None]
+    others = [f"- `{own.name}`: {own.no_op}" for own in OPERATIONS.values() if own.no_op is not None]
+    return "\n".join(["```text", *schemas, "```", "", "Operations without an op:", "", *others])
+
+
+BLOCKS = {"operations": operations, "signatures": signatures, "ops": ops, "linear kernels": linear_kernels}
 
 
 def render(text: str) -> str:
