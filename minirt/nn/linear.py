@@ -61,12 +61,15 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format.name}"
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        name, shape = f"{prefix}weight", (self.out_features, self.in_features)
+        name, scale_name = f"{prefix}weight", f"{prefix}weight_scale"
         given = state_dict.get(name)
-        if isinstance(given, Tensor) and given.dtype in DTYPES and f"{prefix}weight_scale" not in state_dict:
-            check_tensor(name, given, shape, given.dtype, given.device)
+        if isinstance(given, Tensor) and given.dtype != self.weight.dtype:  # PyTorch would only convert the values
+            if scale_name in state_dict or given.dtype not in DTYPES:
+                expected = f"{self.weight.dtype} with a scale, or bfloat16, float16 or float32 without"
+                raise InputError("wrong dtype", where=name, expected=expected, found=given.dtype)
+            check_tensor(name, given, (self.out_features, self.in_features), given.dtype, given.device)
             values, scale = quantize_weight(given.to(self.weight.device), self.format)
-            state_dict = {**state_dict, name: values, f"{prefix}weight_scale": scale}
+            state_dict = {**state_dict, name: values, scale_name: scale}
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[arg-type]
 
 
@@ -109,17 +112,23 @@ def pack_linears(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """The weights of linear layers with the same input as one matrix, the first layer's rows first, and their biases.
 
     The parameters of the given layers become views of the result: there is no second copy, and their state dicts do not change.
-    One layer's memory is the largest that exists twice at a time on top of the result. Call it before anything else holds
-    the parameters' storage, and after the model is on its device.
+    While it runs, the old tensors and the result exist side by side. Call it when the model is on its device: moving a model
+    moves each parameter for itself, and the views would be separate tensors again.
 
     Returns:
         weight [ΣN, K], bias [ΣN] or None.
     Raises:
-        InputError: the layers differ in input size, dtype or device, or only some have a bias.
+        InputError: the layers differ in input size, dtype or device, only some have a bias, or one is given twice. Then nothing
+            has changed.
     """
-    first = linears[0]
+    if not linears:
+        raise InputError("nothing to pack", where="linears", expected="at least one layer")
+    first, seen = linears[0], set[int]()
     for i, linear in enumerate(linears):
         check_weight(f"linears[{i}].weight", linear.weight, (None, first.in_features), first.weight if i else None)
+        if id(linear.weight) in seen:
+            raise InputError("the same parameter twice", where=f"linears[{i}].weight")
+        seen.add(id(linear.weight))
         if (linear.bias is None) != (first.bias is None):
             expected = "no bias" if first.bias is None else "a bias"
             raise InputError("a bias in some layers only", where=f"linears[{i}].bias", expected=expected)

@@ -41,21 +41,13 @@ class GatedMLP(nn.Module):
         down_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            expected = " or ".join(ACTIVATIONS)
-            raise InputError("unknown activation", where="activation", expected=expected, found=activation)
         check_weight("gate_up_weight", gate_up_weight, (None, None))
         (rows, K), like = gate_up_weight.shape, gate_up_weight
         if rows % 2:
             raise InputError("odd number of rows for gate and up", where="gate_up_weight", found=rows)
-        check_weight("down_weight", down_weight, (None, rows // 2), like)
-        for name, bias, size in (
-            ("gate_up_bias", gate_up_bias, rows), ("down_bias", down_bias, down_weight.shape[0]),
-        ):  # fmt: skip
-            if bias is not None:
-                check_weight(name, bias, (size,), like)
-        if norm is not None:
-            check_weight("norm.weight", norm.weight, (K,), like)
+        if gate_up_bias is not None:
+            check_weight("gate_up_bias", gate_up_bias, (rows,), like)
+        _check("down_weight", down_weight, "down_bias", down_bias, rows // 2, K, like, activation, norm)
         self.activation, self.norm = activation, norm
         self.gate_up_weight, self.down_weight = parameter(gate_up_weight), parameter(down_weight)
         self.gate_up_bias = None if gate_up_bias is None else parameter(gate_up_bias)
@@ -70,11 +62,12 @@ class GatedMLP(nn.Module):
         """The layer of three linear layers. Gate and up are packed once, see `pack_linears`; the parameters of down are shared.
 
         Raises:
-            InputError: the layers do not fit each other.
+            InputError: the layers do not fit each other. Then nothing has changed.
         """
         if gate.out_features != up.out_features:
             raise InputError("wrong number of rows", where="up.weight", expected=gate.out_features, found=up.out_features)
-        check_weight("down.weight", down.weight, (None, up.out_features), gate.weight)  # before anything changes
+        names = "down.weight", down.weight, "down.bias", down.bias
+        _check(*names, gate.out_features, gate.in_features, gate.weight, activation, norm)
         weight, bias = pack_linears([gate, up])
         return cls(weight, down.weight, activation, norm, gate_up_bias=bias, down_bias=down.bias)
 
@@ -89,6 +82,20 @@ class GatedMLP(nn.Module):
     def extra_repr(self) -> str:
         (rows, K), H = self.gate_up_weight.shape, self.down_weight.shape[0]
         return f"{K}, {rows // 2}, {H}, {self.activation}"
+
+
+def _check(
+    weight_name: str, down_weight: Tensor, bias_name: str, down_bias: Tensor | None, N: int, K: int, like: Tensor,
+    activation: str, norm: RMSNorm | None,
+) -> None:  # fmt: skip
+    """Raise InputError unless down [H, N], its bias [H], the norm [K] and the activation fit gate and up, of `like` dtype."""
+    if activation not in ACTIVATIONS:
+        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
+    check_weight(weight_name, down_weight, (None, N), like)
+    if down_bias is not None:
+        check_weight(bias_name, down_bias, (down_weight.shape[0],), like)
+    if norm is not None:
+        check_weight("norm.weight", norm.weight, (K,), like)
 
 
 def _split(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minirt.errors import InputError
+from minirt.kernels import reference
 from minirt.kernels.checks import DTYPES, check_tensor
 from minirt.nn import functional
 
@@ -29,11 +30,13 @@ class RMSNorm(nn.Module):
     def from_module(cls, module: nn.Module) -> Self:
         """The norm of transformers' `LlamaRMSNorm` (also Mistral, Qwen2, Qwen3) or `torch.nn.RMSNorm`; shares its parameter.
 
-        Only the attributes are looked at, `weight` and `variance_epsilon` or `eps`: a norm that computes something else from
-        them, such as Gemma's with 1 + weight, must not be given.
+        The module computes one row, to see that it is this norm: Gemma's has the same attributes and multiplies by 1 + weight.
+        A module on the meta device computes nothing, and is taken as it is.
 
+        Args:
+            module: with a `weight`, and `variance_epsilon` or `eps`.
         Raises:
-            InputError: `module` has no such weight or epsilon.
+            InputError: `module` has no such weight or epsilon, or is another norm.
         """
         weight = getattr(module, "weight", None)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -43,7 +46,11 @@ class RMSNorm(nn.Module):
             eps = torch.finfo(weight.dtype).eps
         if not isinstance(eps, float | int):
             raise InputError("no epsilon", where="module", expected="variance_epsilon or eps", found=type(module).__name__)
-        return cls(weight, eps)
+        own = cls(weight, eps)
+        if not weight.is_meta and not _agree(own, module):
+            what = "not an RMSNorm: its output is not that of the normalized input times its weight"
+            raise InputError(what, where="module", found=type(module).__name__)
+        return own
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] of the weight's dtype → [..., H]. Errors: see `minirt.nn.functional`."""
@@ -51,6 +58,15 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+@torch.no_grad()
+def _agree(own: RMSNorm, module: nn.Module) -> bool:
+    """Whether both compute the same for one row of values of both signs, with a mean that is not 0 (LayerNorm subtracts it)."""
+    x = torch.linspace(-1.0, 2.0, own.weight.shape[0], device=own.weight.device).to(own.weight.dtype).unsqueeze(0)
+    found, expected = module(x), reference.rms_norm(x, own.weight, own.eps)
+    far = 4 * torch.finfo(x.dtype).eps * expected.abs().amax().float() + 1e-6
+    return found.shape == x.shape and bool((found.float() - expected.float()).abs().amax() <= far)
 
 
 class RMSNormLinear(nn.Module):
