@@ -12,6 +12,7 @@ All check their arguments in the same way and name the wrong one. No op changes 
 result shares memory with an argument. `call` runs an operation directly where PyTorch does not trace.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.device import on_device
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention.checks import check_attention, check_decode, check_kv_write
@@ -450,12 +450,18 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
     op = getattr(torch.ops.minirt, operation.name).default
     names = tuple(argument.name for argument in op._schema.arguments)
 
+    @functools.cache
+    def function() -> Callable[..., Any]:
+        return operation.function  # imports Triton
+
     def kernel(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)
         device = args[0].device
         given = dict(zip(names, args, strict=False)) | options | own.more(*args, **options)
-        with on_device(device):
-            return operation.function(**given, check=False)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current device
+                return function()(**given, check=False)
+        return function()(**given, check=False)
 
     def on_cpu(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)

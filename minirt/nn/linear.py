@@ -134,15 +134,19 @@ def pack_linears(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
             raise InputError("a bias in some layers only", where=f"linears[{i}].bias", expected=expected)
         if linear.bias is not None:
             check_weight(f"linears[{i}].bias", linear.bias, (linear.out_features,), first.weight)
-    weight = _pack([linear.weight for linear in linears])
-    return weight, None if first.bias is None else _pack([linear.bias for linear in linears])
+    weight = pack_rows([linear.weight for linear in linears])
+    return weight, None if first.bias is None else pack_rows([linear.bias for linear in linears])
 
 
 @torch.no_grad()
-def _pack(parameters: Sequence[Tensor]) -> Tensor:
-    packed = parameters[0].new_empty(sum(own.shape[0] for own in parameters), *parameters[0].shape[1:])
+def pack_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [N, …] of any dtype one below the other in new memory. Each given tensor becomes a view of its rows there.
+
+    Nothing is checked: shapes but for N, dtypes and devices must be equal, and no tensor may be given twice.
+    """
+    packed = tensors[0].new_empty(sum(own.shape[0] for own in tensors), *tensors[0].shape[1:])
     start = 0
-    for own in parameters:
+    for own in tensors:
         view = packed[start : start + own.shape[0]]
         view.copy_(own)
         own.data = view
