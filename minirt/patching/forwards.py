@@ -8,7 +8,7 @@ stream: the norm is computed with their first product, and the residual is added
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.nn import functional
@@ -20,18 +20,20 @@ def check_call(module: Any, x: Tensor) -> None:
     """Refuse training mode and gradients, for which the kernels have no backward, and weights that were replaced.
 
     Raises:
-        InputError: the module is in training mode; its input or a parameter needs a gradient while the grad mode is on; one of its
-            linears or their weights is another object than when the model was patched.
+        InputError: the module is in training mode; its input or a parameter needs a gradient while the grad mode is on; one of
+            its linears or their weights is another object than when the model was patched.
     """
     if module.training:
-        hint = "call model.eval()"
-        raise InputError("a patched model is for inference only", where="model.training", expected="False", found="True", hint=hint)
+        what, hint = "a patched model is for inference only", "call model.eval()"
+        raise InputError(what, where="model.training", expected="False", found="True", hint=hint)
     if torch.is_grad_enabled():
         names = ["hidden_states"] if x.requires_grad else [name for name, own in module.named_parameters() if own.requires_grad]
         if names:
             hint = "call the model under torch.inference_mode() or torch.no_grad(), or unpatch it"
             raise InputError("needs a gradient, and a patched model computes none", where=names[0], hint=hint)
-    for weights in () if torch.compiler.is_exporting() else module._minirt.weights:  # an export replaces parameters by fake ones
+    if torch.compiler.is_exporting():
+        return  # an export replaces the parameters by fake ones
+    for weights in module._minirt.weights:
         for name, linear, weight in weights.sources:
             if getattr(module, name) is not linear or linear.weight is not weight:
                 hint = "unpatch the model before another library changes it, then patch it again"

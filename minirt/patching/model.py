@@ -1,5 +1,6 @@
 """`patch` and `unpatch`: replace the forward of a model's modules by minirt's kernels, and restore it."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
@@ -33,7 +34,7 @@ def patch(
         model: of the families Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, or with modules of theirs, such as a multimodal model.
         fp8: replace the weights of attention's and the MLPs' products by FP8 weights with a scale for each output. Not those of
             experts, embeddings and the LM head. The parameters become e4m3, with a buffer `weight_scale` beside each.
-        keep_original: with `fp8`: keep the original weights too, so that `unpatch` can restore them. The table says how many bytes.
+        keep_original: with `fp8`: keep the original weights, so that `unpatch` can restore them. The table says how many bytes.
         parts: what to replace, of "norms", "attention", "rope" (needs "attention") and "mlp".
     Returns:
         what was replaced, what not, and why.
@@ -42,11 +43,10 @@ def patch(
         UnsupportedError: nothing in the model can be replaced; the error says why.
     """
     _check(model, fp8, keep_original, parts)
-    seen: set[int] = set()
-    named = [id(own) for _, own in model.named_parameters(remove_duplicate=False)]
-    shared = frozenset(own for own in named if own in seen or seen.add(own))
-    options = Options(fp8, keep_original, tuple(parts), shared)
-    changes, covered = {}, set()
+    uses = Counter(id(own) for _, own in model.named_parameters(remove_duplicate=False))
+    options = Options(fp8, keep_original, tuple(parts), frozenset(own for own, count in uses.items() if count > 1))
+    changes: dict[str, Change] = {}
+    covered: set[int] = set()
     try:
         for name, module in reversed(list(model.named_modules())):  # a decoder layer after its attention and its MLP
             rule = rule_of(module)
@@ -57,7 +57,9 @@ def patch(
                 _install(module, rule, record, options)
                 covered.update(id(own) for product in record.linears for own in product.values())
                 covered.update(id(own) for own in record.covers)
-            changes[name] = Change(name, type(module).__name__, isinstance(record, Record), getattr(record, "how", record))
+                changes[name] = Change(name, type(module).__name__, True, record.how)
+            else:
+                changes[name] = Change(name, type(module).__name__, False, record)
     except BaseException:
         _restore(model)
         raise
@@ -100,7 +102,7 @@ def _check(model: Any, fp8: Any, keep_original: Any, parts: Any) -> None:
         if not isinstance(value, bool):
             raise InputError("not a bool", where=name, found=type(value).__name__)
     if keep_original and not fp8:
-        raise InputError("has no meaning without fp8: the weights stay the original ones", where="keep_original", expected="False")
+        raise InputError("has no meaning without fp8: the weights are the original ones", where="keep_original", expected="False")
     if isinstance(parts, str) or not parts or set(parts) - set(PARTS):
         raise InputError("unknown parts", where="parts", expected=f"some of {', '.join(PARTS)}", found=parts)
     if "rope" in parts and "attention" not in parts:

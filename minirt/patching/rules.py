@@ -212,7 +212,8 @@ def _layer(module: Any, options: Options) -> Record | str:
         return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
     covers = tuple(norm for name, (norm, _) in halves.items() if fused[name])
     names = " and ".join(name for name, own in fused.items() if own)
-    return LayerRecord(f"with the products' kernels: norm and residual of {names}", covers=covers, **fused)
+    how = f"with the products' kernels: norm and residual of {names}"
+    return LayerRecord(how, covers=covers, attention=fused["attention"], mlp=fused["mlp"])
 
 
 _LAYER_ARGUMENTS = "hidden_states attention_mask position_ids cache use_cache position_embeddings kwargs"

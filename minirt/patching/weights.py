@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
@@ -10,8 +11,7 @@ from torch import Tensor, nn
 
 from minirt.errors import InputError
 from minirt.modeling.formats import FP8, QuantizedToFp8
-from minirt.nn.linear import _pack as pack_rows
-from minirt.nn.linear import quantize_weight
+from minirt.nn.linear import pack_rows, quantize_weight
 
 SCALE = "weight_scale"  # the buffer of an FP8 linear: as `minirt.nn.FP8Linear` and compressed-tensors name it
 
@@ -30,7 +30,6 @@ class Weights:
         sources: (name, linear, its parameter) of each linear, when the weights were packed.
     """
 
-    @torch.inference_mode(False)
     def __init__(self, linears: dict[str, nn.Linear], fp8: bool, keep_original: bool) -> None:
         self.names, self.linears = tuple(linears), tuple(linears.values())
         self.fp8, self.keep_original = fp8, keep_original
@@ -38,36 +37,37 @@ class Weights:
         self.bias: Tensor | None = None
         self.scale: Tensor | None = None
         if self.lost:
-            self._quantize()
-            rows = [linear.out_features for linear in self.linears]
-            for linear, values, scale in zip(self.linears, self.weight.split(rows), self._scales(rows), strict=True):
-                linear.weight.data = values
-                linear.register_buffer(SCALE, scale)
+            with self._mode():
+                self._quantize()
+                rows = [linear.out_features for linear in self.linears]
+                for linear, values, scale in zip(self.linears, self.weight.split(rows), self._scales(rows), strict=True):
+                    linear.weight.data = values
+                    linear.register_buffer(SCALE, scale)
         self.refresh()
 
-    @torch.inference_mode(False)
     def refresh(self) -> None:
         """Follow the parameters after they were moved, cast or loaded: pack or quantize them again."""
-        if self.fp8 and self.keep_original:
-            self._quantize()
-        else:
-            self.weight = _packed([linear.weight for linear in self.linears], self.weight)
-            if self.fp8:
-                self.scale = _packed([linear.get_buffer(SCALE) for linear in self.linears], self.scale)
-        if self.linears[0].bias is not None:
-            self.bias = _packed([linear.bias for linear in self.linears], self.bias)
+        with self._mode():
+            if self.fp8 and self.keep_original:
+                self._quantize()
+            else:
+                self.weight = _packed([linear.weight for linear in self.linears], self.weight)
+                if self.fp8:
+                    self.scale = _packed([linear.get_buffer(SCALE) for linear in self.linears], self.scale)
+            if self.linears[0].bias is not None:
+                self.bias = _packed([linear.bias for linear in self.linears], self.bias)
         for tensor in (self.weight, self.bias, self.scale):
             if tensor is not None:  # else the CUDA graphs of torch.compile copy it before each replay
                 torch._dynamo.mark_static_address(tensor)
         self.sources = [(name, own, own.weight) for name, own in zip(self.names, self.linears, strict=True)]
 
-    @torch.inference_mode(False)
     def restore(self) -> None:
         """Give the linears storage of their own again, with the same values."""
-        for linear in self.linears:
-            for tensor in (linear.weight, linear.bias):
-                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    tensor.data = tensor.data.clone()
+        with self._mode():
+            for linear in self.linears:
+                for tensor in (linear.weight, linear.bias):
+                    if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
+                        tensor.data = tensor.data.clone()
 
     def check_cast(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Refuse to cast FP8 weights that are the only ones. `convert`: what `Module._apply` maps tensors with."""
@@ -104,6 +104,10 @@ class Weights:
         new.refresh()
         return new
 
+    def _mode(self) -> AbstractContextManager[Any]:
+        """The inference mode in which the parameters were made: what becomes their storage must be made in the same."""
+        return torch.inference_mode(self.linears[0].weight.is_inference())
+
     def _quantize(self) -> None:
         rows, first, form = [linear.out_features for linear in self.linears], self.linears[0].weight, QuantizedToFp8()
         self.weight, self.scale = form.allocate(rows, first.shape[1], first.device)
@@ -119,8 +123,11 @@ def _packed(parts: Sequence[Tensor], packed: Tensor | None) -> Tensor:
     if len(parts) == 1:
         return parts[0].detach()
     rows = [part.shape[0] for part in parts]
-    if packed is not None and packed.shape[0] == sum(rows) and packed.dtype == parts[0].dtype:
-        views = zip(parts, packed.split(rows), strict=True)
-        if all((part.device, part.data_ptr(), part.stride()) == (view.device, view.data_ptr(), view.stride()) for part, view in views):
-            return packed
+    views = () if packed is None or packed.shape[0] != sum(rows) else packed.split(rows)
+    if packed is not None and list(map(_place, parts)) == list(map(_place, views)):
+        return packed
     return pack_rows(parts)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.data_ptr(), tensor.stride()
