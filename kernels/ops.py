@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.errors import InputError
+from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.checks import check_attention, check_decode, check_kv_write
 from minirt.kernels.attention.limits import KV_SPLIT
@@ -34,10 +34,11 @@ from minirt.kernels.checks import (
     check_qk_heads,
     check_tensor,
 )
-from minirt.kernels.launch import Workspace, cdiv, require_fp8
+from minirt.kernels.launch import Workspace, capability, cdiv, require_fp8
 from minirt.kernels.operations import OPERATIONS, Operation
 
 NAMESPACE = "minirt"
+LEAST = 80  # compute capability of the kernels, as `launch.capability` returns it
 
 
 class Scratch(Workspace):
@@ -99,6 +100,7 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
         or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
+        or torch.jit.is_tracing()
     ):
         return getattr(torch.ops.minirt, name)(x, *rest)
     own = IMPLEMENTATIONS[name]
@@ -452,11 +454,20 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
 
     @functools.cache
     def function() -> Callable[..., Any]:
-        return operation.function  # imports Triton
+        try:
+            return operation.function  # imports Triton
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise UnsupportedError("Triton is not installed", where=operation.name, hint="pip install triton") from error
 
     def kernel(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)
         device = args[0].device
+        if capability(device) < LEAST:
+            found = "an AMD GPU" if capability(device) == 0 else f"compute capability {capability(device) / 10}"
+            expected = f"an NVIDIA GPU of compute capability {LEAST / 10} or later, or a CPU"
+            raise UnsupportedError("no kernels for this device", where=names[0], expected=expected, found=found)
         given = dict(zip(names, args, strict=False)) | options | own.more(*args, **options)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device

@@ -5,11 +5,13 @@ copy activations that are not contiguous. Weights must be contiguous. Sizes, dty
 the argument.
 
 In eager code the functions call the kernels directly, without PyTorch's dispatcher. While PyTorch compiles, exports or traces
-they call `torch.ops.minirt.*` (`minirt.kernels.ops`). Both give the same bits.
+they call `torch.ops.minirt.*` (`minirt.kernels.ops`). Both give the same bits. `torch.autocast` changes nothing: the dtype of a
+result is that of the activations, and weights of another dtype are an error.
 
 Raises, in each function:
     InputError: an argument has a wrong shape, dtype or device, or needs a gradient while the grad mode is on.
-    UnsupportedError: FP8 weights on a GPU without FP8.
+    UnsupportedError: a GPU that the kernels are not for (an AMD GPU, compute capability below 8.0), FP8 weights on a GPU without
+        FP8, or no Triton on a GPU.
 """
 
 from math import prod

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minirt.bench import bounds
-from minirt.errors import InputError
+from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import ops, reference
 from minirt.kernels.operations import OPERATIONS
 
@@ -267,6 +267,8 @@ def test_fake_tensors_and_tracing_take_the_ops():
     x, weight = torch.ones(2, 8), torch.ones(8)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: ops.call("rms_norm", x, weight, 1e-6))(x)
     assert "minirt.rms_norm.default" in {str(node.target) for node in graph.graph.nodes}
+    traced = torch.jit.trace(lambda x: ops.call("rms_norm", x, weight, 1e-6), x)
+    assert "minirt::rms_norm" in str(traced.graph)
 
 
 WRONG = [  # op, place of the argument that is replaced, what replaces it, the message
@@ -319,6 +321,26 @@ def test_another_device_is_named():
         ops.call("rms_norm", x, weight, 1e-6)
     with pytest.raises(InputError, match="x: unsupported device; expected cuda or cpu; found meta"):
         ops.call("rms_norm", weight[None], weight, 1e-6)
+
+
+@pytest.mark.parametrize(("found", "what"), [(0, "an AMD GPU"), (75, "compute capability 7.5")])
+def test_a_gpu_without_kernels_is_refused(found, what, make, device, monkeypatch):
+    """As the layers' plan does. There is no silent use of the reference on a GPU."""
+    args, options = next(arguments("norm_linear", torch.float32, make, device))
+    monkeypatch.setattr(ops, "capability", lambda device: found)
+    with pytest.raises(UnsupportedError, match=f"x: no kernels for this device; .*found {what}"):
+        ops.IMPLEMENTATIONS["norm_linear"].kernel(*args, **options)
+
+
+def test_a_gpu_without_triton_says_what_to_install():
+    """The function of a GPU, called with a CPU's tensors, as only it imports Triton."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from minirt.kernels import ops\n"
+        "ops.IMPLEMENTATIONS['rms_norm'].kernel(torch.ones(1, 4), torch.ones(4), 0.0)"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert "minirt.errors.UnsupportedError: rms_norm: Triton is not installed (pip install triton)" in out.stderr
 
 
 @pytest.mark.parametrize("name", ["norm_linear", "linear_residual", "qk_norm_rope", "mixture_residual"])
