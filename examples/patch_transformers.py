@@ -14,8 +14,8 @@ import minirt
 if find_spec("transformers") is None:
     sys.exit("this example patches a model of transformers, which is missing: pip install transformers")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

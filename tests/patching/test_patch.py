@@ -118,7 +118,7 @@ def test_a_static_cache(make, name):
     assert torch.equal(greedy(model, cache_implementation="static", disable_compile=True), tokens)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3 moe"])
 def test_compiled_and_exported_graphs_give_the_same(make, name):
     """A graph break, an op without a fake implementation, or weights that a graph freezes or copies."""
     model = make(name)
