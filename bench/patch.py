@@ -5,6 +5,7 @@ changes. Prompts end with the logits of their last token; a decode step is one f
 run in transformers, eager with a cache that grows, or compiled with a static cache.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from minirt.patching import PARTS, patch
 BASELINE = "transformers"
 VARIANTS = (BASELINE, "minirt", "minirt fp8", "liger")
 MODES = ("eager", "compiled")
-COMPILE = {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}  # as transformers compiles for a static cache
+# As transformers compiles for a static cache.
+COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}
 _CHECKED = 48  # tokens whose logits are compared
 _FP8_BOUND = 0.5  # random weights: only a wrong scale or a wrong weight exceeds it
 
@@ -222,8 +224,13 @@ def _tokens(config: Any, shape: tuple[int, int], device: torch.device, seed: int
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
     """The logits of a prompt, and of one token after it, which takes the kernels of decode steps."""
-    out = model(ids[:, :-1], use_cache=True)
-    return torch.cat((out.logits, model(ids[:, -1:], cache=out.cache, use_cache=True).logits), 1).float()
+    out, name = model(ids[:, :-1], use_cache=True), _cache_name(model)
+    return torch.cat((out.logits, model(ids[:, -1:], use_cache=True, **{name: out[name]}).logits), 1).float()
+
+
+def _cache_name(model: Any) -> str:
+    """The name of the argument and output that holds the cache; until transformers 5.23 "past_key_values"."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _check(variant: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
@@ -292,10 +299,11 @@ class _Runner:
     def __init__(self, model: Any, compiled: bool, batch_size: int, length: int, device: torch.device) -> None:
         self.transformers, self.model, self.device = require_transformers(), model, device
         self.forward: Callable[..., Any] = torch.compile(model.forward, **COMPILE) if compiled else model.forward
+        self.name = _cache_name(model)
         self.static = self.transformers.StaticCache(config=model.config, max_cache_len=length) if compiled else None
-        self.cache: Any = self.static
+        self.cache: Any = self.static  # allocated by its first step
         if self.static is not None:
-            model(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), cache=self.static, use_cache=True)  # allocates
+            model(torch.zeros(batch_size, 1, dtype=torch.int64, device=device), use_cache=True, **{self.name: self.static})
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -312,7 +320,7 @@ class _Runner:
         forward = self.forward if compiled else self.model.forward
         if compiled and self.static is not None:
             torch.compiler.cudagraph_mark_step_begin()
-        out = forward(input_ids=ids, position_ids=positions, cache=self.cache, use_cache=True, logits_to_keep=1)
+        out = forward(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{self.name: self.cache})
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
 

@@ -17,15 +17,18 @@ Norm = tuple[Tensor, float]  # weight, epsilon
 
 
 def check_call(module: Any, x: Tensor) -> None:
-    """Refuse training mode and gradients, for which the kernels have no backward, and weights that were replaced.
+    """Refuse training mode and gradients, for which the kernels have no backward, autocast, and weights that were replaced.
 
     Raises:
-        InputError: the module is in training mode; its input or a parameter needs a gradient while the grad mode is on; one of
-            its linears or their weights is another object than when the model was patched.
+        InputError: the module is in training mode; autocast is on; its input or a parameter needs a gradient while the grad mode
+            is on; one of its linears or their weights is another object than when the model was patched.
     """
     if module.training:
         what, hint = "a patched model is for inference only", "call model.eval()"
         raise InputError(what, where="model.training", expected="False", found="True", hint=hint)
+    if torch.is_autocast_enabled(x.device.type):
+        hint = "cast the model instead, such as model.bfloat16(), or unpatch it"
+        raise InputError("has no effect on the kernels of a patched model", where="torch.autocast", hint=hint)
     if torch.is_grad_enabled():
         names = ["hidden_states"] if x.requires_grad else [name for name, own in module.named_parameters() if own.requires_grad]
         if names:
@@ -73,9 +76,9 @@ def attention(
     heads = functional.norm_linear(hidden_states, weight, eps, qkv.weight, qkv.bias, qkv.scale)
     q, k, v = heads.view(*shape, -1, self.head_dim).transpose(1, 2).split(own.heads, dim=1)
     q, k = own.rotate(self, q, k, *position_embeddings)
-    cache = kwargs.pop("past_key_values", None) if cache is None else cache  # the older name of the argument
+    cache = kwargs.pop("past_key_values", None) if cache is None else cache
     if cache is not None:
-        k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        k, v = cache.update(k, v, self.layer_idx, **({"kwargs": kwargs} if own.cache == "cache" else {}))
     attend = own.interface(self.config)
     out, probabilities = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **own.options(self), **kwargs)
     out = out.reshape(*shape, -1)
@@ -115,7 +118,9 @@ def decoder_layer(
     check_call(self, hidden_states)
     own = self._minirt
     before, after = self.input_layernorm, self.post_attention_layernorm
-    kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache, "use_cache": use_cache}
+    older = kwargs.pop("past_key_values", None)
+    kwargs[own.cache] = older if cache is None else cache
+    kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
     kwargs["position_embeddings"] = position_embeddings
     if own.attention:
         norm = before.weight, before.variance_epsilon

@@ -69,12 +69,14 @@ class AttentionRecord(Record):
     """Attributes:
     heads: of q, k and v.
     rotate: QK-norm and rotary embedding: (module, q, k, cos, sin) → q, k.
+    cache: the name of the cache's argument, "cache", or until transformers 5.23 "past_key_values".
     interface: from the config to transformers' attention function.
     options: its arguments that differ between families.
     """
 
     heads: tuple[int, ...]
     rotate: Callable[..., tuple[Tensor, Tensor]]
+    cache: str
     interface: Callable[[Any], Callable[..., Any]]
     options: Callable[[Any], dict[str, Any]]
 
@@ -83,8 +85,10 @@ class AttentionRecord(Record):
 class LayerRecord(Record):
     """Attributes:
     attention, mlp: whether the norm before it and the residual after it are computed with its products.
+    cache: as that of `AttentionRecord`.
     """
 
+    cache: str
     attention: bool
     mlp: bool
 
@@ -94,7 +98,8 @@ class Rule:
     """Attributes:
     kind: the name of the class without the family's prefix.
     part: the part of `PARTS` that it belongs to.
-    arguments: of the class's `forward`. In a version of transformers with others, the module is left alone.
+    arguments: of the class's `forward`; "cache" may be called "past_key_values". In a version of transformers with others, the
+        module is left alone.
     prepare: (module, options) → a record, or the reason why the module is left alone.
     forward: what replaces the module's `forward`.
     """
@@ -111,8 +116,8 @@ class Rule:
             return f"parts has no {self.part!r}"
         if "forward" in vars(module):
             return "another library has replaced its forward"
-        arguments = " ".join(list(inspect.signature(type(module).forward).parameters)[1:])
-        if arguments != self.arguments:
+        arguments = " ".join(_arguments(module))
+        if arguments.replace("past_key_values", "cache") != self.arguments:
             version = getattr(sys.modules.get("transformers"), "__version__", "unknown")
             return f"its forward in transformers {version} has other arguments: {arguments}"
         return self.prepare(module, options)
@@ -163,9 +168,18 @@ def _attention(module: Any, options: Options) -> Record | str:
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
     return AttentionRecord(
         f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, covers,
-        heads=heads, interface=interface, options=_window(family_of(module)),
+        heads=heads, cache=_cache(module), interface=interface, options=_window(family_of(module)),
         rotate=forwards.fused_rotate if fused else _rotate_as(source["apply_rotary_pos_emb"]),
     )  # fmt: skip
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """The names of the arguments of the class's `forward`."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _cache(module: nn.Module) -> str:
+    return "cache" if "cache" in _arguments(module) else "past_key_values"
 
 
 def _window(family: str) -> Callable[[Any], dict[str, Any]]:
@@ -213,7 +227,7 @@ def _layer(module: Any, options: Options) -> Record | str:
     covers = tuple(norm for name, (norm, _) in halves.items() if fused[name])
     names = " and ".join(name for name, own in fused.items() if own)
     how = f"with the products' kernels: norm and residual of {names}"
-    return LayerRecord(how, covers=covers, attention=fused["attention"], mlp=fused["mlp"])
+    return LayerRecord(how, covers=covers, cache=_cache(module), attention=fused["attention"], mlp=fused["mlp"])
 
 
 _LAYER_ARGUMENTS = "hidden_states attention_mask position_ids cache use_cache position_embeddings kwargs"

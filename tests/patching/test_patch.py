@@ -375,8 +375,8 @@ def test_fp8_weights_are_not_cast(make):
     assert torch.equal(logits(model), expected)
 
 
-def test_training_and_gradients_are_refused(make):
-    """A loss without gradients, or dropout that is skipped, without a word."""
+def test_training_gradients_and_autocast_are_refused(make):
+    """A loss without gradients, or dropout or autocast that is skipped, without a word."""
     model = make()
     minirt.patch(model)
     with pytest.raises(InputError, match=r"hidden_states: needs a gradient.*inference_mode"):
@@ -386,6 +386,8 @@ def test_training_and_gradients_are_refused(make):
         model(IDS)
     model.requires_grad_(False)
     assert not model(IDS).logits.requires_grad
+    with pytest.raises(InputError, match=r"torch.autocast: has no effect"), torch.autocast("cpu", torch.bfloat16):
+        model(IDS)
     model.train()
     with pytest.raises(InputError, match=r"model.training: .*call model.eval\(\)"), torch.no_grad():
         model(IDS)
