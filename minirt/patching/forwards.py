@@ -16,12 +16,12 @@ from minirt.nn import functional
 Norm = tuple[Tensor, float]  # weight, epsilon
 
 
-def check_call(module: Any, x: Tensor) -> None:
-    """Refuse training mode and gradients, for which the kernels have no backward, autocast, and weights that were replaced.
+def check_inference(module: Any, x: Tensor) -> None:
+    """Refuse training mode and gradients, for which the kernels have no backward, and autocast.
 
     Raises:
         InputError: the module is in training mode; autocast is on; its input or a parameter needs a gradient while the grad mode
-            is on; one of its linears or their weights is another object than when the model was patched.
+            is on.
     """
     if module.training:
         what, hint = "a patched model is for inference only", "call model.eval()"
@@ -34,22 +34,33 @@ def check_call(module: Any, x: Tensor) -> None:
         if names:
             hint = "call the model under torch.inference_mode() or torch.no_grad(), or unpatch it"
             raise InputError("needs a gradient, and a patched model computes none", where=names[0], hint=hint)
+
+
+def check_weights(module: Any) -> None:
+    """Refuse linears or weights that another library has replaced, which would have no effect.
+
+    Raises:
+        InputError: a linear or its weight is another object than when the model was patched.
+    """
     if torch.compiler.is_exporting():
         return  # an export replaces the parameters by fake ones
     for weights in module._minirt.weights:
         for name, linear, weight in weights.sources:
-            if getattr(module, name) is not linear or linear.weight is not weight:
+            # Attributes of modules are slow to get, and this runs for each step.
+            if module._modules[name] is not linear or linear._parameters["weight"] is not weight:
                 hint = "unpatch the model before another library changes it, then patch it again"
                 raise InputError("was replaced after minirt.patch, and would have no effect", where=name, hint=hint)
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    check_call(self, hidden_states)
+    check_inference(self, hidden_states)
     return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def mlp(self: Any, x: Tensor, norm: Norm | None = None) -> Tensor:
-    check_call(self, x)
+    if norm is None:  # else the decoder layer has checked it
+        check_inference(self, x)
+    check_weights(self)
     own = self._minirt
     weight, eps = norm or (None, 0.0)
     gate_up, down = own.weights
@@ -68,7 +79,9 @@ def attention(
     norm: Norm | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    check_call(self, hidden_states)
+    if norm is None:
+        check_inference(self, hidden_states)
+    check_weights(self)
     own = self._minirt
     weight, eps = norm or (None, 0.0)
     qkv, o = own.weights
@@ -95,7 +108,8 @@ def fused_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
 
 
 def mixture(self: Any, hidden_states: Tensor, norm: Norm | None = None) -> Tensor:
-    check_call(self, hidden_states)
+    if norm is None:
+        check_inference(self, hidden_states)
     own, experts = self._minirt, self.experts
     residual = torch.zeros_like(hidden_states) if norm is None else hidden_states
     h = hidden_states if norm is None else functional.rms_norm(hidden_states, *norm)
@@ -115,7 +129,7 @@ def decoder_layer(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    check_call(self, hidden_states)
+    check_inference(self, hidden_states)
     own = self._minirt
     before, after = self.input_layernorm, self.post_attention_layernorm
     older = kwargs.pop("past_key_values", None)
