@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -107,6 +108,28 @@ def test_bf16_errs_no_more_than_the_unpatched_model(make, name):
     theirs = relative(logits(model), truth)
     minirt.patch(model)
     assert relative(logits(model), truth) <= FACTOR * theirs + floor(torch.bfloat16).relative
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_gets_the_same_arguments(make, name, monkeypatch):
+    """A window, a scale or a field for Flash Attention that is lost. Other attention functions read them from the mask alone."""
+    model, seen = make(name), []
+    model.set_attn_implementation("eager")
+    source = sys.modules[type(layer(model).self_attn).__module__]
+    original = source.eager_attention_forward
+
+    def attention(own, q, k, v, mask, **options):
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+        seen.append((own.layer_idx, q.shape, k.shape, v.shape, mask is None, plain))
+        return original(own, q, k, v, mask, **options)
+
+    monkeypatch.setattr(source, "eager_attention_forward", attention)
+    logits(model)
+    expected = seen.copy()
+    seen.clear()
+    minirt.patch(model)
+    logits(model)
+    assert seen == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
