@@ -50,6 +50,7 @@ class Record:
         linears: the linears of each product, by their names; `patch` makes `weights` of them.
         covers: submodules that have no row in the table, because the kernels compute them too.
         hooks: handles of hooks that `unpatch` removes.
+        dtype: that of the weights, before they are FP8.
     """
 
     how: str
@@ -57,6 +58,7 @@ class Record:
     covers: tuple[nn.Module, ...] = ()
     weights: tuple[Weights, ...] = ()
     hooks: tuple[RemovableHandle, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 @dataclass(kw_only=True)
@@ -145,7 +147,7 @@ def _mlp(module: Any, options: Options) -> Record | str:
     if activation is None or _hooked(module.act_fn):
         return f"no kernel computes its activation {type(module.act_fn).__name__}"
     how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
-    return MLPRecord(how, products, activation=activation)
+    return MLPRecord(how, products, activation=activation, dtype=module.gate_proj.weight.dtype)
 
 
 def _attention(module: Any, options: Options) -> Record | str:
@@ -168,7 +170,8 @@ def _attention(module: Any, options: Options) -> Record | str:
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
     return AttentionRecord(
         f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, covers,
-        heads=heads, cache=_cache(module), interface=interface, options=_window(family_of(module)),
+        heads=heads, cache=_cache(module), dtype=module.q_proj.weight.dtype, interface=interface,
+        options=_window(family_of(module)),
         rotate=forwards.fused_rotate if fused else _rotate_as(source["apply_rotary_pos_emb"]),
     )  # fmt: skip
 
@@ -213,15 +216,14 @@ def _mixture(module: Any, options: Options) -> Record | str:
     if activation is None:
         return f"no kernel computes its activation {type(experts.act_fn).__name__}"
     how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
-    return MLPRecord(how, covers=(experts,), activation=activation)
+    return MLPRecord(how, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
 
 
 def _layer(module: Any, options: Options) -> Record | str:
     halves = {"attention": (module.input_layernorm, module.self_attn), "mlp": (module.post_attention_layernorm, module.mlp)}
     fused = {name: all(hasattr(own, "_minirt") and not _hooked(own) for own in pair) for name, pair in halves.items()}
     for name, (norm, inner) in halves.items():
-        weights = [own.weight for own in inner.modules() if isinstance(own, nn.Linear)]
-        fused[name] = fused[name] and all(own.dtype == norm.weight.dtype for own in weights)
+        fused[name] = fused[name] and inner._minirt.dtype == norm.weight.dtype
     if not any(fused.values()):
         return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
     covers = tuple(norm for name, (norm, _) in halves.items() if fused[name])

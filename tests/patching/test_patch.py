@@ -11,7 +11,7 @@ from torch import nn
 import minirt
 from minirt.bench.bounds import FACTOR, floor
 from minirt.errors import InputError, UnsupportedError
-from minirt.kernels import reference
+from minirt.kernels import ops, reference
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -130,6 +130,33 @@ def test_attention_gets_the_same_arguments(make, name, monkeypatch):
     minirt.patch(model)
     logits(model)
     assert seen == expected
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3 moe"])
+def test_the_kernels_take_what_a_patched_model_gives_them(make, name, fp8, monkeypatch):
+    """Strides, views or dtypes that only the PyTorch code takes: without a GPU, the kernels run in Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, original = make(name, num_hidden_layers=1), make(name, num_hidden_layers=1)
+    minirt.patch(original, fp8=fp8)
+    with torch.inference_mode():
+        first = original(IDS[:, :3], use_cache=True)
+        expected = first.logits, original(IDS[:, 3:4], past_key_values=first.past_key_values).logits
+        minirt.patch(model.to(device), fp8=fp8)
+        launched = set()
+
+        def kernel(own, function):
+            return lambda *args: launched.add(own) or function(*args)
+
+        kernels = {own: found._replace(reference=kernel(own, found.kernel)) for own, found in ops.IMPLEMENTATIONS.items()}
+        monkeypatch.setattr(ops, "IMPLEMENTATIONS", kernels)
+        ran = model(IDS[:, :3].to(device), use_cache=True)
+        found = ran.logits, model(IDS[:, 3:4].to(device), past_key_values=ran.past_key_values).logits
+    own = {"mixture_residual"} if "moe" in name else {"norm_gate_up"}
+    assert device == "cuda" or launched == own | {"rms_norm", "norm_linear", "qk_norm_rope", "linear_residual"}
+    limit = floor(torch.float32, quantized_activations=True).relative if fp8 else 1e-5
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative(mine.cpu(), theirs) < limit
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
