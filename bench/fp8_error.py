@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.kernels.reference import linear_fp8
 from minirt.layers import Forward, Layer, implementation
 from minirt.modeling.formats import CHUNK
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import PAGE_SIZE, KVCache
 
 
 class FormatError(NamedTuple):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size
+from minirt.step.kv_cache import PAGE_SIZE
 
 Clock = Callable[[], float]  # returns seconds, like time.perf_counter
 _LONG = 10.0  # seconds after which a user wants to know how long it takes

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import minirt
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:  # `minirt bench serve` reports without PyTorch
@@ -70,9 +69,10 @@ class Report:
 
 def heading(shared: Row) -> list[str]:
     """Return the first lines of a Markdown report: device, versions, and the memory bandwidth if it was measured."""
-    versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
+    found = {name: shared["versions"][name] for name in ("torch", "triton")}
+    versions = " · ".join(f"{name} {version}" if version else f"no {name}" for name, version in found.items())
     kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
-    lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
+    lines = [f"{kind} · {versions} · minirt {build(shared)} · {shared['date']}", ""]
     if shared["read_ceiling"]:
         rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
         lines += [f"Memory bandwidth, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
@@ -116,15 +116,16 @@ def machine(benchmark: str, device: "torch.device", command: list[str], ceiling:
     import torch
 
     from minirt.bench.ceiling import datasheet_bandwidth, device_name
-    from minirt.device import environment
+    from minirt.device import environment, triton_installed
 
     facts = environment()
+    triton = facts["triton"] if triton_installed() else None
     return {
         "schema": 1,
         "benchmark": benchmark,
         "backend": "CUDA" if device.type == "cuda" else "CPU",
         "device": device_name(device),
-        "versions": {name: facts[name] for name in ("python", "minirt", "triton")} | {"torch": torch.__version__},
+        "versions": {"python": facts["python"], "minirt": facts["minirt"], "triton": triton, "torch": torch.__version__},
         "commit": commit(),
         "date": date(),
         "command": command,
@@ -139,8 +140,13 @@ def date() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def commit() -> str:
-    """Return the commit of the running source, with "-dirty" if tracked files differ from it; without git, minirt's version.
+def build(shared: Row) -> str:
+    """Return what a report's heading calls the minirt that ran: its commit, else its version."""
+    return shared["commit"] or shared["versions"]["minirt"]
+
+
+def commit() -> str | None:
+    """Return the commit of the running source, with "-dirty" if tracked files differ from it; None without git.
 
     The commit is used only if git tracks this file. Otherwise a minirt installed inside another repository would report that
     repository's commit.
@@ -159,7 +165,7 @@ def commit() -> str:
     head = git("rev-parse", "--short=10", "HEAD")
     if head and git("ls-files", "--error-unmatch", file.name) is not None:
         return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    return minirt.__version__
+    return None
 
 
 def _flat(row: Row, prefix: str = "") -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 python examples/one_kernel.py     on a GPU, or without one in Triton's interpreter, which computes the same but is slow
 
-It needs Triton, which CUDA builds of PyTorch bring along, and for the interpreter NumPy.
+It needs Triton, which CUDA builds of PyTorch bring along.
 """
 
 import os
@@ -11,14 +11,12 @@ from importlib.util import find_spec
 
 import torch
 
-needed = ("triton",) if torch.cuda.is_available() else ("triton", "numpy")
-if missing := [name for name in needed if find_spec(name) is None]:
-    are = "is" if len(missing) == 1 else "are"
-    sys.exit(f"this example runs a Triton kernel, and {' and '.join(missing)} {are} missing: pip install {' '.join(missing)}")
+if find_spec("triton") is None:
+    sys.exit("this example runs a Triton kernel, and triton is missing: pip install triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, so before the first kernel
 
-from minirt.kernels import norm_gate_up, reference  # noqa: E402
+from minirt.kernels import norm_gate_up, reference
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"minirt.kernels.{EXPORTED[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("triton", "numpy"):  # Triton's interpreter needs NumPy
+        if error.name != "triton":
             raise
         what = f"minirt.kernels.{name} is a Triton kernel, and {error.name} is missing: pip install {error.name}"
         raise ModuleNotFoundError(what, name=error.name) from error

@@ -20,36 +20,29 @@ _BLOCK_H = 1024
 
 @prepared
 @triton.jit
-def _embedding_kernel(tokens_ptr, previous_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
+def _embedding_kernel(tokens_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     row = tl.load(tokens_ptr + t).to(tl.int64)  # int64: V · H may exceed 2³¹
-    if previous_ptr is not None and row < 0:
-        row = tl.maximum(tl.load(previous_ptr + ~row), 0)
     values = tl.load(table_ptr + row * H + h, mask=h < H, other=0.0)
     tl.store(out_ptr + t * H + h, values, mask=h < H)
 
 
-def embedding(
-    tokens: Tensor, table: Tensor, out: Tensor | None = None, previous: Tensor | None = None, *, check: bool = True
-) -> Tensor:
+def embedding(tokens: Tensor, table: Tensor, out: Tensor | None = None, *, check: bool = True) -> Tensor:
     """Rows of `table` [V, H] for `tokens` [T] int64 → [T, H].
 
-    Every token must be in [0, V); this is not checked. With `previous` [R] int64, a token may also be a placeholder ~r, which
-    stands for the token in row r of `previous`, or for token 0 if that one is negative.
+    Every token must be in [0, V); this is not checked.
     """
     if check:
         check_activations("table", table)
         check_tensor("tokens", tokens, (None,), torch.int64, table.device)
-        if previous is not None:
-            check_tensor("previous", previous, (None,), torch.int64, table.device)
     T, H = tokens.shape[0], table.shape[1]
     if out is None:
         out = torch.empty(T, H, dtype=table.dtype, device=table.device)
     elif check:
         check_tensor("out", out, (T, H), table.dtype, table.device)
     if T:
-        _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, previous, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
+        _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
     return out
 
 

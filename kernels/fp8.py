@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from minirt.errors import InputError
+from minirt.kernels.reference import FP8_BLOCK
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -60,3 +63,9 @@ def block_scales(
     else:
         n = first + tl.minimum(n0 + tl.arange(0, COUNT), N - 1)
         return tl.expand_dims(tl.load(ptr + n // ROWS * BLOCKS + block), AXIS)
+
+
+def require_one_scale(scale_rows: int | None, block_k: int) -> None:
+    """Raise InputError if `block_k` columns, a step in K, may lie in two blocks. `scale_rows`: rows of a block; None: none."""
+    if scale_rows is not None and FP8_BLOCK % block_k:
+        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=block_k)

@@ -1,7 +1,8 @@
 """What every kernel launch needs: facts about the device, launch options, and the workspace of partial results."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability(device), sm_count(device))
 
 
+@functools.lru_cache
 def require_fp8(device: torch.device) -> None:
     """Raise UnsupportedError on a GPU without FP8 in Triton. (Triton's interpreter has FP8.)"""
     if device.type == "cuda" and capability(device) < 89:
@@ -62,6 +64,11 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
     return max(1, min(most, budget // stage_bytes))
 
 
+def most_registers(threads: int) -> int:
+    """The most registers that a thread may have if so many threads share an SM, which has 65536 and gives them out in eights."""
+    return min(255, 65536 // threads // 8 * 8)
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. (`triton.cdiv` takes microseconds on the host.)"""
     return -(-a // b)
@@ -72,7 +79,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
+@functools.lru_cache
+def launch_options(num_warps: int, num_stages: int, pdl: bool) -> Mapping[str, Any]:
     """Options of a launch. `launch_pdl` lets the kernel start before its predecessor in the stream has ended."""
     options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": pdl}
     if pdl:
@@ -90,15 +98,23 @@ class Workspace:
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:
         self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+        self._stats: tuple[int, Tensor] | None = None  # what `sums_and_stats` returned last
 
     def reserve(self, num_floats: int) -> None:
         """Make room for `num_floats` values. Call it before CUDA graphs are captured: they keep the buffer's address."""
         if self._sums.numel() < num_floats:
-            self._sums = self._sums.new_empty(num_floats)
+            self._sums, self._stats = self._sums.new_empty(num_floats), None
 
     def sums(self, need: int) -> Tensor:
         """The fp32 buffer; InputError if it holds less than `need` values."""
         return _large_enough(self._sums, need, "num_floats")
+
+    def sums_and_stats(self, num_sums: int, num_stats: int) -> tuple[Tensor, Tensor]:
+        """`sums`, and its view for `num_stats` values after the first `num_sums`."""
+        sums = self.sums(num_sums + num_stats)
+        if self._stats is None or self._stats[0] != num_sums:
+            self._stats = num_sums, sums[num_sums:]  # kept: a view takes long, and the layers of a step need the same
+        return sums, self._stats[1]
 
     def counters(self, need: int) -> Tensor:
         """The int32 counters, all zero between kernels; InputError if there are fewer than `need`."""
@@ -111,3 +127,12 @@ def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
     return buffer
 
 
+def registers(num_warps: int, programs: int) -> int | None:
+    """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
+    most = most_registers(32 * num_warps * programs)
+    return most if most < 255 else None
+
+
+def even_parts(steps: int, most: int) -> int:
+    """Number of parts into which steps in K are split: `most`, or fewer if one would be empty. All but the last are equal."""
+    return cdiv(steps, cdiv(steps, most))

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang & Sennrich 2019) as a separate kernel, before the linear layers of two or more tokens.
 
 Before a linear layer with fp8 weights, it also quantizes its output to e4m3, with a scale for each row or for each row and 128
-columns.
+columns. `@prepared` makes launches fast (`prepared.py`); with PDL, the kernel starts while the one before it ends (`pdl.py`).
 """
 
 import torch

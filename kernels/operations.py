@@ -18,7 +18,7 @@ class Operation:
         name: of its function.
         module: where the function is, below `minirt.kernels`.
         what: a short description, for tables.
-        kernels: the tables of regimes that choose its kernels, and kernels that it always runs.
+        kernels: the tables of regimes that choose its kernels, and other kernels that it may run.
         reference: functions of `minirt.kernels.reference` (or of the place named) that together define the result.
         cost: the function that returns (bytes, floating-point operations) of the work. None: it is too small to be measured.
         cases: the shapes that its tests have in common.
@@ -167,9 +167,19 @@ OPERATIONS = {
             no_op="its result is packed for minirt's sampler",
         ),
         Operation(
-            "expand_block_tables", "block_tables", "page numbers of all sequences into block tables",
-            ("block_tables:_expand_kernel",), ("block_tables",), exported=False,
-            no_op="it only fills a table of minirt's step",
+            "edit_table", "step.kernels", "the host's edits of the table of slots", ("step.kernels:_edit_kernel",),
+            ("minirt.kernels.step.table:edit_table",), exported=False,
+            no_op="it changes the table of slots, which only minirt's step has",
+        ),
+        Operation(
+            "derive", "step.kernels", "a step's input, from the table of slots", ("step.kernels:_derive_kernel",),
+            ("minirt.kernels.step.table:derive",), exported=False,
+            no_op="it fills the buffers of minirt's step",
+        ),
+        Operation(
+            "commit", "step.kernels", "a step's tokens into the table of slots", ("step.kernels:_commit_kernel",),
+            ("minirt.kernels.step.table:commit",), exported=False,
+            no_op="it changes the table of slots, which only minirt's step has",
         ),
     )
 }  # fmt: skip

@@ -21,7 +21,7 @@ If it differs, a warning says so, once, and from then on Triton launches what is
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -38,23 +38,34 @@ from minirt.device import interpreting
 by_triton: ContextVar[bool] = ContextVar(
     "by_triton", default=False
 )  # whether this thread's launches take Triton's own path
+_INTERPRETING = interpreting()  # Triton asks when it imports a kernel
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")  # that are handed on without a dictionary
+_ABSENT = object()  # their value if they are not given
 _MOST_MAPS = 1024  # encoded TMA descriptors that a compiled kernel keeps
 _state = {"usable": True}
 
 
 class Tile:
-    """A shape of tiles that TMA moves: rows × columns, for Gluon kernels with their layout in shared memory."""
+    """A shape of tiles that TMA moves: rows × columns, for Gluon kernels with their layout in shared memory.
 
-    def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any) -> None:
-        self._make, self._block, self._layout = make, block, layout
+    Args:
+        make: makes Triton's descriptor.
+        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. A view takes longer on the host than all
+            else that an argument needs, so it is made only when a descriptor is encoded.
+    """
+
+    def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None) -> None:
+        self._make, self._block, self._layout, self._width = make, block, layout, width
 
     def descriptor(self, tensor: Tensor) -> Any:
         """Triton's `TensorDescriptor` of a matrix."""
+        if self._width is not None:
+            tensor = tensor.view(-1, self._width)
         return self._make(tensor, self._block, *self._layout)
 
 
 class Tiled(NamedTuple):
-    """A matrix that a kernel gets as a TMA descriptor. The descriptor is encoded at the launch, unless it is known."""
+    """A matrix, as `tile` sees it, that a kernel gets as a TMA descriptor. It is encoded at the launch, unless it is known."""
 
     tensor: Tensor
     tile: Tile
@@ -63,7 +74,7 @@ class Tiled(NamedTuple):
 def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
     """The argument of a kernel, not of Gluon, that gets `tensor` as a TMA descriptor for tiles of rows × columns."""
     own = Tiled(tensor, _tile(rows, columns))
-    return own.tile.descriptor(tensor) if interpreting() else own
+    return own.tile.descriptor(tensor) if _INTERPRETING else own
 
 
 @functools.cache
@@ -100,9 +111,12 @@ class _Recorded(NamedTuple):
 class PreparedKernel(JITFunction):
     """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
 
+    _entry: Callable[..., None]  # made at the first launch
+
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        entry = self.__dict__.get("_entry")
-        if entry is None:
+        try:
+            entry = self._entry
+        except AttributeError:
             entry = self._entry = _entry(self)
         return functools.partial(entry, grid)
 
@@ -199,29 +213,49 @@ def _entry(kernel: PreparedKernel) -> Callable[..., None]:
 
     defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not p.empty}
     bound = [name if f"_default_{name}" not in defaults else f"{name}=_default_{name}" for name in names]
+    bound += [f"{name}=_absent" for name in _OPTIONS]
     source = f"""
 def entry(_grid, {", ".join(bound)}, **_options):
     _types = ({"".join(f"type({name}), " for name in runtime)})
-    (_by_types.get(_types) or _of_types(_types))(_grid, {", ".join(names)}, _options)
+    (_by_types.get(_types) or _of_types(_types))(_grid, {_passed(kernel)})
 """
-    return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types} | defaults)
+    return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types, "_absent": _ABSENT} | defaults)
+
+
+def _passed(kernel: PreparedKernel) -> str:
+    """The names of what generated functions hand on: a kernel's arguments, `_OPTIONS`, and a dictionary of other options."""
+    return ", ".join([*kernel.signature.parameters, *_OPTIONS, "_options"])
+
+
+def _given(values: tuple[Any, ...], others: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launch, from those of `_OPTIONS` and the others."""
+    return {name: value for name, value in zip(_OPTIONS, values, strict=True) if value is not _ABSENT} | others
 
 
 def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
-    """The function that calls the launch function for the types of the records' fields."""
-    names = ", ".join(kernel.signature.parameters)
-    by_types: dict[tuple[tuple[type, ...], ...], Callable[..., None]] = {}
+    """The function that reads the records' fields and calls the launch function of their types, which takes them, too."""
+    fields = {name: _fields(name, len(kinds[name]._fields)) for name in records}  # type: ignore[attr-defined]
+    every = [field for own in fields.values() for field in own]
+    by_types: dict[tuple[type, ...], Callable[..., None]] = {}
 
-    def of_types(types: tuple[tuple[type, ...], ...]) -> Callable[..., None]:
-        by_types[types] = _launch_function(kernel, kinds | dict(zip(records, types, strict=True)))
+    def of_types(types: tuple[type, ...]) -> Callable[..., None]:
+        found = iter(types)
+        of_fields = {name: tuple(next(found) for _ in own) for name, own in fields.items()}
+        by_types[types] = _launch_function(kernel, {**kinds, **of_fields}, every)
         return by_types[types]
 
+    read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())
     source = f"""
-def by_fields(_grid, {names}, _options):
-    _types = ({"".join(f"tuple(map(type, {name})), " for name in records)})
-    (_by_types.get(_types) or _of_types(_types))(_grid, {names}, _options)
+def by_fields(_grid, {_passed(kernel)}):
+{read}    _types = ({"".join(f"type({field}), " for field in every)})
+    (_by_types.get(_types) or _of_types(_types))(_grid, {_passed(kernel)}, {", ".join(every)})
 """
     return _compiled(source, "by_fields", {"_by_types": by_types, "_of_types": of_types})
+
+
+def _fields(name: str, count: int) -> list[str]:
+    """Names of the fields of the record `name` in generated functions."""
+    return [f"{name}_{i}_" for i in range(count)]
 
 
 class _Arguments:
@@ -262,21 +296,21 @@ class _Arguments:
 
     def record(self, name: str, kinds: tuple[type, ...]) -> str | None:
         """What is passed for a record with fields of these types. None: a type is not covered."""
-        fields = [f"{name}_{i}_" for i in range(len(kinds))]
-        self.lines.append(f"{', '.join(fields)}, = {name}")
-        values = [
-            None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in zip(fields, kinds, strict=True)
-        ]
+        fields = zip(_fields(name, len(kinds)), kinds, strict=True)
+        values = [None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in fields]
         return None if None in values else f"({', '.join(map(str, values))},)"
 
 
-def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type, ...]]) -> Callable[..., None]:
+def _launch_function(
+    kernel: PreparedKernel, types: Mapping[str, type | tuple[type, ...]], fields: Sequence[str] = ()
+) -> Callable[..., None]:
     """The function that launches a kernel with arguments of these types.
 
     Its source is generated, as a loop over the arguments would take several times as long.
 
     Args:
         types: those of the parameters that are no constexprs; of a record, the types of its fields.
+        fields: names of the fields of all records, which the function takes after the arguments and the options.
     """
     found, values = _Arguments(), list[str]()
     for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
@@ -286,7 +320,8 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         else:
             value = found.value(name, kind, at, not parameter.do_not_specialize)
         if value is None:
-            return lambda grid, *rest: kernel._by_triton(grid, rest[:-1], rest[-1], {}, None)
+            count, end = len(kernel.params), len(kernel.params) + len(_OPTIONS)
+            return lambda grid, *rest: kernel._by_triton(grid, rest[:count], _given(rest[count:end], rest[end]), {}, None)
         values.append(value)
     lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
@@ -304,11 +339,13 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         *aligned,
         "_driver = driver.active",
         "_device = _driver.get_current_device()",
-        f"_key = (_device, _aligned, {''.join(f'{part}, ' for part in key)}*_options.items())",
+        f"_key = (_device, _aligned, {', '.join([*key, *_OPTIONS])}, tuple(_options.items()) if _options else None)",
         "_ready = _launches.get(_key)",
         f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
-        f"    return _kernel._by_triton(_grid, {everything}, _options, _launches, _key if {covered} else None)",
-        "_x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1, 1)[:3]",
+        f"    _given_options = _given(({', '.join(_OPTIONS)}), _options)",
+        f"    return _kernel._by_triton(_grid, {everything}, _given_options, _launches, _key if {covered} else None)",
+        "if len(_grid) == 1: _x, _y, _z = _grid[0], 1, 1",
+        "else: _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1)",
         "_launch, _constants, _nested, _maps, _encode = _ready",
         *encoded,
         "_stream = _driver.get_current_stream(_device)",
@@ -316,10 +353,10 @@ def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type,
         f"else: _launch(_x, _y, _z, _stream, *_constants, {passed})",
     ]
     body = "".join(f"    {line}\n" for line in lines)
-    source = f"def launch(_grid, {', '.join(kernel.signature.parameters)}, _options):\n{body}"
+    source = f"def launch(_grid, {', '.join([_passed(kernel), *fields])}):\n{body}"
     return _compiled(source, "launch", {
         "_launches": {}, "_kernel": kernel, "_by_triton": by_triton, "_hooks": kernel.pre_run_hooks,
-        "_runtime": knobs.runtime, "driver": driver,
+        "_runtime": knobs.runtime, "driver": driver, "_given": _given,
     })  # fmt: skip
 
 

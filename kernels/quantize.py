@@ -12,7 +12,7 @@ from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import FP8_BLOCK
-from minirt.kernels.regimes import Regime
+from minirt.kernels.regimes import Limits, Regime
 
 CASES = [
     {"T": 1, "K": 16},
@@ -29,10 +29,10 @@ _GROUPS = 8  # of 128 columns, which one program quantizes
 
 def _token_block(T: int) -> int:
     """T rounded up to a power of two. The number of programs for a row depends on it, so that few variants are compiled."""
-    return max(16, 1 << (T - 1).bit_length())
+    return max(16, next_power_of_2(T))
 
 
-REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block),)
+REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block, limits=Limits(("fp16", "fp32"))),)
 
 
 @prepared
@@ -41,7 +41,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one of PARTS parts of a row. Each program reads the whole row to find the scale, and writes its own part."""
+    """Quantize one of PARTS parts of a row. Each program reads the whole row to find the scale, and writes one part."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -127,11 +127,11 @@ def quantized_buffers(
     T, K = x.shape
     shape = (T, cdiv(K, FP8_BLOCK)) if blocks else (T,)
     if out is None:
-        out = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
+        out = x.new_empty(T, K, dtype=torch.float8_e4m3fn)
     elif check:
         check_tensor("out", out, (T, K), torch.float8_e4m3fn, x.device)
     if scale is None:
-        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        scale = x.new_empty(*shape, dtype=torch.float32)
     elif check:
         check_tensor("scale", scale, shape, torch.float32, x.device)
     return out, scale
@@ -150,7 +150,7 @@ def quantize(
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
     The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. With
-    `blocks`, each 128 columns of a row have a scale of their own, and `scale` is [T, ⌈K / 128⌉]. `out` and `scale` are optional
+    `blocks`, each 128 columns of a row have a scale, and `scale` is [T, ⌈K / 128⌉]. `out` and `scale` are optional
     output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
     later). With `early` as well, the next kernel may start before this one has its input.
     """

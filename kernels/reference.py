@@ -4,6 +4,7 @@ It needs only PyTorch, so it works without Triton. Rounding follows Hugging Face
 cast to the activation dtype, then scale; rotary embedding rotates halves in the activation dtype; softmax is in fp32.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -180,6 +181,7 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
 
 
+@functools.lru_cache
 def int4_group(K: int, groups: int) -> int:
     """Columns of a group: the largest of 128, 64 and 32 that splits K columns into `groups` groups."""
     return next(g for g in INT4_GROUPS if -(-K // g) == groups)
@@ -319,20 +321,6 @@ def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dt
         return pages.flatten(0, 1).index_select(0, rows).unflatten(0, slots.shape)
     values = pages.view(torch.uint8).flatten(0, 1).index_select(0, rows).view(pages.dtype)
     return (values.float() * scales.flatten(0, 1).index_select(0, rows).unsqueeze(-1)).to(dtype).unflatten(0, slots.shape)
-
-
-def block_tables(pages: Tensor, starts: Tensor, width: int) -> Tensor:
-    """The page numbers of B sequences as a table [B, width] int32, rows padded with 0.
-
-    Args:
-        pages: int32, the page numbers of all sequences, one sequence after the other.
-        starts: [B + 1] int32, where each sequence's begin. None has more than `width`.
-    """
-    B = starts.shape[0] - 1
-    if B == 1 or not pages.shape[0]:
-        return pages[:width].view(B, -1) if B == 1 else pages.new_zeros(B, width)
-    at = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=pages.device)
-    return torch.where(at < starts[1:, None], pages[at.clamp(max=pages.shape[0] - 1)], 0)
 
 
 def paged_attention(

@@ -39,8 +39,9 @@ class Limits:
     """What a kernel computes. What is not declared goes to a later regime of the table.
 
     Args:
-        formats: of the weight: "fp16" (16 bits, as x), "fp32", "fp8" with scales of rows, "fp8_blocks", "int4" with 16-bit
-            activations, "int4_fp32" with 32-bit ones.
+        formats: of the weight, or of x where there is no weight: "fp16" (16 bits, as x), "fp32", "fp8" with scales of rows,
+            "fp8_blocks", "int4" with 16-bit activations, "int4_fp32" with 32-bit ones. Of experts also "fp8_fp32" and
+            "fp8_blocks_fp32", with 32-bit activations; "fp8" and "fp8_blocks" are then with 16-bit ones.
         norm: whether it normalizes x itself.
         row_maxima: whether it stores row maxima of logits.
         alignment: bytes of which the addresses and the rows of x and of the weight must be multiples; 1: any.
@@ -53,16 +54,44 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class AttentionLimits:
+    """What a kernel of attention, or of RoPE and KV write, computes.
+
+    Args:
+        formats: of the KV pages: "fp16" (16 bits, as the heads), "fp32", "fp8" with 16-bit heads, "fp8_fp32" with 32-bit ones.
+        raw: whether it takes raw heads, turns them and writes the new K and V. If not, it takes q. None: it takes either.
+        head_dims: channels of a head.
+        page_size: tokens of the smallest page. Larger ones have a power of two times as many.
+        group: the most query heads that share a KV head; None: any number.
+        tile_queries: the most query heads of 128 channels of K: of a head of 128, or of two of 64. None: any number.
+        split: the most tokens of a KV split, which have a power of two times 64; None: any number.
+        alignment: bytes of which the addresses of heads, pages, their scales and the output must be multiples; 1: any.
+    """
+
+    formats: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    raw: bool | None = None
+    page_size: int = 1
+    group: int | None = None
+    tile_queries: int | None = None
+    split: int | None = None
+    alignment: int = 1
+
+
+@dataclass(frozen=True)
 class SumOrder:
     """The order in which a kernel adds the products of one output.
 
-    No kernel adds up values of two rows of x, so a row of the output does not depend on the values of other rows.
+    No kernel adds up values of two rows of x, so a row of the output does not depend on the values of other rows; in attention,
+    not on those of other sequences.
 
     Args:
-        k: who adds along K: "steps": one MMA after the other, in ascending order; "warps": each warp does so for its part of K,
-            and the parts are added at the end; "threads": each thread for the columns that it loads, then a tree of threads.
-        splits: whether several programs may each compute a part of K. The last one to arrive adds the parts, in their order.
-        by_tokens: whether the order depends on the number of tokens of the step: through the split, or the length of a step in K.
+        k: who adds along K, in attention along the cached tokens. "steps": one MMA after the other, in ascending order; "warps":
+            each warp does so for its part of K, and the parts are added at the end; "threads": each thread for the columns that
+            it loads, then a tree of threads.
+        splits: whether several programs may each compute a part of K. The parts are added in their order.
+        by_tokens: whether the order depends on the number of tokens of the step, within the regime: through the split, or the
+            length of a step in K. In attention: on the number of sequences, or of a sequence's new tokens.
         accumulator: of the sums. "fp32"; "fp32 steps": for FP8, whose MMA keeps fewer bits, steps in K are added in fp32.
     """
 
@@ -83,7 +112,8 @@ class Regime:
         variant: size → the largest size that launches the same compiled kernel (None: no limit). None: one kernel for the regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
         capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
-        limits, sums: what the kernel computes, and in which order it adds; None: not declared. Nothing chooses by them yet.
+        limits: what the kernel computes. None: not declared. Dispatch chooses by them: of linear layers, by the weight's format.
+        sums: the order in which it adds. None: not declared, or it adds nothing. Nothing chooses by it yet.
     """
 
     kernel: str
@@ -93,7 +123,7 @@ class Regime:
     variant: Callable[[int], int | None] | None = None
     padded: Callable[[int], int] | None = None
     capability: int | None = None
-    limits: Limits | None = None
+    limits: Limits | AttentionLimits | None = None
     sums: SumOrder | None = None
 
     def covers(self, size: int, capability: int | None = None) -> bool:
@@ -106,13 +136,25 @@ class Regime:
         return self.variant(size) if self.variant is not None else self.last
 
 
+def up_to(*ends: int) -> Callable[[int], int | None]:
+    """size → the first of `ends` that is not smaller; None: all are. For `Regime.variant`."""
+    return lambda size: next((end for end in ends if end >= size), None)
+
+
 RegimeKind = TypeVar("RegimeKind", bound=Regime)
 
 
 @lru_cache(4096)
-def covering(table: tuple[RegimeKind, ...], size: int, capability: int) -> tuple[RegimeKind, ...]:
-    """The regimes of a table that cover a size on a compute capability. Cached: every launch asks."""
-    return tuple(regime for regime in table if regime.covers(size, capability))
+def covering(
+    table: tuple[RegimeKind, ...], size: int, capability: int, format: str | None = None
+) -> tuple[RegimeKind, ...]:
+    """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
+
+    Args:
+        format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
+    """
+    found = (regime for regime in table if regime.covers(size, capability))
+    return tuple(r for r in found if format is None or r.limits is None or format in r.limits.formats)
 
 
 def operations(axis: Axis) -> list[list[Regime]]:

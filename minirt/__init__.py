@@ -3,7 +3,6 @@
 The public names are imported on first use, so that `import minirt` and `minirt --help` stay fast.
 """
 
-import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -49,9 +48,6 @@ for _part in ("kernels", "models", "bench"):
             "`git config core.symlinks true`), or install the package with `pip install -e .`"
         )
 
-
-# PyTorch's, while it is imported without NumPy, which nothing here needs.
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,12 +18,14 @@ from minirt import models
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.request import TokenOutput
 from minirt.errors import InputError, MinirtError, SlowReaderError
-from minirt.generator import Generator
+from minirt.foreign_names import checks_names
+from minirt.generator import OF_SAMPLING, Generator
 from minirt.loading.options import LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
 from minirt.sampling_params import SamplingParams
 
+_check_names = checks_names(OF_SAMPLING)
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
 _LONG = 2000  # characters or tokens: from here on, encoding takes longer than a change of threads
 
@@ -38,6 +40,7 @@ class AsyncGenerator:
         generator: the `Generator`, for everything that does not wait: `config`, `plan`, `encode`, `max_len` …
     """
 
+    @_check_names
     def __init__(self, generator: Generator, *, max_unread: int = MAX_UNREAD) -> None:
         """Wrap a `Generator`, which may have other callers, too.
 
@@ -78,6 +81,7 @@ class AsyncGenerator:
         priority: int | Sequence[int] = 0,
     ) -> list[Completion]: ...
 
+    @_check_names
     async def generate(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -104,6 +108,7 @@ class AsyncGenerator:
         priority: int | Sequence[int] = 0,
     ) -> list[Score]: ...
 
+    @_check_names
     async def score(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -118,11 +123,13 @@ class AsyncGenerator:
                 pass
         return call.scores()
 
+    @_check_names
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
         tokens = await asyncio.to_thread(self.generator.encode_chat, messages, self.generator._processor.limit(params))
         return await self.generate(tokens, params, priority=priority)
 
+    @_check_names
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[Piece]:
@@ -136,6 +143,7 @@ class AsyncGenerator:
             async for piece, _ in pieces:
                 yield piece
 
+    @_check_names
     async def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
@@ -147,6 +155,7 @@ class AsyncGenerator:
                     raise stream.completion.error
                 yield piece, stream.completion
 
+    @_check_names
     async def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation through the chat template, for `stream` and `generate`."""
         return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1)

@@ -158,8 +158,6 @@ def interpreter_unsupported(dtype: str, on_gpu: bool) -> str | None:
     """Why Triton's interpreter cannot compute a model of `dtype`, such as "float32", or None."""
     if on_gpu:
         return "TRITON_INTERPRET is set, so Triton would interpret kernels instead of running them on the GPU"
-    if find_spec("numpy") is None:
-        return "Triton's interpreter needs NumPy, which is not installed (pip install numpy)"
     return "Triton's interpreter gives wrong bfloat16 products" if dtype == "bfloat16" else None
 
 

@@ -1,14 +1,20 @@
 """What vLLM, llama.cpp and transformers call an option, argument or class, and what it is here.
 
-The command line, `Generator.from_pretrained`, `SamplingParams`, the lines of `--prompts` and `import` take their hints from it.
+The command line, `Generator` and its methods, `SamplingParams`, the lines of `--prompts` and `import` take their hints from it.
 docs/coming-from.md explains more.
 """
 
+import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar, cast
 
 from minirt.errors import InputError, MinirtError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _VLLM, _LLAMA, _HF = "vLLM's name", "llama.cpp's name", "transformers' name"
 _ONE_GPU = "not supported: minirt uses one GPU"
@@ -60,6 +66,13 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "guided_grammar": (_VLLM, "--grammar", 'SamplingParams(structured_outputs={"grammar": …})'),
     "json_schema_file": (_LLAMA, "--json-schema", None),
     "grammar_file": (_LLAMA, "--grammar, in Lark syntax", None),
+    "sampling_params": (_VLLM, None, "params=…"),
+    "use_tqdm": (_VLLM, None, "progress=… of Generator.generate and Generator.score"),
+    "generation_config": (_HF, None, "params=SamplingParams(…)"),
+    "inputs": (_HF, None, "prompts=…, a text or token ids"),
+    "input_ids": (_HF, None, "prompts=…, token ids as a list"),
+    "max_length": (_HF, "--max-tokens, of new tokens", "SamplingParams(max_tokens=…), of new tokens"),
+    "streamer": (_HF, None, "minirt.Generator.stream(prompt)"),
     "LLM": (_VLLM, None, "minirt.Generator"),
     "LLMEngine": (_VLLM, None, "minirt.Generator"),
     "EngineArgs": (_VLLM, None, "minirt.LoadOptions"),
@@ -72,11 +85,15 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "Llama": (_LLAMA, None, "minirt.Generator"),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tensor_split"), _ONE_GPU),
     **dict.fromkeys(("n_gpu_layers", "gpu_layers", "split_mode", "cpu_offload_gb", "swap_space"), _ONE_DEVICE),
-    **dict.fromkeys(("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "lora", "LoRARequest"), _LORA),
+    **dict.fromkeys(("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "lora", "lora_request", "LoRARequest"), _LORA),
     **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens", "model_draft"), _DRAFTS),
     **dict.fromkeys(("use_beam_search", "num_beams", "BeamSearchParams", "length_penalty", "early_stopping"), _BEAMS),
     **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice"), _ALWAYS),
+    **dict.fromkeys(("tools", "chat_template_kwargs"), "not supported here: requests to minirt serve may have it"),
     "trust_remote_code": _NO_CODE,
+    "request_id": "not needed: leaving an iterator aborts its request",
+    "add_generation_prompt": _ALWAYS,
+    "chat_template": "not supported: the chat template is that of the model's folder",
     "best_of": "not supported: n asks for several samples, and all are returned",
     "limit_mm_per_prompt": "not supported: minirt takes text only",
     "logits_processors": "not supported: logit_bias, bad_words and structured_outputs are",
@@ -89,8 +106,15 @@ _SHORT = {
     "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
     "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
     "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
-    "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft",
+    "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft", "-t": "n_threads",
 }  # fmt: skip
+# The options of llama-bench, which has one command for all tests: below `minirt bench`, these come before the others.
+_PREFILL_AND_DECODE = "llama-bench's name; here minirt bench prefill -p for prompts, minirt bench decode -n for new tokens"
+_LLAMA_BENCH = {
+    **dict.fromkeys(("-p", "-n", "-pg", "--n-prompt", "--n-gen"), _PREFILL_AND_DECODE),
+    **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench decode -c"),
+    **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
+}
 
 
 def python_hint(name: object) -> str | None:
@@ -98,23 +122,61 @@ def python_hint(name: object) -> str | None:
     return _hint(_NAMES.get(str(name)), 2)
 
 
-def check_names(given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError) -> None:
-    """Refuse argument names that are not `known`, with what to write instead."""
+def json_hint(name: str) -> str | None:
+    """What to write as a key of a request for another library's name, or as an option of the command; None: see `python_hint`."""
+    entry = _NAMES.get(name)
+    value = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", (None if isinstance(entry, str | None) else entry[2]) or "")
+    if entry is None or value is None:
+        return _hint(entry, 1)
+    return f'{entry[0]}; here "{value[1]}"' + (f": {value[2]}" if value[2] != "…" else "") + value[3]
+
+
+def check_names(
+    given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError,
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others."""
     for name in given:
         if name in known:
             continue
-        if (hint := python_hint(name)) is not None:
+        if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
             raise error("no such argument", where=where, found=name, hint=hint)
         near = get_close_matches(name, known, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else None
         raise error("no such argument", where=where, expected=f"one of {', '.join(known)}", found=name, hint=hint)
 
 
-def option_hint(name: str, options: Collection[str]) -> str | None:
-    """The same on the command line, for "--name" or "-n" and a command with these options."""
-    entry = _NAMES.get(_SHORT.get(name, name.lstrip("-").replace("-", "_")))
-    text = _hint(entry, 1)
-    named = re.findall("--[a-z-]+", text or "")
+def checks_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator of methods: an argument name that they do not have is an `InputError` of `check_names`, not a TypeError."""
+
+    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = list(inspect.signature(method).parameters)[1:]  # without self
+
+        def check(given: Iterable[str]) -> None:
+            check_names(given, known, method.__qualname__.removesuffix(".__init__"), elsewhere=elsewhere)
+
+        @wraps(method)
+        def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
+            check(named)
+            return method(*arguments, **named)
+
+        @wraps(method)
+        async def call_async(*arguments: _P.args, **named: _P.kwargs) -> object:
+            check(named)
+            return await method(*arguments, **named)  # type: ignore[misc]
+
+        return cast("Callable[_P, _R]", call_async) if inspect.iscoroutinefunction(method) else call
+
+    return decorate
+
+
+def option_hint(name: str, options: Collection[str], command: str = "minirt") -> str | None:
+    """The same on the command line, for "--name" or "-n" and a command with these options and arguments."""
+    entry: tuple[str, str | None, str | None] | str | None = None
+    if f"{command} ".startswith("minirt bench "):
+        entry = _LLAMA_BENCH.get(name)
+    text = _hint(entry or _NAMES.get(_SHORT.get(name, name.lstrip("-").replace("-", "_"))), 1)
+    named = re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")
     return text if all(option in options for option in named) else None
 
 

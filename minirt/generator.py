@@ -18,11 +18,11 @@ from minirt import models
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
-from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.limits import EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import check_limits
+from minirt.engine.request import Request
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
-from minirt.foreign_names import check_names
+from minirt.foreign_names import check_names, checks_names
 from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
@@ -33,12 +33,18 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sizes import format_size
+from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
 # A caller that needs only the outputs of requests that have ended gets those of some steps together, because each delivery makes
 # the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
 _HELD_STEPS, _LEAST_HELD, _MOST_HELD = 4, 16, 256
+
+# Argument names that belong to another call.
+_OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
+OF_SAMPLING = {own.name: f"params=SamplingParams({own.name}=…)" for own in fields(SamplingParams)}
+_check_names = checks_names(OF_SAMPLING)
 
 
 class Generator:
@@ -54,6 +60,7 @@ class Generator:
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
     """
 
+    @checks_names(_OF_LOADING)
     def __init__(
         self,
         model: Model,
@@ -81,7 +88,7 @@ class Generator:
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
-        limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
+        options = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -90,14 +97,14 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
-        self.memory = measured_plan(model, limits)
+        self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
         )
+        limits = EngineLimits(model.max_model_len, max_num_seqs, self.memory.max_num_batched_tokens, max_waiting)
         engine = Engine(
-            model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
-            max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
+            cuda_graphs=cuda_graphs and model.capturable,
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
@@ -169,6 +176,7 @@ class Generator:
         progress: bool = False,
     ) -> list[Completion]: ...
 
+    @_check_names
     def generate(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -198,6 +206,7 @@ class Generator:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
         return call.result()
 
+    @_check_names
     def completions(
         self,
         prompts: Sequence[Prompt],
@@ -209,10 +218,12 @@ class Generator:
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call, hold=_hold(call)))
 
+    @_check_names
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
         return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
 
+    @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
@@ -224,6 +235,7 @@ class Generator:
             for piece, _ in pieces:
                 yield piece
 
+    @_check_names
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
@@ -247,6 +259,7 @@ class Generator:
         progress: bool = False,
     ) -> list[Score]: ...
 
+    @_check_names
     def score(
         self,
         prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
@@ -275,6 +288,7 @@ class Generator:
                     advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
         return call.scores()
 
+    @_check_names
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
@@ -292,6 +306,7 @@ class Generator:
         self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
         return self._engine.call(lambda engine: engine.pin(tokens))
 
+    @_check_names
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
@@ -299,8 +314,15 @@ class Generator:
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
-        return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
+        nothing = replace(self.effective_sampling(None), max_tokens=0)
+        with self._engine.connect() as client:
+            client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
+            output = client.receive()[0]
+        if output.logits is None:
+            raise output.error or EngineError("the engine returned no logits", where=self.name)
+        return output.logits
 
+    @_check_names
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
@@ -308,10 +330,12 @@ class Generator:
         """
         return self._processor.encode(prompt, max_tokens)
 
+    @_check_names
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
         return self._processor.encode_chat(messages, max_tokens)
 
+    @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
 
@@ -320,6 +344,7 @@ class Generator:
         """
         self._processor.check(token_ids, params)
 
+    @_check_names
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
         return self._processor.effective_sampling(params)
@@ -332,17 +357,17 @@ class Generator:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of requests in one step."""
-        return self._live.max_num_seqs
+        return self._live.limits.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in one step."""
-        return self._live.max_num_batched_tokens
+        return self._live.limits.max_num_batched_tokens
 
     @property
     def max_waiting(self) -> int | None:
         """Maximum number of requests that wait while a step computes others; further ones are refused. None: no limit."""
-        return self._live.max_waiting
+        return self._live.limits.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:

@@ -218,7 +218,9 @@ class Processor:
             raise InputError("there is no token before the completion, which its first token needs", hint=hint)
         if len(tokens) <= count:
             what = "the completion has no token of its own after the prompt"
-            raise InputError(what, found=shortened(repr(completion), 80), hint="give token ids for both")
+            joined = isinstance(completion, str) and completion  # with the prompt's last token
+            hint = "give token ids for both" if joined else "give a completion that is not empty"
+            raise InputError(what, found=shortened(repr(completion), 80), hint=hint)
         return tokens, count
 
     def _sample(self, first: Request, sample: int) -> Request:

@@ -14,7 +14,7 @@ from minirt.models.presets import raw_configs
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "embedded", "parse_config", "preset", "preset_names", "presets"]
+__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "embedded", "parse_config", "preset", "presets"]
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -67,13 +67,6 @@ def build(config: ModelConfig) -> "list[Layer]":
 def preset(name: str) -> Preset | None:
     """The preset with this name (case-insensitive), or None."""
     return next((entry for entry in presets() if entry.name.lower() == name.lower()), None)
-
-
-def preset_names() -> list[str]:
-    """The names of all presets, with "[-Instruct]" where both forms exist: "Qwen2.5-7B[-Instruct]"."""
-    names = [name for name, _, _ in raw_configs()]
-    second = {f"{name}-Instruct" for name in names}.intersection(names)
-    return [f"{name}[-Instruct]" if f"{name}-Instruct" in second else name for name in names if name not in second]
 
 
 @cache

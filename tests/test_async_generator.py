@@ -6,6 +6,7 @@ others, and an engine's thread that ends with an event loop.
 
 import asyncio
 import gc
+import inspect
 import random
 import threading
 import weakref
@@ -21,8 +22,8 @@ from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
-from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
 STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of two pages, of none
@@ -131,6 +132,15 @@ def test_five_hundred_streams_with_cancellations(generator):
     assert min(counts.values()) > 10, f"all three happen: {counts}"
     assert at_rest(generator)
     assert generator.prefix_cache_stats.hits > 100 * PAGE_SIZE
+
+
+def test_arguments_of_other_libraries_are_explained(generator):
+    """vLLM's AsyncLLM.generate(prompt, sampling_params, request_id) was a TypeError; asyncio still sees coroutine functions."""
+    with pytest.raises(InputError, match=r"here params=…"):
+        asyncio.run(AsyncGenerator(generator).generate("hi", sampling_params=None))
+    with pytest.raises(InputError, match=r"AsyncGenerator\.stream: .*leaving an iterator aborts"):
+        AsyncGenerator(generator).stream("hi", request_id="1")
+    assert inspect.iscoroutinefunction(AsyncGenerator.generate)
 
 
 def test_it_gives_what_a_generator_gives(folder):
@@ -288,7 +298,7 @@ def test_a_loop_that_is_closed(generator, woken):
     loop.run_until_complete(anext(pieces))
     if woken:
         delivered: Future = Future()
-        generator._engine._put(_Call(lambda _: None, lambda _: True, delivered))  # carried out behind the next step
+        generator._engine._put(_Call(lambda _: None, delivered))  # carried out behind the next step
         permits.release()
         delivered.result(20)
     loop.close()

@@ -4,11 +4,13 @@
 Catches a page or heading that moved, an option that a command lacks, a snippet without its imports, and output that has changed.
 """
 
+import builtins
 import json
 import os
 import re
 import runpy
 import subprocess
+import symtable
 import sys
 import types
 from unittest import mock
@@ -117,13 +119,34 @@ def test_examples_that_do_not_run_here_have_options_that_exist(page):
     assert {e.source: fault for e in left_out if (fault := pages.skipped_fault(e))} == {}
 
 
+def free_names(source):
+    """The names that a Python block reads and neither defines, imports nor finds among the built-in ones."""
+    def tables(table):
+        yield table
+        for child in table.get_children():
+            yield from tables(child)
+
+    top = symtable.symtable(source, "block", "exec")
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined |= {child.get_name() for child in top.get_children()}
+    read = {symbol.get_name() for table in tables(top) for symbol in table.get_symbols() if symbol.is_global()}
+    read |= {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    return read - defined - set(dir(builtins))
+
+
 @pytest.mark.parametrize("page", RUN, ids=name)
-def test_examples_import_minirt_before_torch(page):
-    """Catches an example that prints PyTorch's warning of a missing NumPy, which minirt does not need and turns off."""
-    found = pages.examples(page.read_text(encoding="utf-8"))
-    both = [e.source for e in found if e.kind == "python" and re.search("^import torch$", e.source, re.MULTILINE)]
-    both = [source for source in both if re.search("^(from|import) minirt", source, re.MULTILINE)]
-    assert [s for s in both if re.search("^(from|import) minirt", s, re.MULTILINE).start() > s.index("import torch")] == []
+def test_blocks_that_need_earlier_blocks_are_announced(page):
+    """The blocks of a page share their variables. Catches a page that does not say so: a block pasted alone is a NameError."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [e.source for e in pages.examples(text) if e.kind == "python"]
+    needing = {source.strip().partition("\n")[0]: names for source in blocks if (names := free_names(source))}
+    assert needing == {} or "build on each other" in text
+
+
+def test_free_names_are_found():
+    assert free_names("import a.b\nfrom c import d as e\ndef f(x):\n    return x + y + e\nfor z in f(1): print(z, a)\n") == {"y"}
+    block = "class C(B):\n    x: T = 1\n    def g(self): return [i for i in self.x]\n@dec\ndef h(): pass\n"
+    assert free_names(block) == {"B", "T", "dec"}
 
 
 def test_most_of_the_readme_runs():
@@ -205,7 +228,7 @@ def test_examples_of_a_page():
 
 def test_commands_to_paste():
     """Catches a block to paste that is not checked, or that says not why it is not run."""
-    found = pages.examples("```sh install\npip install .\n\nminirt generate --chatt hi\n```\n")
+    found = pages.examples("```sh install\npip install .\n# minirt fly\nminirt generate --chatt hi\n```\n")
     assert [(e.line, e.source, e.expected, e.why) for e in found] == [
         (2, "pip install .", None, "install"), (4, "minirt generate --chatt hi", None, "install")
     ]  # fmt: skip

@@ -140,6 +140,39 @@ def test_an_editor_knows_what_generate_returns(tmp_path):
     assert re.findall(r"user.py:(\d+): error", out) == ["12"], "several parameters for one prompt"
 
 
+@pytest.mark.parametrize(("method", "arguments", "words"), [
+    ("generate", {"sampling_params": None}, r"Generator.generate: .*sampling_params \(vLLM's name; here params=…\)"),
+    ("generate", {"use_tqdm": True}, "vLLM's name; here progress=… of Generator.generate"),
+    ("generate", {"max_tokens": 5}, r"found max_tokens \(params=SamplingParams\(max_tokens=…\)\)"),
+    ("generate", {"max_new_tokens": 5}, r"transformers' name; here SamplingParams\(max_tokens=…\)"),
+    ("generate", {"param": None}, r"one of prompts, params, priority, progress; found param \(did you mean params\?\)"),
+    ("chat", {"tools": []}, "not supported here: requests to minirt serve may have it"),
+    ("chat", {"lora_request": None}, "minirt has no LoRA adapters"),
+    ("stream", {"sampling_params": None}, "params=…"), ("stream_completion", {"temperature": 1}, "params=SamplingParams"),
+    ("completions", {"request_id": "1"}, "not needed: leaving an iterator"), ("score", {"use_tqdm": True}, "progress=…"),
+    ("encode_chat", {"chat_template": ""}, "that of the model's folder"), ("encode", {"text": ""}, "one of prompt, max_tokens"),
+    ("logits", {"input_ids": [1]}, "transformers' name"), ("warm_prompt", {"prompts": "x"}, "did you mean prompt"),
+])  # fmt: skip
+def test_arguments_of_other_libraries_are_explained(method, arguments, words, generator):
+    """Catches a TypeError that says only "unexpected keyword argument"."""
+    with pytest.raises(InputError, match=words):
+        getattr(generator, method)(["hi"], **arguments)
+
+
+def test_an_argument_of_loading_is_no_argument_of_the_class():
+    """`Generator("Qwen3-4B", dtype="bfloat16")`, as vLLM's LLM has it, was a TypeError."""
+    with pytest.raises(InputError, match=r"Generator: no such .*dtype \(Generator.from_pretrained\(dtype=…\)\)"):
+        Generator("Qwen3-4B", dtype="bfloat16")
+
+
+def test_every_public_method_explains_its_arguments():
+    """Of both classes; catches a new method whose unknown arguments are a bare TypeError."""
+    left_out = {"from_pretrained", "replay_times", "observing", "step_read_bytes", "close"}
+    for kind in (Generator, AsyncGenerator):
+        methods = {name: own for name, own in vars(kind).items() if callable(own) and not name.startswith("_")}
+        assert {name for name in methods.keys() - left_out if not hasattr(methods[name], "__wrapped__")} == set()
+
+
 def test_a_generator_is_made_by_from_pretrained():
     for name in ("embedded", Path("somewhere")):
         with pytest.raises(InputError, match=r"Generator\.from_pretrained\(.*(embedded|somewhere)"):

@@ -195,3 +195,50 @@ def test_no_install_command_needs_an_index_that_has_minirt():
         files += [file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".html")]
     found = [file for file in files if file.is_file() and wrong.search(file.read_text(encoding="utf-8"))]
     assert found == []
+
+
+@pytest.fixture
+def demo_folder(tmp_path):
+    """What `make demo` needs of a clone, with a virtual environment whose pip only notes what it is asked for."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    site = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    tools = {"pip": 'echo "$@" >> pip.log', "python": f'PYTHONPATH={site} exec {sys.executable} -S "$@"'}
+    (tmp_path / ".venv" / "bin").mkdir()
+    for name, command in tools.items():
+        tool = tmp_path / ".venv" / "bin" / name
+        tool.write_text(f"#!/bin/sh\n{command}\n")
+        tool.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("torch", "stays"), [(None, False), ("2.10.1", False), ("2.11.0", True), ("3.0.0+cu140", True)])
+def test_make_keeps_a_torch_that_is_new_enough(torch, stays, demo_folder):
+    """Catches `make demo` that replaces the CUDA build which a user has put into .venv."""
+    if torch is not None:
+        metadata = demo_folder / ".venv/lib/python3.11/site-packages" / f"torch-{torch}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    out = run("make", ".venv/runtime", cwd=demo_folder).stdout
+    log = (demo_folder / "pip.log").read_text()
+    assert ("torch==" not in log) == stays
+    assert ("the PyTorch of .venv stays" in out) == stays
+    assert "-e ." in log
+
+
+def test_make_knows_the_oldest_torch_of_pyproject():
+    """The Makefile's own bound; catches one that lags behind."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (oldest,) = (re.fullmatch(r"torch>=([0-9.]+)", own)[1] for own in needed if own.startswith("torch"))
+    assert f"< ({oldest.replace('.', ', ')})" in (ROOT / "Makefile").read_text()
+
+
+def test_make_installs_again_after_pip_replaced_the_editable_minirt(demo_folder):
+    """Catches tests that run an installed copy in place of the clone, because a stamp says that nothing is to do."""
+    assert "3/3" in run("make", ".venv/runtime", cwd=demo_folder).stdout
+    editable = demo_folder / ".venv/lib/python3.11/site-packages/__editable__.minirt-0.1.0.pth"
+    editable.touch()
+    assert "3/3" not in run("make", ".venv/runtime", cwd=demo_folder).stdout
+    editable.unlink()
+    assert "3/3" in run("make", ".venv/runtime", cwd=demo_folder).stdout

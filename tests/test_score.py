@@ -142,7 +142,7 @@ def test_scores_do_not_depend_on_the_steps(folder, generator, options):
 
 
 REFUSED = [
-    (("hello", ""), "no token of its own"),
+    (("hello", ""), r"no token of its own .*found .. \(give a completion that is not empty\)"),
     (("", ""), "no token of its own"),
     (([], [3]), "not a completion"),
     (("hello", [3]), "two texts, or token ids for both; found str and list"),
@@ -153,7 +153,7 @@ REFUSED = [
     ((["a", "b"], ["c"]), "^prompts: .*a list of 1.*found 2"),
     ((["a", "b"], ["c", ""]), r"^prompts\[1\]: .*no token of its own"),
     (([3], [211]), "prompt token 1: not a token id"),
-    (([3], [[]]), "no token of its own"),
+    (([3], [[]]), "give a completion that is not empty"),
     (([3, 4], [5.5]), "not a token id"),
 ]
 

@@ -264,7 +264,7 @@ def _time_layers(
             times[key] = timing.layer_times(group, step, row["bytes"] * len(group))
         dtype = FP8 if compare_layers.quantizes(place, step) else step.inputs[-1].dtype
         if dtype not in rates:
-            rates[dtype] = matmul_ceiling(step.batch.flat.device, dtype)
+            rates[dtype] = matmul_ceiling(step.batch.device, dtype)
         least = max(row["flops"] / rates[dtype].flops_per_s, row["bytes"] / ceiling.bytes_per_s if ceiling else 0.0)
         row |= _times(times[key].eager_s, times[key].candidate_s) | {
             "cold_l2": times[key].cold, "limit_s": least, "share_of_limit": least / times[key].candidate_s

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.layers import BUILT_IN, Forward, Layer, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import PAGE_SIZE, KVCache, LayerCache
 
 # What errors are measured of. Layers have further views for what else they keep, such as "state.<name>".
 VIEWS = {"out": "output", "added": "what it adds", "k": "K in the pages", "v": "V in the pages"}
@@ -160,7 +160,7 @@ def stream(
     forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, record: _Record | None = None
 ) -> Tensor:
     """Run the model with one forward for each place and return the logits [R, V]."""
-    x = torch.empty(0, device=batch.flat.device)
+    x = torch.empty(0, device=batch.device)
     for forward, place in zip(forwards, sequence, strict=True):
         own = cached(place, cache)
         if record is not None:
@@ -251,7 +251,7 @@ def compile_kernels(steps: Sequence[tuple[Step, list[Place]]]) -> None:
     """Compile the candidates' kernels in parallel, for each kind of layer and number of rows in each step. Only on a GPU."""
     from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-    device = steps[0][0].batch.flat.device
+    device = steps[0][0].batch.device
     with on_device(device), compile_ahead(device):
         for step, places in steps:
             for place in {(place.layer.kind, place.name, step.rows(place)): place for place in places}.values():

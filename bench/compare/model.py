@@ -9,10 +9,10 @@ from torch import Tensor
 
 from minirt.bench.bounds import FACTOR, Errors, Floor, limits
 from minirt.bench.compare.layers import CHUNK, Place, empty_cache, exact, pages_for_prompt, stream
-from minirt.engine.kv_cache import PAGE_SIZE
-from minirt.engine.step_input import Batch, Chunk
 from minirt.layers import Forward
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import PAGE_SIZE
 
 ROWS = 64  # logit rows converted to fp64 at a time
 

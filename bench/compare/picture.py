@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minirt.bench.report import Row
+from minirt.bench.report import Row, build
 from minirt.errors import MinirtError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
             _times(axes[1][column], own)
         axes[-1][column].set_xticks(range(len(own)), [row["layer"] for row in own], rotation=90, fontsize=6)
     warning = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
-    title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{warning}"
+    title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {build(shared)}{warning}"
     figure.suptitle(title, fontsize=9)
     save(figure, target, note)
 

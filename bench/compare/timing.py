@@ -73,7 +73,7 @@ def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime
         sequence: places of one kind.
         nbytes: bytes that all of them read together.
     """
-    device = step.batch.flat.device
+    device = step.batch.device
     rounds = -(-_CALLS // len(sequence))
     calls = rounds * len(sequence)
 
@@ -101,7 +101,7 @@ def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Pla
     Args:
         variants: one forward for each place, by name of the variant.
     """
-    device = step.batch.flat.device
+    device = step.batch.device
     runs = (partial(stream, forwards, sequence, step.batch, step.cache) for forwards in variants.values())
     return dict(zip(variants, replays([captured(run, device) for run in runs]), strict=True))
 

@@ -10,12 +10,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from minirt.bench.bounds import floor
 from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan
-from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.rope import rope_table
+from minirt.step.kv_cache import PAGE_SIZE
 
 _ROWS = 48  # rows of the result that are compared with the truth; fewer than elsewhere, because each row reads its whole context
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minirt.bench.compare.picture import save
-from minirt.bench.report import Row
+from minirt.bench.report import Row, build
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def draw(shared: Row, rows: list[Row], folder: Path) -> None:
 
 def _title(shared: Row) -> str:
     note = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
-    return f"{shared['device']} · minirt {shared['commit']}{note}"
+    return f"{shared['device']} · minirt {build(shared)}{note}"
 
 
 def _roofline(shared: Row, rows: list[Row], target: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from minirt.bench.compare.picture import save
-from minirt.bench.report import Row
+from minirt.bench.report import Row, build
 from minirt.bench.serve.report import shown_rate
 
 _PANELS = (("ttft", "time to first token"), ("tpot", "time per output token"), ("e2el", "end-to-end latency"))
@@ -56,5 +56,5 @@ def draw(shared: Row, rows: list[Row], target: Path) -> None:
         axes.set_xlabel("requests/s served")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="best")
-    figure.suptitle(f"{shared['model_id']} · {shared['base_url']} · minirt {shared['commit']}", fontsize=9)
+    figure.suptitle(f"{shared['model_id']} · {shared['base_url']} · minirt {build(shared)}", fontsize=9)
     save(figure, target)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import minirt
-from minirt.bench.report import Column, Report, Row, commit, date, table
+from minirt.bench.report import Column, Report, Row, build, commit, date, table
 from minirt.threads import usable_cpus
 
 FORMATS = ("text", "md", "csv", "json", "jsonl")
@@ -37,7 +37,7 @@ class ServeReport(Report):
         version = f" ({shared['server_version']})" if shared["server_version"] else ""
         sizes = f"{shared['num_prompts']} requests of {shared['input_len_range']} + {shared['output_len_range']} tokens"
         facts = [f"{shared['model_id']} at {shared['base_url']}{version}", sizes, f"clients on {shared['client_cpu']}"]
-        lines = [" · ".join([*facts, f"minirt {shared['commit']}", shared["date"]])]
+        lines = [" · ".join([*facts, f"minirt {build(shared)}", shared["date"]])]
         return "\n".join([*lines, "", *table(_COLUMNS, self.results, left=1)]) + "\n"
 
 

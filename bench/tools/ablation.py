@@ -26,15 +26,15 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare.layers import Place, Step
 from minirt.bench.report import machine
 from minirt.device import on_device
-from minirt.engine.kv_cache import LayerKV
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.step_input import Batch
 from minirt.errors import MinirtError, NumericsError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.layers import Forward, implementation
 from minirt.modeling.model import Model
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV
 
 CONTEXT = 128
 _TOLERANCE = {torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10, torch.float32: 1e-4}  # the same as in `bench/check.py`
@@ -156,11 +156,12 @@ def _no_tma(original: Replacement, product: Any) -> Any:
 
 def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
     from minirt.kernels.linear.dispatch import REGIMES
+    from minirt.kernels.regimes import covering
 
     if original(product).kernel != "gemm_sm90":
         raise Untouched
-    T = product.x.shape[0]
-    return next(own for own in REGIMES if own.covers(T) and own.kernel != "gemm_sm90" and own.accepts(product))
+    found = covering(REGIMES, product.x.shape[0], 90, product.format)
+    return next(own for own in found if own.kernel != "gemm_sm90" and own.accepts(product))
 
 
 def _without_decode_sm90(original: Replacement, operands: Any) -> Any:
@@ -280,7 +281,7 @@ def greedy(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, lis
 
     *others, head = [place.candidate for place in sequence]
     B, V = compare_layers.stream([*others, head], sequence, step.batch, step.cache).shape
-    device, tiles = step.batch.flat.device, model.row_maxima_tiles(B)
+    device, tiles = step.batch.device, model.row_maxima_tiles(B)
     if not tiles:
         return {}
     values = torch.zeros(B, tiles, dtype=torch.int64, device=device)

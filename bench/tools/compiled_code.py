@@ -85,7 +85,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from minirt.engine import logits_processors, logprobs, runner, sampler
+    from minirt.engine import logits_processors, logprobs, runner, sampler, step_buffers
     from minirt.kernels import launch
 
     class NoDevice:
@@ -102,9 +102,9 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
 
     driver.set_active(NoDevice())
     launch._INTERPRETER, launch._INTERPRETER_SMS = cc, SMS[cc]  # on a CPU, kernels are configured for this GPU
-    for module in (logits_processors, logprobs, sampler):
+    for module in (logits_processors, logprobs, sampler, step_buffers):
         module.is_nvidia = lambda device: True  # type: ignore[attr-defined]
-    runner.StepGraphs = lambda *_: None  # type: ignore[assignment, misc]  # nothing is captured
+    runner.CudaGraphs = lambda *_: None  # type: ignore[assignment, misc]  # nothing is captured
     lists, run = _Lists(), JITFunction.run
 
     def list_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -129,7 +129,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with one layer of the model."""
     import torch
 
-    from minirt.engine.kv_cache import KVCache
+    from minirt.engine.limits import EngineLimits
     from minirt.engine.runner import Runner
     from minirt.errors import UnsupportedError
     from minirt.gpus import AbsentGPU
@@ -137,6 +137,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.loading import load
     from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype
     from minirt.sampling_params import SamplingParams
+    from minirt.step.kv_cache import KVCache
 
     preset, quantization, kv_dtype = [*name.split(":"), "", ""][:3]
     gpu, cpu = AbsentGPU(f"sm_{cc}", 1 << 40, divmod(cc, 10)), torch.device("cpu")
@@ -159,8 +160,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
         layer.bind(implementation(layer.kind, "triton"))
     cache = KVCache(model.cache_specs, SEQS + length // 64, cpu, model.kv_dtype, num_slots=SEQS)
     runner = Runner(
-        model, cache, cpu, vocab_size=found.config.vocab_size, max_num_seqs=SEQS, max_seq_len=length,
-        max_num_batched_tokens=TOKENS, cuda_graphs=True,
+        model, cache, cpu, EngineLimits(length, SEQS, TOKENS), vocab_size=found.config.vocab_size, cuda_graphs=True
     )  # fmt: skip
     dry_run = model.dry_run
 
@@ -173,7 +173,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     lists.use = f"{name}, sampling"
     runner.launch_all(model)
     for bucket in runner._buckets.all():  # greedy steps sample from the row maxima of their CUDA graphs
-        row_maxima = runner._static.buffers.batch(bucket).row_maxima  # type: ignore[union-attr]
+        row_maxima = runner._static(bucket)[1].row_maxima
         if row_maxima is not None:
             runner._sample(SamplingParams(temperature=0.0), row_maxima.values[:1])
 

@@ -1,4 +1,4 @@
-"""The generated blocks of docs/kernels.md, from the tables of operations and of the linear layers' kernels.
+"""The generated blocks of docs/kernels.md, from the tables of operations and of regimes.
 
 python bench/tools/kernel_pages.py     writes the page; needs Triton, no GPU
 
@@ -6,12 +6,19 @@ A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test c
 """
 
 import inspect
+import itertools
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
-from minirt.kernels.linear.dispatch import REGIMES
+from minirt.kernels import quantize
+from minirt.kernels.attention import dispatch as attention
+from minirt.kernels.attention import rope_write
+from minirt.kernels.linear import dispatch as linear
+from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.operations import OPERATIONS, Operation
-from minirt.kernels.regimes import Regime
+from minirt.kernels.regimes import AttentionLimits, Limits, Regime
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
@@ -32,14 +39,14 @@ def _home(operation: Operation) -> str:
 def operations() -> str:
     """The table of operations."""
     rows = [
-        _row(_home(own), own.what, _codes(own.kernels), _codes(own.reference), "yes" if own.cost else "–")
-        for own in OPERATIONS.values()
+        _row(_home(one), one.what, _codes(one.kernels), _codes(one.reference), "yes" if one.cost else "–")
+        for one in OPERATIONS.values()
     ]
     return "\n".join([_row("operation", "what", "kernels", "reference", "measured"), _row(*["---"] * 5), *rows])
 
 
-def _parameter(own: inspect.Parameter) -> str:
-    return own.name if own.default is inspect.Parameter.empty else f"{own.name}={own.default!r}"
+def _parameter(one: inspect.Parameter) -> str:
+    return one.name if one.default is inspect.Parameter.empty else f"{one.name}={one.default!r}"
 
 
 def signatures() -> str:
@@ -48,11 +55,11 @@ def signatures() -> str:
     for operation in OPERATIONS.values():
         found = inspect.signature(operation.function).parameters.values()
         names, starred = [], False
-        for own in found:
-            if own.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+        for one in found:
+            if one.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
                 names.append("*")
                 starred = True
-            names.append(_parameter(own))
+            names.append(_parameter(one))
         lines.append(f"{operation.name}({', '.join(names)})")
     return "\n".join(["```text", *lines, "```"])
 
@@ -63,22 +70,65 @@ def _sizes(regime: Regime) -> str:
     return str(regime.first) if regime.first == regime.last else f"{regime.first} to {regime.last}"
 
 
+def _names(formats: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in formats)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "–"
+
+
+_ORDER = ("K by", "K is split", "order by tokens", "sums")
+
+
+def _order(regime: Regime) -> tuple[str, ...]:
+    sums = regime.sums
+    return ("–",) * 4 if sums is None else (sums.k, _yes(sums.splits), _yes(sums.by_tokens), sums.accumulator)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[Regime, tuple[str, ...]]]) -> str:
+    """A row for each kernel: where it runs, its limits, and the order of its sums."""
+    head = ("kernel", "capability", *head, *_ORDER)
+    lines = [
+        _row(f"`{regime.kernel}`", f"{regime.capability / 10}" if regime.capability else "any", *cells, *_order(regime))
+        for regime, cells in rows
+    ]
+    return "\n".join([_row(*head), _row(*["---"] * len(head)), *lines])
+
+
+def _products(*tables: Sequence[Regime]) -> str:
+    rows = []
+    for regime in itertools.chain(*tables):
+        limits = cast(Limits, regime.limits)
+        cells = _sizes(regime), _names(limits.formats), _yes(limits.norm), _yes(limits.row_maxima), str(limits.alignment)
+        rows.append((regime, cells))
+    return _table(("tokens", "formats", "norm", "row maxima", "alignment"), rows)
+
+
 def linear_kernels() -> str:
     """What the kernels of the linear layers declare."""
+    return _products(linear.REGIMES)
+
+
+def expert_kernels() -> str:
+    """What the kernels of mixtures of experts declare, and the one that quantizes activations."""
+    return _products(moe.REGIMES, moe.ROUTER, quantize.REGIMES)
+
+
+def attention_kernels() -> str:
+    """What the kernels of attention declare."""
     rows = []
-    for own in REGIMES:
-        limits, sums = own.limits, own.sums
-        if limits is not None and sums is not None:
-            formats = ", ".join(f"`{name}`" for name in limits.formats)
-            limited = f"{own.capability / 10}" if own.capability else "any"
-            yes = ["yes" if own else "–" for own in (limits.norm, limits.row_maxima, sums.splits, sums.by_tokens)]
-            cells = (limited, _sizes(own), formats, *yes[:2], str(limits.alignment), sums.k, *yes[2:], sums.accumulator)
-            rows.append(_row(f"`{own.kernel}`", *cells))
-    head = (
-        "kernel", "capability", "tokens", "formats", "norm", "row maxima", "alignment", "K by", "K is split", "order by tokens",
-        "sums",
-    )  # fmt: skip
-    return "\n".join([_row(*head), _row(*["---"] * len(head)), *rows])
+    for regime in itertools.chain(attention.DECODE, attention.PREFILL, attention.PARTIAL, rope_write.REGIMES):
+        limits = cast(AttentionLimits, regime.limits)
+        takes = "q or raw" if limits.raw is None else "raw" if limits.raw else "q"
+        numbers = (limits.group, limits.tile_queries, limits.split)
+        cells = (
+            f"{regime.axis} {_sizes(regime)}", takes, _names(limits.formats), ", ".join(map(str, limits.head_dims)),
+            str(limits.page_size), *("any" if number is None else str(number) for number in numbers), str(limits.alignment),
+        )  # fmt: skip
+        rows.append((regime, cells))
+    head = ("step", "heads", "pages", "head sizes", "page from", "group", "queries of a tile", "split", "alignment")
+    return _table(head, rows)
 
 
 def ops() -> str:
@@ -88,7 +138,10 @@ def ops() -> str:
     return "\n".join(["```text", *schemas, "```", "", "Operations without an op:", "", *others])
 
 
-BLOCKS = {"operations": operations, "signatures": signatures, "ops": ops, "linear kernels": linear_kernels}
+BLOCKS = {
+    "operations": operations, "signatures": signatures, "ops": ops, "linear kernels": linear_kernels,
+    "expert kernels": expert_kernels, "attention kernels": attention_kernels,
+}  # fmt: skip
 
 
 def render(text: str) -> str:

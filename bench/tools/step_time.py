@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 from minirt import Generator
-from minirt.engine.step_input import Chunk
+from minirt.step.batch import Batch, Chunk
 
 _REPLAYS = 12
 
@@ -18,7 +18,7 @@ def step_seconds(generator: Generator, start: int, new: int) -> float:
     pages = cache.allocator.allocate(cache.pages_for(start + new))
     try:
         with torch.inference_mode():
-            batch = runner._batch([Chunk(list(range(1, new + 1)), start, pages)]).to(generator.device)
+            batch = Batch.build([Chunk(list(range(1, new + 1)), start, pages)], cache.page_size).to(generator.device)
             for _ in range(2):
                 model(batch, cache)
             torch.cuda.synchronize()

@@ -211,8 +211,8 @@ def readme_table(records: Records) -> str:
     """README.md's table beside vLLM, the ties, the origin of the figures, and what is not stored with them."""
     (record,) = records.values()
     page, points = "docs/benchmarks/models.md", run_of(record, "minirt", "bf16").values
-    which = f": [{len(points)} in each format]({page}{_ALL_POINTS}), of which the table shows {len(_README_POINTS)}"
-    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record, which)}\n\n{_origin_of(record, page)}"
+    where = f" that were measured ([all {len(points)} of each format]({page}{_ALL_POINTS}))"
+    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record, where)}\n\n{_origin_of(record, page)}"
 
 
 def engines_table(records: Records) -> str:
@@ -239,16 +239,17 @@ def _engines_table(record: Result, points: Sequence[tuple[Any, ...]]) -> str:
         cells = [_name_of(point)]
         for own, theirs in runs.values():
             cells += [_cell_of(point, own[point]), _cell_of(point, theirs[point])]
-            cells.append(f"{speedup(point, own[point], theirs[point]):.2f} ×")
+            ratio = speedup(point, own[point], theirs[point])
+            cells.append(f"{ratio:.2f} ×" + (", tie" if abs(ratio - 1) < _TIE else ""))
         rows.append(cells)
     heads = ["minirt bf16", "vLLM bf16", "faster", "minirt `--fp8`", "vLLM fp8", "faster"]
     return table([f"{record['model']}, ms", *heads], rows)
 
 
-def ties(record: Result, which: str = "") -> str:
+def ties(record: Result, where: str = "") -> str:
     """How many points minirt wins, the points at which both engines are equally fast, and those at which vLLM is faster.
 
-    `which`: where these points are, if they are not all in the table above.
+    `where`: where these points are, if they are not all in the table above.
     """
     faster, tied, slower = 0, [], []
     for form in FORMATS:
@@ -263,8 +264,8 @@ def ties(record: Result, which: str = "") -> str:
                 slower.append(text)
             else:
                 faster += 1
-    parts = [f"minirt is faster at {faster} of {faster + len(tied) + len(slower)} points{which}."]
-    parts += [f"Ties (within {_TIE:.0%}): {'; '.join(tied)}."] if tied else []
+    parts = [f"minirt is faster at {faster} of the {faster + len(tied) + len(slower)} points{where}."]
+    parts += [f"A difference below {_TIE:.0%} is a tie: {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
     return " ".join(parts)
 
@@ -275,13 +276,14 @@ def _origin_of(record: Result, page: str) -> str:
     `page`: how docs/benchmarks/models.md is linked to; empty on that page.
     """
     own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
+    measuring = "docs/measuring.md" if page else "../measuring.md"
     return (
         f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. {_other_stack_of(record, page)} Both ran on the same "
         f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
         f"unless the row says another.\n\n"
-        f"These runs stored no correctness check, no measured limit of the card and no single repeats. Correctness is tested "
-        f"separately: the test suite compares kernels and layers with references, and on another day, on another card, "
-        f"`minirt bench decode` compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
+        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): no correctness check, "
+        f"no single runs and no roofline of the card are stored with it. On another day and another card, `minirt bench decode` "
+        f"compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
     )
 
 

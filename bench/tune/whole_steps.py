@@ -13,12 +13,12 @@ import torch
 
 from minirt.bench.compare.timing import captured, replays
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Case, override_config
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import PAGE_SIZE, KVCache, LayerCache
 
 CAPTURES = 3
 MOST_DECODED = 256  # up to this number of tokens a step is a decode step; larger steps are one prompt

@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
+from minirt.kernels.attention.limits import ANY, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import capability
-
-_SPLITS = (64, 128, 256, 512, 1024)
 
 
 def check_pages(pages: KVPages, Nkv: int | None, D: int, x: Tensor) -> None:
@@ -48,8 +46,7 @@ def check_kv_write(
     """Raise InputError unless raw heads qkv [T, (Nq + 2·Nkv)·D] fit the pages, the rotary table and their positions and slots."""
     D = pages.k.shape[-1]
     check_activations("qkv", qkv)
-    if D not in HEAD_DIMS:
-        raise InputError("unsupported head size", where="k_pages", expected="64 or 128", found=D)
+    _check_head_dim("k_pages", D)
     check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
     check_tensor("positions", positions, (qkv.shape[0],), torch.int64, qkv.device)
     check_tensor("slots", slots, (qkv.shape[0],), torch.int64, qkv.device)
@@ -66,7 +63,7 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
             check_tensor(where, starts, (a.num_seqs + 1,), torch.int32, x.device)
     if query_starts is None:
         check_tensor("seq_lens", seq_lens, (x.shape[0],), torch.int32, x.device)
-    if a.split not in _SPLITS:
+    if not 64 <= a.split <= 1024 or a.split & (a.split - 1):
         raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
     if a.rope is not None and raw_queries is not None:
         D = a.pages.k.shape[-1]
@@ -89,15 +86,20 @@ def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
         Nq, D = raw_queries, pages.k.shape[-1]
     if not a.scores.scale > 0:
         raise InputError("not positive", where="scale", found=a.scores.scale)
-    if D not in HEAD_DIMS:
-        raise InputError("unsupported head size", where="q", expected="64 or 128", found=D)
+    _check_head_dim("q", D)
     check_pages(pages, None, D, x)
     page_size, Nkv = pages.page_size, pages.num_kv_heads
-    if page_size < 16 or page_size & (page_size - 1):
-        raise InputError("unsupported page size", where="k_pages", expected="a power of two from 16", found=page_size)
+    if page_size < ANY.page_size or page_size & (page_size - 1):
+        expected = f"a power of two from {ANY.page_size}"
+        raise InputError("unsupported page size", where="k_pages", expected=expected, found=page_size)
     if Nq % Nkv or Nq // Nkv > MAX_GROUP:
         what = f"a multiple of {Nkv} KV heads, at most {MAX_GROUP} times as many"
         raise InputError("unsupported number of query heads", where="q", expected=what, found=Nq)
     check_tensor("seq_lens", sequences.seq_lens, (None,), torch.int32, x.device)
     check_tensor("block_tables", sequences.block_tables, (a.num_seqs, None), torch.int32, x.device)
     check_tensor("out", a.out, (x.shape[0], Nq, D), x.dtype, x.device)
+
+
+def _check_head_dim(where: str, D: int) -> None:
+    if D not in ANY.head_dims:
+        raise InputError("unsupported head size", where=where, expected=" or ".join(map(str, ANY.head_dims)), found=D)

@@ -70,8 +70,8 @@ def combine(a: AttentionInput) -> None:
 
     Few programs are launched: if every sequence has one split, they have nothing to do.
     """
-    Nq = a.head_shape[0]
-    heads = cdiv(a.num_seqs * Nq, PROGRAMS * sm_count(a.out.device))
-    _combine_kernel[(a.num_seqs, cdiv(Nq, heads))](
-        a.sequences, a.results(a.max_splits), heads, C=Constants.of(a), **launch_options(1, 1, a.pdl)
+    constants, B = Constants.of(a), a.num_seqs
+    heads = cdiv(B * constants.NQ, PROGRAMS * sm_count(a.out.device))
+    _combine_kernel[(B, cdiv(constants.NQ, heads))](
+        a.sequences, a.results(a.max_splits), heads, C=constants, **launch_options(1, 1, a.pdl)
     )

@@ -29,5 +29,10 @@ class Constants(NamedTuple):
     PARTIAL: int = 0
 
     @classmethod
-    def of(cls, a: AttentionInput, **more: int) -> "Constants":
-        return cls(*a.head_shape, a.pages.page_size, **more)
+    def of(
+        cls, a: AttentionInput, BLOCK_M: int = 0, BLOCK_N: int = 0, BLOCK_B: int = 0, SPLIT: int = 0, SHORTEST: int = 0,
+        PARTIAL: int = 0,
+    ) -> "Constants":  # fmt: skip
+        """The constants of a launch on these operands."""
+        (_, Nq, D), (_, page_size, Nkv, _) = a.out.shape, a.pages.k.shape
+        return cls(Nq, Nkv, D, page_size, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL)

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.errors import InputError
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
@@ -27,9 +26,10 @@ from minirt.kernels.attention.online_softmax import (
     split_channels,
     whole,
 )
-from minirt.kernels.attention.operands import FEW_SEQS, AttentionInput, Rope, decode_lookup_size
+from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, Rope, decode_lookup_size
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
 from minirt.kernels.pdl import wait_inside_loop
 from minirt.kernels.prepared import prepared
 
@@ -254,14 +254,17 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def choose_decode_config(itemsize: int, fp8: bool, split: int, sequences: int) -> DecodeConfig:
-    """The configuration by the rule. `itemsize`: of q. `fp8`: whether the pages are FP8."""
-    if itemsize == 4:
+def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
+    """The configuration, whose blocks are not longer than a split."""
+    if facts.itemsize == 4:
         return DecodeConfig(32, 8, 3, 3)
-    if fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.
-        return DecodeConfig(min(128, split), 4, 2, 3)
+    if facts.fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.
+        return DecodeConfig(min(128, facts.split), 4, 2, 3)
     # Programs that share an SM hide each other's latency. A single program must prefetch more.
-    return DecodeConfig(64, 4, 2 if sequences > FEW_SEQS else 3, 3)
+    return DecodeConfig(64, 4, 2 if facts.T > FEW_SEQS else 3, 3)
+
+
+FAMILY = Family("decode", DecodeConfig, (__file__,), ("T", "itemsize", "fp8", "split"), rule, tokens=decode_lookup_size)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = KV_SPLIT) -> list[int]:
@@ -274,17 +277,13 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
     return max_splits * Nq * (D + 2)
 
 
-def launch(a: AttentionInput, config: DecodeConfig | None = None) -> None:
+def launch(a: AttentionInput) -> None:
     """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
-    Nkv, pages, B = a.head_shape[1], a.pages, a.num_seqs
-    config = config or choose_decode_config(a.out.element_size(), pages.k_scale is not None, a.split, B)
-    if config.block_n > a.split:
-        raise InputError("too large", where="config.block_n", expected=f"at most the split, {a.split}", found=config.block_n)
-    at_once = config.programs * sm_count(a.out.device)
-    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # at most this many, so that `programs` fit
-    constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split)
-    _decode_kernel[(max(1, min(a.max_splits, at_once // Nkv)) * Nkv,)](
-        a.heads, a.rope or _NO_ROPE, pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
-        a.table_width, C=constants, maxnreg=min(255, registers), enable_fp_fusion=fuses(a.out.dtype),
-        **launch_options(config.num_warps, config.num_stages, a.pdl),
+    Nkv, B, device, lookup = a.head_shape[1], a.num_seqs, a.out.device, decode_lookup_size(a.num_seqs)
+    c = FAMILY.lookup(device, a.facts(lookup))
+    constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=c.block_n, BLOCK_B=lookup, SPLIT=a.split)
+    _decode_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // Nkv)) * Nkv,)](
+        a.heads, a.rope or _NO_ROPE, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(),
+        B, a.table_width, C=constants, maxnreg=most_registers(32 * c.num_warps * c.programs), enable_fp_fusion=fuses(a.out.dtype),
+        **launch_options(c.num_warps, c.num_stages, a.pdl),
     )  # fmt: skip

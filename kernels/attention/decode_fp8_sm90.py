@@ -25,6 +25,7 @@ A slot of the scales holds K's and V's scales of a block of tokens, [tokens, col
 if the item has more than two heads, a query. A slot is filled and read together with the first stage of the block's K.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.attention.online_softmax import hide, inverse, log2, score, widen
-from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
+from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
-    LONGEST,
     count_blocks,
     find_candidates,
     find_firsts,
@@ -48,10 +48,11 @@ from minirt.kernels.attention.work_items_sm90 import (
     norm_halves,
     turn,
 )
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
-from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
 from minirt.kernels.linear.dispatch import fetches_early
 from minirt.kernels.prepared import compile_time, prepared
 
@@ -265,15 +266,16 @@ def take_with_scales(ring, slots, step, count, second):
     return taken, k_scale, v_scale
 
 
-_MOST_ROWS = 8  # queries of an item
+TILE_QUERIES = 8  # the most queries of an item, and so of a narrow item's tile
 _BOX = 32  # tokens of one TMA load
 _FEW = 6  # up to this many sequences, items are narrow, because wide ones would occupy too few programs
 
 
-class _Shape(NamedTuple):
-    """The shape of narrow or of wide items. Narrow items wait most, so more programs share an SM.
+@dataclass(frozen=True)
+class DecodeFp8Sm90Config:
+    """A launch configuration: the shape of narrow or of wide items. Narrow items wait most, so more programs share an SM.
 
-    Attributes:
+    Args:
         tiles: tiles of an item.
         side: tiles of a stage.
         stages: stages of the ring.
@@ -290,7 +292,7 @@ class _Shape(NamedTuple):
     registers: int
 
 
-_NARROW, _WIDE = _Shape(1, 1, 6, 4, 3, 24), _Shape(4, 2, 5, 2, 2, 64)
+_NARROW, _WIDE = DecodeFp8Sm90Config(1, 1, 6, 4, 3, 24), DecodeFp8Sm90Config(4, 2, 5, 2, 2, 64)
 
 
 @gluon.jit
@@ -538,47 +540,34 @@ def _decode_fp8_sm90_kernel(
     )
 
 
-def _rows(Nq: int, Nkv: int, D: int) -> int:
-    """Queries of a narrow item: those of one KV head, or of two."""
-    return min(Nkv, 2 * PAIRS.value // D) * (Nq // Nkv)
-
-
-def _shape(Nq: int, Nkv: int, D: int, sequences: int) -> _Shape:
-    within, group = 2 * PAIRS.value // D, Nq // Nkv
-    wide = _WIDE.tiles * within * group <= _MOST_ROWS and Nkv > 2 * within  # more heads than in two tiles
-    return _WIDE if wide and sequences > _FEW else _NARROW
-
-
-def accepts(a: AttentionInput) -> bool:
-    """Whether this kernel can compute it: raw 16-bit heads (`rope` is given) aligned to pairs, FP8 pages that TMA can move, few
-    enough query heads per KV head, and splits of at most `LONGEST` tokens."""
-    pages = a.pages
-    if a.rope is None or pages.k_scale is None or pages.v_scale is None:
-        return False
-    aligned = all(t.data_ptr() % 16 == 0 for t in (pages.k, pages.v, pages.k_scale, pages.v_scale))
-    narrow = a.heads.element_size() == 2 and a.heads.data_ptr() % 4 == 0
-    return aligned and narrow and _rows(*a.head_shape) <= _MOST_ROWS and a.split <= LONGEST
-
-
 def variant(num_seqs: int) -> int:
     """The largest number of sequences that launches the same compiled kernel."""
     return _FEW if 1 < num_seqs <= _FEW else decode_lookup_size(num_seqs)
 
 
+def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeFp8Sm90Config:
+    within = 2 * PAIRS.value // facts.D  # heads of a tile
+    wide = _WIDE.tiles * within * (facts.Nq // facts.Nkv) <= TILE_QUERIES and facts.Nkv > 2 * within  # more than in two tiles
+    return _WIDE if wide and facts.T > _FEW else _NARROW
+
+
+FAMILY = Family("decode_fp8_sm90", DecodeFp8Sm90Config, (__file__,), ("T", "Nq", "Nkv", "D"), rule, tokens=variant)
+
+
 def launch(a: AttentionInput) -> None:
-    """Same as `decode.launch`, for operands that `accepts` does not refuse."""
+    """Same as `decode.launch`."""
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
-    shape = _shape(Nq, Nkv, D, B)
-    units = cdiv(Nkv * D, 2 * PAIRS.value * shape.tiles)
-    programs = max(1, min(a.max_splits * units, shape.programs * sm_count(device)))
+    c = FAMILY.lookup(device, a.facts(variant(B)))
+    units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
+    programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=shape.tiles,
-        HEADS=2 * PAIRS.value * shape.tiles // D, N=_MOST_ROWS, SIDE=shape.side, STAGES=shape.stages, SLOTS=shape.slots,
-        REGISTERS=shape.registers, EARLY=fetches_early(B, device),
+        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=c.tiles,
+        HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
+        REGISTERS=c.registers, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_fp8_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
-        a.table_width, C=constants, maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, a.pdl),
+        a.table_width, C=constants, maxnreg=most_registers(256 * c.programs), **launch_options(4, 1, a.pdl),
     )  # fmt: skip

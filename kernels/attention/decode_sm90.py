@@ -23,7 +23,6 @@ from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
-    LONGEST,
     PROGRAMS,
     REGISTERS,
     count_blocks,
@@ -38,7 +37,7 @@ from minirt.kernels.attention.work_items_sm90 import (
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
-from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.launch import launch_options, most_registers, sm_count
 from minirt.kernels.linear.dispatch import fetches_early
 from minirt.kernels.prepared import compile_time, prepared
 
@@ -284,19 +283,10 @@ def _decode_sm90_kernel(
     )
 
 
-def accepts(a: AttentionInput) -> bool:
-    """Whether this kernel can compute it: raw heads (`rope` is given), 16-bit pages that TMA can move, and splits of at most
-    `LONGEST` tokens."""
-    pages = a.pages
-    aligned = pages.k.data_ptr() % 16 == 0 and pages.v.data_ptr() % 16 == 0
-    narrow = a.heads.element_size() == 2 and pages.k.dtype == a.heads.dtype
-    return a.rope is not None and aligned and narrow and a.split <= LONGEST
-
-
 def launch(a: AttentionInput) -> None:
-    """Same as `decode.launch`, for operands that `accepts` does not refuse."""
+    """Same as `decode.launch`."""
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(pages.page_size, BOX), CHANNELS.value) for x in pages[:2])
+    k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
     programs = max(1, min(a.max_splits * Nkv, PROGRAMS * sm_count(device)))
     constants = _Constants(
         Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
@@ -304,5 +294,5 @@ def launch(a: AttentionInput) -> None:
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
-        a.table_width, C=constants, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, a.pdl),
+        a.table_width, C=constants, maxnreg=most_registers(256 * PROGRAMS), **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from minirt.kernels.attention import (
 )
 from minirt.kernels.attention.checks import check_attention, check_decode
 from minirt.kernels.attention.combine import combine
-from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
+from minirt.kernels.attention.limits import ANY, KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
     AttentionInput,
     KVPages,
@@ -36,45 +36,71 @@ from minirt.kernels.attention.operands import (
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
+from minirt.kernels.attention.work_items_sm90 import LONGEST, MOST_SEQUENCES
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.regimes import Regime, covering
+from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
+
+# Kernels for one new token also take raw heads, and limit the split.
+_DECODE = replace(ANY, raw=None, split=1024)
+_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16)  # of decoding
+_SPLITS = SumOrder("steps", splits=True)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionRegime(Regime):
-    """For heads of `head_dim` channels (None: any). `launch` runs the kernel on operands that `accepts` does not refuse."""
+    """`launch` runs the kernel on operands that `accepts` does not refuse."""
 
-    head_dim: int | None = None
     launch: Callable[[AttentionInput], None] = decode.launch
-    accepts: Callable[[AttentionInput], bool] = lambda a: True
+    limits: AttentionLimits = _DECODE
+    sums: SumOrder = _SPLITS
+
+    def accepts(self, a: AttentionInput) -> bool:
+        """Whether operands that `check_attention` has not refused are within the kernel's limits."""
+        limits = self.limits
+        if a.format not in limits.formats or limits.raw is (a.rope is None):
+            return False
+        if limits.split is not None and a.split > limits.split:
+            return False
+        Nq, Nkv, D = a.head_shape
+        if D not in limits.head_dims:
+            return False
+        if limits.tile_queries is not None and min(Nkv, 128 // D) * (Nq // Nkv) > limits.tile_queries:
+            return False
+        return limits.alignment == 1 or a.aligned(limits.alignment)
 
 
 # The first regime that covers the sequences or tokens, and accepts the operands, computes them.
 DECODE = (
     AttentionRegime(
         "decode_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_lookup_size, capability=90, launch=decode_sm90.launch,
-        accepts=decode_sm90.accepts,
+        limits=replace(_HOPPER, formats=("fp16",)),
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch, accepts=decode_fp8_sm90.accepts,
+        launch=decode_fp8_sm90.launch, limits=replace(_HOPPER, formats=("fp8",), tile_queries=decode_fp8_sm90.TILE_QUERIES),
     ),
-    AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size, launch=decode.launch),
+    AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
-# Where `prefill_sm90` is faster than `prefill` (docs/decisions/attention-prefill.md).
-_SM90 = AttentionRegime("prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, accepts=prefill_sm90.accepts)
-PREFILL = (
-    replace(_SM90, first=512, head_dim=128),
-    replace(_SM90, first=1024, head_dim=64),
-    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch),
+_SM90 = AttentionRegime(
+    "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
+    limits=replace(ANY, formats=("fp16",), alignment=16), sums=SumOrder("steps"),
+)  # fmt: skip
+PREFILL = (  # docs/decisions/attention-prefill.md
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128,))),
+    replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
+    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps")),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
 # Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device
 # knows how many new tokens each one has.) A step of one sequence is padded at most to the next multiple of 128 tokens, so the
 # last size is `partial`'s bound.
-PARTIAL = (Regime("partial", "tokens", 2, partial.MOST.value),)
+PARTIAL = (
+    AttentionRegime(
+        "partial", "tokens", 2, partial.MOST.value, launch=partial.launch, limits=ANY,
+        sums=replace(_SPLITS, by_tokens=True),
+    ),
+)  # fmt: skip
 
 
 def attention(a: AttentionInput) -> Tensor:
@@ -117,7 +143,6 @@ def paged_attention_decode(
     max_seq_len: int | None = None,
     pdl: bool = False,
     check: bool = True,
-    config: decode.DecodeConfig | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence on all cached tokens of the sequence, itself included: q [B, Nq, D] → [B, Nq, D].
 
@@ -135,7 +160,6 @@ def paged_attention_decode(
         max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined, and `out` is not written for padding.
         pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write block_tables, seq_lens
             or split_starts.
-        config: configuration of `decode`, which then runs even where another kernel would take over.
     Raises:
         InputError: tensors do not fit each other. Whether lengths, starts and bounds agree is not checked, because that needs a
             read from the device.
@@ -147,7 +171,7 @@ def paged_attention_decode(
     )  # fmt: skip
     if check:
         check_decode(a)
-    return _decode(a, config)
+    return _decode(a)
 
 
 def rope_paged_attention_decode(
@@ -173,7 +197,6 @@ def rope_paged_attention_decode(
     max_seq_len: int | None = None,
     pdl: bool = False,
     check: bool = True,
-    config: decode.DecodeConfig | None = None,
 ) -> Tensor:
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
@@ -196,7 +219,7 @@ def rope_paged_attention_decode(
     )  # fmt: skip
     if check:
         check_decode(a, Nq)
-    return _decode(a, config)
+    return _decode(a)
 
 
 def paged_attention_prefill(
@@ -216,7 +239,6 @@ def paged_attention_prefill(
     max_splits: int = 0,
     split: int = KV_SPLIT,
     check: bool = True,
-    config: prefill.AttentionConfig | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 
@@ -233,7 +255,6 @@ def paged_attention_prefill(
         workspace: if given, few new tokens on a long context are computed in parts (`partial`).
         max_splits: upper bound of the KV splits (of `split` tokens) of all sequences, incomplete ones included; 0: unknown. If
             it is known, prompts on FP8 pages are computed on a 16-bit copy where that is faster (Hopper).
-        config: configuration of `prefill`, which then runs even where another kernel would take over.
     Raises:
         InputError: tensors do not fit each other, or there is a workspace but no max_splits.
     """
@@ -249,7 +270,7 @@ def paged_attention_prefill(
             raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
         if workspace is not None and shortest > 2:
             raise InputError("too large", where="shortest", expected="at most 2, with a workspace", found=shortest)
-    return _prefill(a, config)
+    return _prefill(a)
 
 
 def decode_regime(a: AttentionInput) -> AttentionRegime:
@@ -263,36 +284,32 @@ def prefill_regime(a: AttentionInput) -> AttentionRegime:
 
 
 def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
-    D = a.out.shape[2]
     found = covering(table, size, capability(a.out.device))
-    return next(regime for regime in found if regime.head_dim in (None, D) and regime.accepts(a))
+    for regime in found[:-1]:
+        if regime.accepts(a):
+            return regime
+    return found[-1]  # it takes the rest: what no kernel takes was refused before
 
 
-def _decode(a: AttentionInput, config: decode.DecodeConfig | None = None) -> Tensor:
+def _decode(a: AttentionInput) -> Tensor:
     """Attention of the sequences with one new token."""
     if a.num_seqs == 0:
         return a.out
-    if config is not None:
-        decode.launch(a, config)
-    else:
-        decode_regime(a).launch(a)
+    decode_regime(a).launch(a)
     if a.max_seq_len is None or a.max_seq_len > a.split:
         # It also fills the rows of empty sequences. Only the device knows whether a sequence has several splits.
         combine(a)
     return a.out
 
 
-def _prefill(a: AttentionInput, config: prefill.AttentionConfig | None = None) -> Tensor:
+def _prefill(a: AttentionInput) -> Tensor:
     """Attention of the sequences with `a.shortest` new tokens or more."""
     tokens = a.heads.shape[0]
     if tokens == 0 or a.num_seqs == 0:
         return a.out
     if a.workspace is not None and a.max_splits > 1 and tokens > 1 and (a.num_seqs > 1 or PARTIAL[0].covers(tokens)):
         a = a._replace(partial=a.split)
-        partial.launch(a)
-    if config is not None:
-        prefill.launch(a, config)
-        return a.out
+        PARTIAL[0].launch(a)
     # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
     widens = a.pages.k_scale is not None and 0 < a.max_splits * a.split <= MAX_WIDENED_TOKENS
     regime = prefill_regime(a._replace(pages=KVPages(a.heads, a.heads)) if widens else a)

@@ -49,10 +49,7 @@ class KVPages(NamedTuple):
 
     def for_kernel(self, dtype: torch.dtype) -> "KVPages":
         """The pages, FP8 as integers of `dtype`, which every GPU and every Triton version can load and store."""
-        k, v, *scales = self
-        if self.k_scale is not None:
-            k, v = k.view(dtype), v.view(dtype)
-        return KVPages(k, v, *scales)
+        return self if self.k_scale is None else KVPages(self.k.view(dtype), self.v.view(dtype), *self[2:])
 
 
 class Rope(NamedTuple):
@@ -96,7 +93,7 @@ class Scores(NamedTuple):
 
     def in_base_2(self) -> "Scores":
         """The settings as kernels take them: scores are exponents of 2."""
-        return self._replace(scale=self.scale * _LOG2_E)
+        return Scores(self.scale * _LOG2_E, *self[1:])
 
 
 class Results(NamedTuple):
@@ -108,6 +105,26 @@ class Results(NamedTuple):
     out: Tensor
     sums: Tensor
     row_stats: Tensor
+
+
+class AttentionFacts(NamedTuple):
+    """What the launch configuration of an attention kernel may depend on. Each family of kernels reads some of these facts.
+
+    Attributes:
+        T: sequences of one new token, rounded up to the most that use the same configuration; 0: it does not depend on them.
+        Nq, Nkv, D: heads of q, heads of K and V, and channels of a head.
+        itemsize: bytes of a value of q.
+        fp8: whether the pages are FP8.
+        split: tokens of a KV split.
+    """
+
+    T: int
+    Nq: int
+    Nkv: int
+    D: int
+    itemsize: int
+    fp8: bool
+    split: int
 
 
 class AttentionInput(NamedTuple):
@@ -153,12 +170,34 @@ class AttentionInput(NamedTuple):
     @property
     def head_shape(self) -> tuple[int, int, int]:
         """(Nq, Nkv, D)."""
-        return self.out.shape[1], self.pages.num_kv_heads, self.out.shape[2]
+        _, Nq, D = self.out.shape
+        return Nq, self.pages.k.shape[2], D
+
+    @property
+    def format(self) -> str:
+        """The format of the pages, as `regimes.AttentionLimits` names it."""
+        wide = self.heads.element_size() == 4
+        if self.pages.k.element_size() == 1:
+            return "fp8_fp32" if wide else "fp8"
+        return "fp32" if wide else "fp16"
+
+    def aligned(self, n: int) -> bool:
+        """Whether the addresses of heads, pages, their scales and `out` are multiples of n, a power of two."""
+        addresses = self.heads.data_ptr() | self.out.data_ptr()
+        for x in self.pages:
+            if x is not None:
+                addresses |= x.data_ptr()
+        return addresses % n == 0
+
+    def facts(self, tokens: int = 0) -> AttentionFacts:
+        """What its launch configuration may depend on. `tokens`: `AttentionFacts.T`."""
+        Nq, Nkv, D = self.head_shape
+        fp8 = self.pages.k_scale is not None
+        return AttentionFacts._make((tokens, Nq, Nkv, D, self.out.element_size(), fp8, self.split))
 
     def results(self, parts: int) -> Results:
         """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens)."""
-        Nq, _, D = self.head_shape
+        _, Nq, D = self.out.shape
         if self.workspace is None:
             raise InputError("missing", where="workspace", expected="room for partial results")
-        sums = self.workspace.sums(parts * Nq * (D + 2))
-        return Results(self.out, sums, sums[parts * Nq * D :])
+        return Results(self.out, *self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq))

@@ -40,6 +40,15 @@ def parts_of(new, length, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def is_left(new, length, C):
+    """Whether a sequence of `length` tokens, of which `new` are new, is left to the kernels of prompts."""
+    left = new >= C.SHORTEST
+    if C.PARTIAL:
+        left = left & (parts_of(new, length, C.PARTIAL)[0] == 0)
+    return left
+
+
+@triton.jit
 def lengths(sequences, B, BLOCK_B: tl.constexpr):
     """The number of new and of cached tokens of each sequence, [BLOCK_B] each."""
     index = tl.arange(0, BLOCK_B)

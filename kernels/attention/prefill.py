@@ -13,9 +13,10 @@ import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
-from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
-from minirt.kernels.attention.partial import parts_of
-from minirt.kernels.launch import capability
+from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
+from minirt.kernels.attention.partial import is_left
+from minirt.kernels.compile.tuning import Family
+from minirt.kernels.launch import Gpu
 from minirt.kernels.prepared import prepared
 
 CASES = [  # contexts: tokens cached before each sequence's new ones
@@ -29,7 +30,7 @@ CASES = [  # contexts: tokens cached before each sequence's new ones
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class PrefillConfig:
     """A launch configuration of `prefill`: `block_m` rows (queries × heads of a group), `block_n` tokens of K and V per step."""
 
     block_m: int
@@ -68,11 +69,7 @@ def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C)
     b, start, length = _find(block, sequences.query_starts, B, QUERIES, C.BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
     limit = tl.load(sequences.seq_lens + b)
-    works = (first_query < length) & (length >= C.SHORTEST)
-    if C.PARTIAL:
-        parts = parts_of(length, limit, C.PARTIAL)[0]
-        works = works & (parts == 0)
-    if works:
+    if (first_query < length) & is_left(length, limit, C):
         context = limit - length
         row = tl.arange(0, C.BLOCK_M)
         query = first_query + row // GROUP
@@ -94,22 +91,24 @@ def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def choose_prefill_config(itemsize: int, D: int, fp8: bool, cc: int) -> AttentionConfig:
-    """The configuration by the rule. `itemsize`: of q. `fp8`: whether the pages are FP8."""
-    if itemsize == 4:
-        return AttentionConfig(32, 32, 8, 1)
-    if fp8 and D == 128:
-        return AttentionConfig(64, 64, 4, 3, registers=168)
-    if D == 64 and not fp8:
-        return AttentionConfig(64, 64, 4, 3)
+def rule(facts: AttentionFacts, gpu: Gpu) -> PrefillConfig:
+    if facts.itemsize == 4:
+        return PrefillConfig(32, 32, 8, 1)
+    if facts.fp8 and facts.D == 128:
+        return PrefillConfig(64, 64, 4, 3, registers=168)
+    if facts.D == 64 and not facts.fp8:
+        return PrefillConfig(64, 64, 4, 3)
     # Two programs on an SM hide each other's softmax. Before Hopper, q is in registers as well, so only one program fits.
-    return AttentionConfig(128, 64, 8, 3 if fp8 else 2, registers=128 if cc == 90 else None)
+    return PrefillConfig(128, 64, 8, 3 if facts.fp8 else 2, registers=128 if gpu.capability == 90 else None)
 
 
-def launch(a: AttentionInput, config: AttentionConfig | None = None) -> None:
+FAMILY = Family("prefill", PrefillConfig, (__file__,), ("D", "itemsize", "fp8"), rule)
+
+
+def launch(a: AttentionInput) -> None:
     """Write `out`, for one or more tokens and sequences. `dispatch` checks the operands before."""
-    q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
-    config = config or choose_prefill_config(q.element_size(), D, pages.k_scale is not None, capability(q.device))
+    q, (Nq, Nkv, _), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
+    config = FAMILY.lookup(q.device, a.facts())
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
     constants = Constants.of(
         a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.online_softmax import hide, score
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
-from minirt.kernels.attention.partial import parts_of
+from minirt.kernels.attention.partial import is_left
 from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import zero_rows_from
 from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
@@ -57,10 +57,7 @@ def _tile(turn, sequences, sizes, C):
     first = (block - start // QUERIES - b) * QUERIES
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
-    works = (index < tiles) & (queries > 0) & (length >= C.SHORTEST)
-    if C.PARTIAL:
-        parts = parts_of(length, limit, C.PARTIAL)[0]
-        works = works & (parts == 0)
+    works = (index < tiles) & (queries > 0) & is_left(length, limit, C)
     return b, index % C.NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 
 
@@ -254,18 +251,11 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, out_ptr, scores, B,
     )
 
 
-def accepts(a: AttentionInput) -> bool:
-    """Whether TMA can move q and the pages: 16 bits, aligned to 16 bytes."""
-    q, pages = a.heads, a.pages
-    aligned = all(t.data_ptr() % 16 == 0 for t in (q, a.out, pages.k, pages.v))
-    return aligned and q.element_size() == 2 and pages.k.dtype == q.dtype
-
-
 def launch(a: AttentionInput) -> None:
-    """Write `out` of operands that `accepts` does not refuse, with one or more tokens and sequences."""
+    """Write `out`, for one or more tokens and sequences."""
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(pages.page_size, BLOCK_N.value), CHANNELS.value) for x in pages[:2])
+    k, v = (tma_descriptor(x, min(pages.page_size, BLOCK_N.value), CHANNELS.value, Nkv * D) for x in pages[:2])
     constants = Constants.of(a, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
         q, k, v, a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from minirt.kernels.attention.checks import check_kv_write
 from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.limits import FORMATS, HEAD_DIMS
 from minirt.kernels.attention.operands import KVPages, Rope
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options
 from minirt.kernels.prepared import prepared
-from minirt.kernels.regimes import Regime
+from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder
 
 CASES = [
     {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
@@ -24,17 +25,23 @@ CASES = [
 ]
 
 
+_LIMITS = AttentionLimits(FORMATS, HEAD_DIMS, raw=True)
+_SUMS = SumOrder("threads")  # of the norm
+
+
 @dataclass(frozen=True, eq=False)
 class WriteRegime(Regime):
     """`block_t`: tokens of a program. Small batches need few tokens per program to have enough programs."""
 
     block_t: int = 1
+    limits: AttentionLimits = _LIMITS
+    sums: SumOrder = _SUMS
 
 
 REGIMES = (
-    WriteRegime("a token a program", "tokens", 1, 16, block_t=1),
-    WriteRegime("8 tokens a program", "tokens", 17, 1024, block_t=8),
-    WriteRegime("32 tokens a program", "tokens", 1025, block_t=32),
+    WriteRegime("rope_write", "tokens", 1, 16, block_t=1),
+    WriteRegime("rope_write", "tokens", 17, 1024, block_t=8),
+    WriteRegime("rope_write", "tokens", 1025, block_t=32),
 )
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.operands import AttentionInput, KVPages, prefill_lookup_size
-from minirt.kernels.attention.partial import lengths, parts_of
+from minirt.kernels.attention.partial import is_left, lengths
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
 
@@ -29,11 +29,7 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     kv_head = tl.program_id(0) % NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
-    meant = (new >= C.SHORTEST) & (new > 0)
-    if C.PARTIAL:
-        parts = parts_of(new, lens, C.PARTIAL)[0]
-        meant = meant & (parts == 0)
-    ends = tl.cumsum(tl.where(meant, (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
+    ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C), (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
     d = tl.arange(0, D)[None, :]
     for page in range(tl.program_id(0) // NKV, tl.max(ends, 0), tl.num_programs(0) // NKV):
         before = ends <= page

@@ -52,3 +52,9 @@ def wait_empty(empty, step):
 def release(empty, step, pred=True):
     """Say that the tiles of a step have been read, for one group of warps."""
     mbarrier.arrive(empty.index(step % empty.shape[0]), pred=pred)
+
+
+@gluon.jit
+def release_before(empty, step, pred=True):
+    """`release` of the step before `step`."""
+    release(empty, step + empty.shape[0] - 1, pred)  # the same stage as step - 1, and never negative

@@ -19,6 +19,7 @@ tokens: a kernel unpacks the weight first, and the kernel for weights of the act
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class LinearRegime(Regime):
 
     Args:
         launch: runs the kernel on operands that `accepts` does not refuse.
-        accepts: whether the kernel can compute this product.
+        accepts: whether the kernel can compute this product, whose weight has a format that `limits` declares.
         family: how the kernel gets its launch configuration. None: it has none.
         row_maxima_tiles: how many row maxima the kernel stores for a row of an LM head's logits; 0: none.
         fetches_early: whether the kernel gains by an early start, because it fetches weights while it waits for its input.
@@ -75,8 +76,8 @@ def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int 
     return LinearRegime(family.name, "tokens", first, last, launch=launch, family=family, **rest)
 
 
-# The first regime that covers the tokens and accepts the product computes it. Those of one token also compute the norm; with more
-# tokens, kernels before the product normalize and quantize x (`_prepared`).
+# The first regime that covers the tokens, declares the weight's format and accepts the product computes it. Those of one token
+# also compute the norm; with more tokens, kernels before the product normalize and quantize x (`_prepared`).
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 _FP8 = ("fp8", "fp8_blocks")
 _INT4 = ("int4", "int4_fp32")
@@ -87,7 +88,7 @@ REGIMES = (
     ),
     _of(
         int4_small_sm90.gemm_int4_small_sm90, int4_small_sm90.FAMILY, 1, int4_small_sm90.MAX_TOKENS, capability=90,
-        accepts=int4_small_sm90.accepts, limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
+        limits=Limits(("int4",), norm=True), sums=SumOrder("warps"),
     ),
     _of(
         int4_sm90.gemm_int4_sm90, int4_sm90.FAMILY, int4_small_sm90.MAX_TOKENS + 1, capability=90, accepts=int4_sm90.accepts,
@@ -95,15 +96,14 @@ REGIMES = (
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(
-        gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, accepts=int4.accepts, limits=Limits(_INT4, norm=True),
-        sums=SumOrder("threads"),
+        gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads"),
     ),
     _of(
-        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, accepts=int4.accepts, variant=int4.token_block, padded=int4.token_block,
+        int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block,
         limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     LinearRegime(  # its order is that of the kernel that multiplies the unpacked weight
-        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts, limits=Limits(_INT4),
+        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, limits=Limits(_INT4),
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     _of(
@@ -160,11 +160,12 @@ def norm_linear(
     receives the largest fp32 value of each row in each tile; its width must be `row_maxima_tiles` for T rows. With `pdl`, the
     kernels overlap with the kernel before them in the stream (sm_90 and later).
     """
-    epilogue = Epilogue(scale, bias=bias)
+    epilogue = Epilogue(scale, None, bias)
     if row_maxima is not None:
         values, needed = row_maxima
         epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
-    out = _output(x, weight, out, out_dtype, gated=False)
+    if out is None:
+        out = _output(x, weight, out_dtype or x.dtype, gated=False)
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, epilogue, workspace, pdl), check=check)
 
@@ -184,7 +185,8 @@ def norm_gate_up(
     check: bool = True,
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    out = _output(x, weight, out, None, gated=True)
+    if out is None:
+        out = _output(x, weight, x.dtype, gated=True)
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl), check=check)
 
@@ -202,7 +204,8 @@ def linear_residual(
     check: bool = True,
 ) -> Tensor:
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    out = _output(x, weight, out, None, gated=False)
+    if out is None:
+        out = _output(x, weight, x.dtype, gated=False)
     return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl), check=check)
 
 
@@ -216,14 +219,25 @@ def linear(product: Product, *, check: bool = True) -> Tensor:
         _check(product)
     T = product.x.shape[0]
     if T:
-        launch(product if T == 1 else _prepared(product))
+        if T > 1:
+            product = _prepared(product)
+        regime(product).launch(product)
     return product.out
 
 
-def regime(product: Product) -> LinearRegime:
-    """The regime of a product. With two or more tokens, its x is already normalized and, if the weight is fp8, quantized."""
-    found = covering(REGIMES, product.x.shape[0], capability(product.weight.device))
-    return next(regime for regime in found if regime.accepts(product))
+def regime(product: Product, cc: int | None = None) -> LinearRegime:
+    """The regime of a product. With two or more tokens, its x is already normalized and, if the weight is fp8, quantized.
+
+    Args:
+        cc: compute capability. None: that of the weight's device.
+    Raises:
+        InputError: no kernel computes the product.
+    """
+    cc, T, format = capability(product.weight.device) if cc is None else cc, product.x.shape[0], product.format
+    for found in covering(REGIMES, T, cc, format):
+        if found.accepts(product):
+            return found
+    raise InputError("no kernel computes this product", where="regime", found=f"{T} tokens, a weight in {format}")
 
 
 def launch(product: Product) -> None:
@@ -252,29 +266,35 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
 
 def fetches_early(tokens: int, device: torch.device) -> bool:
     """Whether a product of `tokens` tokens fetches weights while the kernel before it runs, if that kernel triggers early."""
-    return any(regime.fetches_early for regime in covering(REGIMES, tokens, capability(device)))
+    return _fetches_early(tokens, capability(device))
 
 
-def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | None, gated: bool) -> Tensor:
-    if out is not None:
-        return out
-    return torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype or x.dtype, device=x.device)
+@lru_cache(4096)
+def _fetches_early(tokens: int, cc: int) -> bool:
+    return any(regime.fetches_early for regime in covering(REGIMES, tokens, cc))
+
+
+def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype)
 
 
 def _prepared(product: Product) -> Product:
     """The product with x normalized and quantized, each if asked for, by kernels that run before it."""
     x, norm, ep, pdl = product.x, product.norm, product.epilogue, product.pdl
-    early = bool(covering(EARLY, x.shape[0], capability(x.device)))
     if ep.scale is None or int4.is_int4(product.weight):
         if norm is None:
             return product
-        return product._replace(x=rms_norm(x, norm.weight, norm.eps, early=early, pdl=pdl, check=False), norm=None)
-    blocks = ep.scale.ndim == 2
+        return product.with_x(rms_norm(x, norm.weight, norm.eps, early=_early(x), pdl=pdl, check=False))
+    blocks, early = ep.scale.ndim == 2, _early(x)
     if norm is None:
         x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
     else:
         x, x_scale = rms_norm_quantize(x, norm.weight, norm.eps, blocks=blocks, early=early, pdl=pdl, check=False)
-    return product._replace(x=x, norm=None, epilogue=ep._replace(x_scale=x_scale))
+    return product.with_x(x, x_scale)
+
+
+def _early(x: Tensor) -> bool:
+    return bool(covering(EARLY, x.shape[0], capability(x.device)))
 
 
 def _check(product: Product) -> None:

@@ -2,7 +2,7 @@
 
 Triton and Gluon kernels call the same functions, as these contain nothing that depends on a layout. `ep` is a `Product`'s
 `Epilogue`. Sums may lie either way, [rows of the weight, tokens] or [tokens, rows]: what is loaded broadcasts with the index
-tensors `n` and `t` that it is loaded with. What must not be loaded at a place is masked, or has a place that may be.
+tensors `n` and `t` that it is loaded with. What must not be loaded is masked, or points to memory that may be read.
 """
 
 import triton

@@ -15,15 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.fp8 import block_scales
+from minirt.kernels.fp8 import block_scales, require_one_scale
 from minirt.kernels.launch import Gpu, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
-from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -39,7 +37,7 @@ _GATED_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 _SMALL_TILES = ((128, 128, 8), (64, 64, 4))
 _SMALL_GATED_TILES = ((128, 64, 8), (64, 64, 4))
 # Hopper's tensor cores add fp8 products with about 14 bits. After this many elements of K, the sum is added to one in fp32.
-_PROMOTE = 512
+PROMOTE_AFTER = 512
 _FEW_ROUNDS = 8  # with more rounds, an incomplete last one does not matter
 
 
@@ -90,40 +88,59 @@ def _load(ptrs, start, k, C):
 
 
 @triton.jit
-def _accumulate(
-    x, weight, ep, first_t, first_n, first_k, last_k, T, N, C, BLOCK_N: tl.constexpr
+def _add_products(
+    x, weight, x_scales, scale_ptr, first_t, first_n, first_k, last_k, N, C, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """x · weightᵀ of a tile from `first_k` to `last_k`; with an activation, of gate and of up.
-
-    Scales of blocks multiply the products of each step before they are added.
-    """
-    GATED: tl.constexpr = ep.activation is not None
+    """`tile_sums` from `first_k` to `last_k`."""
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
     k = tl.arange(0, C.BLOCK_K)
-    t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
-    if BLOCKS:
-        x_scales = ep.x_scale + t * ((C.K + 127) // 128)
-    if not C.TMA:
-        # Rows past the end repeat the last one instead of being masked; they are not stored.
-        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
-        x_ptrs = x + t.to(tl.int64)[:, None] * C.K + k[None, :]
-        w_ptrs = weight + n.to(tl.int64)[None, :] * C.K + k[:, None]
-        up_ptrs = w_ptrs + tl.cast(N, tl.int64) * C.K
     acc = tl.zeros((C.BLOCK_T, BLOCK_N), tl.float32)
     acc_up = acc
+    if GATED and not TMA:
+        up_ptrs = weight + tl.cast(N, tl.int64) * C.K
     for start in range(first_k, last_k, C.BLOCK_K):
         if BLOCKS:
             block = start // 128
             token = tl.load(x_scales + block)[:, None]
-            factor = token * block_scales(ep.scale, 0, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
+            factor = token * block_scales(scale_ptr, 0, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
             if GATED:
-                factor_up = token * block_scales(ep.scale, N, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
-        a = x.load([first_t, start]) if C.TMA else _load(x_ptrs, start, k[None, :], C)
-        b = weight.load([first_n, start]).T if C.TMA else _load(w_ptrs, start, k[:, None], C)
+                factor_up = token * block_scales(scale_ptr, N, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
+        a = x.load([first_t, start]) if TMA else _load(x, start, k[None, :], C)
+        b = weight.load([first_n, start]).T if TMA else _load(weight, start, k[:, None], C)
         acc = acc + tl.dot(a, b) * factor if BLOCKS else tl.dot(a, b, acc, input_precision="ieee")
         if GATED:
-            b = weight.load([N + first_n, start]).T if C.TMA else _load(up_ptrs, start, k[:, None], C)
+            b = weight.load([N + first_n, start]).T if TMA else _load(up_ptrs, start, k[:, None], C)
             acc_up = acc_up + tl.dot(a, b) * factor_up if BLOCKS else tl.dot(a, b, acc_up, input_precision="ieee")
+    return acc, acc_up
+
+
+@triton.jit
+def tile_sums(
+    x, weight, x_scales, scale_ptr, first_t, first_n, N, C, BLOCK_N: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """x · weightᵀ of a tile [BLOCK_T, BLOCK_N], in fp32; GATED: of gate and of up, whose rows are N further.
+
+    With C.SCALE_ROWS, scales of blocks multiply the products of each step before they are added.
+
+    Args:
+        x, weight: with TMA, descriptors. Else the pointers of the first step: [BLOCK_T, BLOCK_K] and [BLOCK_K, BLOCK_N].
+        x_scales: pointers to the scale of the first 128 columns of each row of x. scale_ptr: to the weight's scales.
+        C: K, SCALE_ROWS, BLOCK_T, BLOCK_K and PROMOTE of this launch.
+    """
+    if C.PROMOTE == 0:
+        acc, acc_up = _add_products(x, weight, x_scales, scale_ptr, first_t, first_n, 0, C.K, N, C, BLOCK_N, GATED, TMA)
+    else:
+        acc = tl.zeros((C.BLOCK_T, BLOCK_N), tl.float32)
+        acc_up = acc
+        for first_k in range(0, C.K, C.PROMOTE * C.BLOCK_K):
+            last_k = tl.minimum(first_k + C.PROMOTE * C.BLOCK_K, C.K)
+            part, part_up = _add_products(
+                x, weight, x_scales, scale_ptr, first_t, first_n, first_k, last_k, N, C, BLOCK_N, GATED, TMA
+            )
+            acc += part
+            if GATED:
+                acc_up += part_up
     return acc, acc_up
 
 
@@ -131,17 +148,17 @@ def _accumulate(
 def _compute_tile(
     x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    if C.PROMOTE == 0:
-        acc, acc_up = _accumulate(x, weight, ep, first_t, first_n, 0, C.K, T, N, C, BLOCK_N)
-    else:
-        acc = tl.zeros((C.BLOCK_T, BLOCK_N), tl.float32)
-        acc_up = acc
-        for first_k in range(0, C.K, C.PROMOTE * C.BLOCK_K):
-            last_k = tl.minimum(first_k + C.PROMOTE * C.BLOCK_K, C.K)
-            part, part_up = _accumulate(x, weight, ep, first_t, first_n, first_k, last_k, T, N, C, BLOCK_N)
-            acc += part
-            if ep.activation is not None:
-                acc_up += part_up
+    x_scales = ep.x_scale
+    t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
+    if C.SCALE_ROWS is not None:
+        x_scales += t * ((C.K + 127) // 128)
+    if not C.TMA:
+        # Rows past the end repeat the last one instead of being masked; they are not stored.
+        k = tl.arange(0, C.BLOCK_K)
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+        x += t.to(tl.int64)[:, None] * C.K + k[None, :]
+        weight += n.to(tl.int64)[None, :] * C.K + k[:, None]
+    acc, acc_up = tile_sums(x, weight, x_scales, ep.scale, first_t, first_n, N, C, BLOCK_N, ep.activation is not None, C.TMA)
     t = (first_t + tl.arange(0, C.BLOCK_T))[:, None]
     n = (first_n + tl.arange(0, BLOCK_N))[None, :]
     rows = load_rows(ep, n, n < N, N, C.SCALE_ROWS is None)
@@ -171,11 +188,11 @@ def _gemm_kernel(
     """
     pid = tl.program_id(0)
     if C.REST == 1 or pid < whole:
-        first_t, first_n = place_tile(pid, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
+        first_t, first_n = tile_origin(pid, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
         _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, C.BLOCK_N)
     else:
         PART: tl.constexpr = C.BLOCK_N // C.REST
-        first_t, first_n = place_tile(whole + (pid - whole) // C.REST, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
+        first_t, first_n = tile_origin(whole + (pid - whole) // C.REST, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
         first_n += (pid - whole) % C.REST * PART
         _compute_tile(x, rest_weight, ep, rest_residual, rest_out, first_t, first_n, T, N, C, PART)
 
@@ -200,7 +217,7 @@ def best_tile(
     tiles: Sequence[tuple[int, int, int]],
     T: int,
     N: int,
-    blocks: int,
+    steps: int,
     gated: bool,
     num_sms: int,
 ) -> tuple[int, int, int, int]:
@@ -212,7 +229,7 @@ def best_tile(
     def one_round(block_t: int, columns: int) -> float:
         columns *= 2 if gated else 1
         step = max(block_t * columns / 2**14, (block_t + columns) / 280)  # arithmetic, or reading from L2
-        return blocks * step + 6.5
+        return steps * step + 6.5
 
     def time(tile: tuple[int, int, int, int]) -> tuple[float, int]:
         block_t, block_n, _, rest = tile
@@ -257,8 +274,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
         require_fp8(x.device)
     facts = product.facts(token_regime(T))
     N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
-    if blocks and FP8_BLOCK % c.block_k:
-        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
+    require_one_scale(product.scale_rows, c.block_k)
     tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
@@ -273,7 +289,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
             (weight, [n, c.block_k], tma), (ep.residual, [c.block_t, n], tma_out), (out, [c.block_t, n], tma_out)
         )
     ]  # fmt: skip
-    promote = _PROMOTE // c.block_k if eight and not blocks else 0
+    promote = PROMOTE_AFTER // c.block_k if eight and not blocks else 0
     constants = _Constants(K, product.scale_rows, c.block_t, c.block_n, c.block_k, c.rest, tma, tma_out, promote)
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
         rows, *operands, ep, T, N, whole, C=constants, num_warps=c.num_warps, num_stages=c.num_stages

@@ -4,9 +4,9 @@ One warp fetches tiles by TMA. Two or three groups of four warps multiply, each 
 the groups scale, activate and store. The kernel is written in Gluon, because Triton's own pipeline makes all warps wait for
 each other at every step.
 
-A tile has 128 or 192 rows, so up to 192 tokens take one pass over the weights, and up to 384 take two. Its columns are a pair of
-strips: two neighbouring strips or, for a gated activation, a strip of gate and the same strip of up. A second pair of narrower
-strips gives widths between the powers of two, with which the last round of tiles is full.
+A tile has 128 or 192 rows, so up to 192 tokens take one pass over the weights, and up to 384 take two. Its columns are those of a
+pair of strips of weight rows: two neighbouring strips or, for a gated activation, a strip of gate and the same strip of up. A
+second pair of narrower strips gives widths between the powers of two, with which the last round of tiles is full.
 
 K is split in two parts if few tiles would leave SMs idle, or if the tiles would be so narrow that reading from L2 takes longer
 than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to
@@ -38,10 +38,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, cached_lookup
-from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
+from minirt.kernels.hopper.ring import barriers, release, release_before, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
-from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit
+from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import (
     arrive_last,
     finish,
@@ -52,7 +52,7 @@ from minirt.kernels.linear.epilogue import (
     store_part,
 )
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
 
 
@@ -62,7 +62,7 @@ class _Constants(NamedTuple):
 
     Args:
         COLUMNS: output columns of a tile; FIRST: of its first pair of strips.
-        MORE: weight rows of the second pair; 0: there is none.
+        MORE: weight rows of the second pair; 0: there is none. (If gated, it has half as many output columns.)
         SHIFT: see `_first`.
         PROMOTE: steps in K after which the sums are set aside, divided by SCALE; 0: never.
     """
@@ -130,11 +130,10 @@ def _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP: gl.constexpr):
-    _, _, _, out, more_out, staging, more_staging = ends
-    _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP)
+def _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP: gl.constexpr):
+    _finish_pair(acc, outs[0], buffers[0], ep, t, n, T, N, C, GROUP)
     if C.MORE != 0:
-        _finish_pair(more, more_out, more_staging, ep, t, n + C.FIRST, T, N, C, GROUP)
+        _finish_pair(more, outs[1], buffers[1], ep, t, n + C.FIRST, T, N, C, GROUP)
 
 
 @gluon.jit
@@ -174,12 +173,12 @@ def _store_row_maxima(acc, more, ep, t, n, T, N, C):
 
 @gluon.jit
 def _first(tile, T, tiles_n, C):
-    """The first row and the first column of a tile, in the order of `place_tile`.
+    """The first row and the first column of a tile, in the order of `tile_origin`.
 
     With SHIFT, a tile of the last rows starts early enough to be full, because TMA is slow with rows past the end. Some rows are
     then computed twice, with the same result.
     """
-    t, n = place_tile(tile, T, tiles_n, 64 * C.GROUPS, C.COLUMNS)
+    t, n = tile_origin(tile, T, tiles_n, 64 * C.GROUPS, C.COLUMNS)
     if C.SHIFT:
         t = min(t, max(T - 64 * C.GROUPS, 0))
     return t, n
@@ -284,13 +283,13 @@ def _add_products(ring, acc, more, step, first, last, C, GROUP: gl.constexpr):
             acc, more = warpgroup_mma_wait(2, deps=[acc, more])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        release(empty, step + C.STAGES - 1, i > first)  # the step before
+        release_before(empty, step, i > first)
         step += 1
     if C.MORE != 0:
         acc, more = warpgroup_mma_wait(0, deps=[acc, more])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    release(empty, step + C.STAGES - 1)
+    release_before(empty, step)
     return acc, more, step
 
 
@@ -355,12 +354,13 @@ def _add_other_part(acc, more, workspace, tile, part, C, GROUP: gl.constexpr):
     """Store the sums for the other part's program. If that program has already stored its sums, return the total, and True."""
     sums_ptr, counters_ptr = workspace
     WIDTH: gl.constexpr = acc.shape[1]
-    sums_ptr += (2 * tile + GROUP) * 2 * 64 * (WIDTH + C.MORE)
-    more_ptr = sums_ptr + 2 * 64 * WIDTH
+    of_group = C.GROUPS * tile + GROUP
+    sums_ptr += of_group * C.SPLIT * 64 * (WIDTH + C.MORE)
+    more_ptr = sums_ptr + C.SPLIT * 64 * WIDTH
     store_part(acc, places(acc), None, sums_ptr, part)
     if C.MORE != 0:
         store_part(more, places(more), None, more_ptr, part)
-    last = arrive_last(counters_ptr + 2 * tile + GROUP, 2)
+    last = arrive_last(counters_ptr + of_group, C.SPLIT)
     if last:
         acc += load_part(acc, places(acc), None, sums_ptr, 1 - part)
         if C.MORE != 0:
@@ -369,10 +369,10 @@ def _add_other_part(acc, more, workspace, tile, part, C, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_residual(ends, t, n, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr):
-    """Fetch a group's rows of the residual into the buffers through which it stores them later."""
-    residual, more_residual, residual_full, _, _, staging, more_staging = ends
-    arrived = residual_full.index(GROUP)
+def _fetch_residual(residuals, arrived, buffers, t, n, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr):
+    """Fetch a group's rows of the residual into the buffers through which it stores them later. `arrived`: its barrier."""
+    residual, more_residual = residuals
+    staging, more_staging = buffers
     tma.store_wait(0)
     mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
     tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
@@ -383,7 +383,9 @@ def _fetch_residual(ends, t, n, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: 
 
 
 @gluon.jit
-def _multiply_tiles(ring, ends, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
+def _multiply_tiles(
+    ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
     """Task of one group of four warps: 64 rows of each of the program's tiles."""
     x_tiles, w_tiles, _, _, _ = ring
     T, N, tiles, tiles_n = sizes
@@ -396,7 +398,7 @@ def _multiply_tiles(ring, ends, ep, workspace, sizes, C, PDL: gl.constexpr, GROU
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.MORE if C.MORE != 0 else WIDTH, DEPTH])
     ASIDE: gl.constexpr = gl.float32 if C.SCALE == 1 else gl.float16
     RESIDUAL: gl.constexpr = ep.residual is not None
-    arrived = ends[2].index(GROUP)
+    arrived = residual_full.index(GROUP)
     step = 0
     phase = 0
     if PDL:
@@ -409,7 +411,7 @@ def _multiply_tiles(ring, ends, ep, workspace, sizes, C, PDL: gl.constexpr, GROU
         t = _group_row(t, T, C, GROUP)
         steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
         if RESIDUAL:
-            _fetch_residual(ends, t, n, WIDTH, C.MORE, GROUP)
+            _fetch_residual(residuals, arrived, buffers, t, n, WIDTH, C.MORE, GROUP)
         acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
         more = gl.zeros([64, C.MORE], gl.float32, NARROW) if C.MORE != 0 else 0
         if C.SCALE_ROWS is not None:
@@ -440,12 +442,12 @@ def _multiply_tiles(ring, ends, ep, workspace, sizes, C, PDL: gl.constexpr, GROU
         if C.SPLIT == 2:
             acc, more, last = _add_other_part(acc, more, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
             if last:
-                _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP)
+                _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP)
         else:
             if ep.row_maxima is not None:
                 _store_row_maxima(acc, more, ep, t, n, T, N, C)
             if needed != 0:
-                _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP)
+                _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP)
     tma.store_wait(0)
 
 
@@ -477,14 +479,14 @@ def _gemm_sm90_kernel(
     residual_full = barriers(C.GROUPS, 1)
     fence_async_shared()
     ring = (x_tiles, w_tiles, more_tiles, full, empty)
-    ends = (residual, more_residual, residual_full, out, more_out, staging, more_staging)
+    residuals, outs, buffers = (residual, more_residual), (out, more_out), (staging, more_staging)  # of each pair of strips
     workspace = (sums_ptr, counters_ptr)
     sizes = (T, N, tiles, tiles_n)
     if C.GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 0)),
-                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 1)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
                 (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
             ],
             [4, 1],
@@ -493,9 +495,9 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 0)),
-                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 1)),
-                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 2)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
+                (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 2)),
                 (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
             ],
             [4, 4, 1],
@@ -509,14 +511,14 @@ _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _LARGEST = 448  # of float8_e4m3fn
 _FINE = 512  # tokens; up to here, every number of tiles of rows has its own configuration
 _LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
-# Columns of the two pairs of strips. With a gated activation, half of the columns are of gate.
+# Weight rows of the two pairs of strips. With a gated activation, half of them are gate's.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups, whose registers cannot hold the sums of a single pair of 256
 # For weights with a scale for each block: no strip reaches into a second block of 64 or 128 rows, and registers hold the products
-# beside the sums. With three groups, registers suffice for 128 columns.
+# beside the sums. With three groups, registers suffice for 128 weight rows.
 WIDTHS_OF_BLOCKS = ((128, 64), (128, 0), (64, 32), (64, 0))
 GATED_WIDTHS_OF_BLOCKS = ((128, 0), (64, 0))
-_MOST_COLUMNS_OF_THREE = 128
+_MOST_ROWS_OF_THREE = 128
 _FEWEST_SCALE_ROWS = 64
 
 
@@ -525,7 +527,7 @@ class GemmSm90Config:
     """A launch configuration of `gemm_sm90`.
 
     Args:
-        width, more: columns of the first and of the second pair of strips of a tile; `more` may be 0.
+        width, more: weight rows of the first and of the second pair of strips of a tile; `more` may be 0.
         num_stages: tiles in flight.
         promote: steps in K after which the sums are set aside; 0: never.
         programs: number of programs that share the tiles.
@@ -557,24 +559,24 @@ def derive_config(
     width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
     groups: int = 2, blocks: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
-    """The configuration that follows from the columns of both pairs of strips, the parts of K and the groups of warps.
+    """The configuration that follows from the weight rows of both pairs of strips, the parts of K and the groups of warps.
 
     `blocks`: whether the weight has a scale for each block.
     """
-    columns = width + more
+    rows = width + more
     pieces = sum(_pieces(width, more, groups, out_itemsize, residual))
     buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
-    stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + columns) * _ROW_BYTES)
+    stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + rows) * _ROW_BYTES)
     steps = cdiv(K * itemsize, _ROW_BYTES)
     split = min(split, steps)  # so that no part is empty
-    steps, most = cdiv(steps, split), 8 if columns <= 192 else 16
+    steps, most = cdiv(steps, split), 8 if rows <= 192 else 16
     promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most and not blocks else 0
     return GemmSm90Config(width, more, min(8, stages), promote, programs, split, groups)
 
 
 def token_regime(T: int) -> int:
     """T rounded up to whole tiles (up to 512, like the buckets of CUDA graphs), else to a power of two."""
-    return 1 << (T - 1).bit_length() if T > _FINE else padded_tokens(T)
+    return next_power_of_2(T) if T > _FINE else padded_tokens(T)
 
 
 def padded_tokens(T: int) -> int:
@@ -584,9 +586,9 @@ def padded_tokens(T: int) -> int:
 
 def may_split(facts: ProductFacts, width: int, more: int, num_sms: int) -> bool:
     """Whether K can be split: two programs per tile run at once, each part is long enough, and registers can hold the sums."""
-    tiles, columns = cdiv(facts.T, _ROWS) * cdiv(facts.N, width + more), 144 if facts.itemsize == 1 else 192
+    tiles, most = cdiv(facts.T, _ROWS) * cdiv(facts.N, width + more), 144 if facts.itemsize == 1 else 192
     long = facts.K * facts.itemsize >= _LONGEST_WHOLE * _ROW_BYTES
-    return not facts.gated and long and width + more <= columns and 2 * tiles <= num_sms
+    return not facts.gated and long and width + more <= most and 2 * tiles <= num_sms
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
@@ -609,7 +611,7 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
         found += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
     of_three: list[tuple[int, int]] = []
     if blocks:
-        of_three = [widths for widths in all_widths if sum(widths) <= _MOST_COLUMNS_OF_THREE]
+        of_three = [widths for widths in all_widths if sum(widths) <= _MOST_ROWS_OF_THREE]
     elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
         of_three = list(WIDTHS_OF_THREE)
     found += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
@@ -624,15 +626,15 @@ def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
     function of that of two. With scales of blocks, a step also waits for its products and adds them
     (docs/decisions/linear-fp8-blocks.md).
     """
-    columns, blocks = c.width + c.more, facts.blocks
-    tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, columns // (2 if facts.gated else 1))
+    rows, blocks = c.width + c.more, facts.blocks
+    tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, rows // (2 if facts.gated else 1))
     step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
     if blocks:
         step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
     elif c.groups == 3:
         step = 1.7 * step - 0.055
     steps, rounds = cdiv(facts.K * facts.itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
-    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
+    round_price, split_price = 1.5 if rows <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
     return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
 
 
@@ -643,7 +645,10 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSm90Config:
 
 
 def _usable(c: GemmSm90Config, facts: ProductFacts) -> bool:
-    """Wide outputs (logits) need shared memory that buckets do not count. Without a workspace, K is not split."""
+    """A bucket's name has no out_itemsize, so for wide outputs (logits) a stored configuration may need too much shared memory.
+
+    Without a workspace, K is not split.
+    """
     return facts.out_itemsize == 2 and (facts.splits or c.split == 1)
 
 
@@ -669,31 +674,30 @@ class _Plan(NamedTuple):
 
     Args:
         columns: output columns of a tile.
-        block_k: values of a row per step in K.
-        few_rows, rows: tiles of x, for at most 128 rows and for more.
+        few_x_tile, x_tile: tiles of x, for at most 128 tokens and for more.
         weights, ends: tiles of the weight; and of the residual and the output. None: there is no second pair of strips.
         scale: factor of the sums that are set aside.
     """
 
     config: GemmSm90Config
     columns: int
-    few_rows: Tile
-    rows: Tile
+    few_x_tile: Tile
+    x_tile: Tile
     weights: tuple[Tile | None, Tile | None]
     ends: tuple[Tile | None, Tile | None]
     scale: float
 
 
 def _plan(c: GemmSm90Config, facts: ProductFacts) -> _Plan:
-    block_k, columns = _ROW_BYTES // facts.itemsize, c.width + c.more
+    block_k, rows = _ROW_BYTES // facts.itemsize, c.width + c.more
     pieces = _pieces(c.width, c.more, c.groups, facts.out_itemsize, facts.residual)
     weights = [tma_tile(n // 2, block_k, facts.itemsize) if n else None for n in (c.width, c.more)]
     ends = [tma_tile(64, n, facts.out_itemsize) if n else None for n in pieces]
-    few_rows, rows = (tma_tile(n, block_k, facts.itemsize) for n in (64, _ROWS if c.groups == 2 else 64))
+    few_x_tile, x_tile = (tma_tile(n, block_k, facts.itemsize) for n in (64, _ROWS if c.groups == 2 else 64))
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
-    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * facts.K / 65504))) if columns > 192 else 0
-    columns //= 2 if facts.gated else 1
-    return _Plan(c, columns, few_rows, rows, (weights[0], weights[1]), (ends[0], ends[1]), 2.0**halvings)
+    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * facts.K / 65504))) if rows > 192 else 0
+    columns = rows // 2 if facts.gated else rows
+    return _Plan(c, columns, few_x_tile, x_tile, (weights[0], weights[1]), (ends[0], ends[1]), 2.0**halvings)
 
 
 @cached_lookup
@@ -718,7 +722,7 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     facts = product.facts(token_regime(T))
     N, K, gated = facts.N, facts.K, facts.gated
     plan = _lookup_plan(weight.device, facts) if config is None else _plan(config, facts)
-    c, columns, few_rows, rows, weights, ends, sums_scale = plan
+    c, columns, few_x_tile, x_tile, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n
     sums, counters = None, None
@@ -739,7 +743,7 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
         c.split, c.groups,
     )  # fmt: skip
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        Tiled(x, rows if T > _ROWS else few_rows), *operands, ep, sums, counters, T, N, tiles, tiles_n, C=constants,
+        Tiled(x, x_tile if T > _ROWS else few_x_tile), *operands, ep, sums, counters, T, N, tiles, tiles_n, C=constants,
         **launch_options(4, 1, product.pdl),
     )  # fmt: skip
 

@@ -22,13 +22,15 @@ import triton.language as tl
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
-from minirt.kernels.fp8 import block_scales
+from minirt.kernels.fp8 import block_scales, require_one_scale
 from minirt.kernels.launch import (
     Gpu,
     cdiv,
+    even_parts,
     fit_stages,
     launch_options,
     next_power_of_2,
+    registers,
     require_fp8,
     shared_limit,
 )
@@ -46,7 +48,6 @@ from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 
 MAX_TOKENS = 128
-_REGISTERS = 65536  # of an SM
 _MOST_PARTS = 8  # of K; the last program to arrive reads the sums of all parts
 _LARGE = 200 * 1024  # bytes: the most shared memory that is used, on devices that have more
 
@@ -70,15 +71,11 @@ class GemmSmallConfig:
     programs: int = 1
     tma: bool = False
 
-    @property
-    def registers(self) -> int | None:
-        """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
-        most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
-        return most if most < 255 else None
-
 
 @compile_time
 class _Constants(NamedTuple):
+    """What a launch compiles in. SCALE_ROWS: rows of a block with one scale; None: there are no blocks. SPLIT: parts of K."""
+
     K: int
     SCALE_ROWS: int | None
     SPLIT: int
@@ -119,8 +116,9 @@ def _gemm_small_kernel(
 ):  # fmt: skip
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. With an activation, the weight has 2N rows. With SCALE_ROWS, the
-    scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+    With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer:
+    Triton prefetches nothing through a descriptor. With an activation, the weight has 2N rows. With SCALE_ROWS, the scales are
+    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
     """
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
@@ -134,21 +132,21 @@ def _gemm_small_kernel(
     first = part * PART
     last = tl.minimum(first + PART, C.K)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
-    rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * C.K
+    row_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * C.K
     up = tl.cast(N, tl.int64) * C.K  # an N of 1 is a constant
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, not BLOCKS)
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
-        touch(rows + first)
+        touch(row_ptrs + first)
         if GATED:
-            touch(rows + first + up)
+            touch(row_ptrs + first + up)
         tl.extra.cuda.gdc_wait()
     of_tokens = load_tokens(ep, t[None, :], t[None, :] < T, not BLOCKS)
     if not C.TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * C.K + k[None, :]
-        w_ptrs = rows[:, None] + k[None, :]
+        w_ptrs = row_ptrs[:, None] + k[None, :]
     acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
     x_scales = ep.x_scale + tl.minimum(t, T - 1) * ((C.K + 127) // 128) if BLOCKS else None
@@ -177,8 +175,8 @@ def _gemm_small_kernel(
     mine = True
     if C.SPLIT > 1:
         sums_ptr += tile * (C.SPLIT * C.BLOCK_N * C.BLOCK_T)
-        inside = t[None, :] * C.BLOCK_N + (n - n0)[:, None]
-        acc, mine = add_parts(acc, inside, stored, sums_ptr, counters_ptr + tile, part, C.SPLIT)
+        place = t[None, :] * C.BLOCK_N + (n - n0)[:, None]
+        acc, mine = add_parts(acc, place, stored, sums_ptr, counters_ptr + tile, part, C.SPLIT)
     if mine:
         acc = finish(acc, acc_up, of_rows, of_tokens, residual, ep)
         needed = 1
@@ -200,7 +198,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     With more tokens, there is more arithmetic, and the sums of a split K are larger. So there are fewer programs, with more
     tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-small-batches.md).
     """
-    few = tiles <= 2 * num_sms  # few programs, unless K is split
+    few = tiles <= 2 * num_sms  # at most two tiles of 64 rows for an SM
     wide = not gated and not few  # larger tiles read x less often
     if block_t <= 32:
         return 64, 256, 2 if block_t == 32 and few and not gated else 3
@@ -236,7 +234,8 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
     row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
-    # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
+    # If three programs fit on an SM, split K for two and a half (with scales of blocks and
+    # more than 16 tokens, for two): one part less gains more than a few more bytes in flight.
     enough = min(2 if blocks and block_t > 16 else 2.5, programs) * num_sms
     shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
     split = 1 if gated else max(1, min(int(enough / cdiv(N, block_n)), _MOST_PARTS, K // shortest))
@@ -268,19 +267,18 @@ def row_maxima_tiles(product: Product) -> int:
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
-    """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
+    """Write the output of a product of up to 128 tokens; `dispatch` gives those of one to `gemv`, and checks them before."""
     x, weight, ep, T = product.x, product.weight, product.epilogue, product.x.shape[0]
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t, scale_rows = token_block(T), product.scale_rows
     facts = product.facts(block_t)
     N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
-    if scale_rows is not None and FP8_BLOCK % c.block_k:
-        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
-    tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
+    require_one_scale(scale_rows, c.block_k)
+    tiles = cdiv(N, c.block_n)
     split, sums, counters = 1, None, None
     if product.workspace is not None and c.split > 1:
-        split = cdiv(blocks, cdiv(blocks, c.split))  # no part is empty
+        split = even_parts(cdiv(K, c.block_k), c.split)
         sums, counters = product.workspace.sums(tiles * split * c.block_n * block_t), product.workspace.counters(tiles)
     if ep.row_maxima is not None and (product.gated or ep.row_maxima.shape[1] != tiles):
         expected, found = f"a plain product, {tiles} places", f"{ep.activation}, {ep.row_maxima.shape[1]} places"
@@ -292,7 +290,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     _gemm_small_kernel[(tiles * split,)](
         *operands, weight, ep, product.out, sums, counters, T, N,
         C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma),
-        maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, product.pdl),
+        maxnreg=registers(c.num_warps, c.programs), **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip
 
 

@@ -10,13 +10,13 @@ issues the first loads before it waits for the kernel that computes its input.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.compile.tuning import Family, around
+from minirt.kernels.compile.tuning import Family, around, cached_lookup
 from minirt.kernels.launch import Gpu, cdiv, launch_options, require_fp8
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -81,6 +81,14 @@ def chunk_scales(
 
 @compile_time
 class _Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        SCALE_ROWS: rows of a block with one scale; None: there are no blocks.
+        CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
+        TILES: tiles in flight.
+    """
+
     K: int
     SCALE_ROWS: int | None
     BLOCK_N: int
@@ -179,19 +187,21 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     if num_warps == 8:
         # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
         # where x costs more instructions than the weights. But the last round of programs should be nearly full.
-        rows, fewest, full = (2 if gated else 4), *((2, 0.8) if fp8 else (1, 0.9))
+        rows = 2 if gated else 4
+        fewest = 2 if fp8 else 1
+        full = 0.8 if fp8 else 0.9
         while rows > fewest and (rounds := cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
             rows //= 2
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
-        return GemvConfig(rows, 8, min(cdiv(count, 2), loads), 64)
+        return GemvConfig(rows, 8, tiles=min(cdiv(count, 2), loads), registers=64)
     if at_once:
         if facts.blocks:
-            return GemvConfig(2, num_warps, 4)
+            return GemvConfig(2, num_warps, tiles=4)
         few = fp8 or 24 * num_sms > N
-        return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
+        return GemvConfig(4, num_warps, tiles=4) if few else GemvConfig(8, num_warps, tiles=2)
     if fp8:
-        return GemvConfig(4 if gated else 8, num_warps, 4)
-    return GemvConfig(2 if gated else 4, num_warps, cdiv(count, 2))
+        return GemvConfig(4 if gated else 8, num_warps, tiles=4)
+    return GemvConfig(2 if gated else 4, num_warps, tiles=cdiv(count, 2))
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvConfig]:
@@ -213,25 +223,44 @@ def chunk_size(itemsize: int) -> int:
     return min(8, 16 // itemsize)
 
 
+class _Plan(NamedTuple):
+    """What the launches of products of one shape have in common: their programs, constants and options."""
+
+    programs: int
+    constants: _Constants
+    options: dict[str, Any]
+
+
+def _plan(c: GemvConfig, facts: ProductFacts, scale_rows: int | None, aligned: bool, pdl: bool) -> _Plan:
+    chunk = chunk_size(facts.itemsize)
+    block_k = chunk * WARP * c.num_warps
+    if facts.K % chunk or not aligned:
+        chunk = 1  # unaligned rows: each thread loads and sums single values
+    constants = _Constants(facts.K, scale_rows, c.block_n, block_k, chunk, min(c.tiles, cdiv(facts.K, block_k)))
+    return _Plan(cdiv(facts.N, c.block_n), constants, {"maxnreg": c.registers, **launch_options(c.num_warps, 1, pdl)})
+
+
+@cached_lookup
+def _lookup_plan(device: torch.device, facts: ProductFacts, scale_rows: int | None, aligned: bool, pdl: bool) -> _Plan:
+    return _plan(FAMILY.lookup(device, facts), facts, scale_rows, aligned, pdl)
+
+
 def gemv(product: Product, config: GemvConfig | None = None) -> None:
     """Write the output of a product of one token. Unchecked, see `dispatch`.
 
     x is not quantized: an fp8 weight multiplies 16- or 32-bit activations.
     """
-    x, weight, out, facts = product.x, product.weight, product.out, product.facts(1)
-    N, K = facts.N, facts.K
-    if weight.dtype == torch.float8_e4m3fn:
+    x, weight, facts = product.x, product.weight, product.facts(1)
+    if facts.itemsize == 1:
         require_fp8(x.device)
-    config = config or FAMILY.lookup(x.device, facts)
-    chunk = chunk_size(facts.itemsize)
-    block_k = chunk * WARP * config.num_warps
-    if K % chunk or weight.data_ptr() % 16:
-        chunk = 1  # unaligned rows: each thread loads and sums single values
-    constants = _Constants(K, product.scale_rows, config.block_n, block_k, chunk, min(config.tiles, cdiv(K, block_k)))
-    _gemv_kernel[(cdiv(N, config.block_n),)](
-        x, product.norm, weight, product.epilogue, out, N, C=constants, maxnreg=config.registers,
-        **launch_options(config.num_warps, 1, product.pdl),
-    )  # fmt: skip
+    scale_rows, aligned, pdl = product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, product.pdl
+    if config is None:
+        programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, pdl)
+    else:
+        programs, constants, options = _plan(config, facts, scale_rows, aligned, pdl)
+    _gemv_kernel[(programs,)](
+        x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options
+    )
 
 
 FAMILY = Family(

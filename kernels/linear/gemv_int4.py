@@ -1,6 +1,6 @@
 """Linear layers of one token with 4-bit weights, as in `gemv`: fp32 FMAs, the norm fused, several loads of each thread in flight.
 
-The layout of the words is that of `int4`; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
+`int4_words` has the layout; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
 alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that
 all products are q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this
 kernel must never be compiled with flushing of denormals, which Triton does not do. Tensor cores are slower for one token: in
@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
+from minirt.kernels.linear.int4_words import factor, group_words, scale_words, zero_point
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK
 
 _WARP_PAIRS = 128  # pairs of words; 4 of each thread
 
@@ -93,18 +93,6 @@ def _per_thread(x):
 
 
 @triton.jit
-def _group_scales(ptr, row, word, i: tl.constexpr, stride, C):
-    """The scale words of a row for the groups of each thread's chunk in tile i, a tuple."""
-    GROUPS: tl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
-    chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16
-    words = ()
-    for g in tl.static_range(4 // C.GROUP):
-        group = tl.minimum(chunk * (4 // C.GROUP) + g, GROUPS - 1).to(tl.int64)
-        words += (tl.load(ptr + group * stride + row),)
-    return words
-
-
-@triton.jit
 def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
     """acc + 2^−53 · the products of each thread's words of a tile.
 
@@ -116,9 +104,7 @@ def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
         for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
             products += (w & (15 << 4 * j)).to(tl.float32, bitcast=True) * low[j]
             products += (other & (15 << 4 * j)).to(tl.float32, bitcast=True) * high[j]
-        scale = (scales[g] & -16).to(tl.float32, bitcast=True)
-        zero = (scales[g] & 15).to(tl.float32)
-        acc += scale * (_per_thread(products) - zero * totals[g])
+        acc += factor(scales[g]) * (_per_thread(products) - zero_point(scales[g]) * totals[g])
     return acc
 
 
@@ -170,10 +156,11 @@ def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.conste
                 low += (first_x * 2.0 ** (96 - 4 * j),)
                 high += (second_x * 2.0 ** (96 - 4 * j),)
             totals += (_per_thread(total) * 2.0**-53,)
+        chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16  # of each thread
         added = ()
         for r in tl.static_range(BOTH):
             row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
-            scales = _group_scales(ep.scale, row, word, i, all_rows, C)
+            scales = group_words(ep.scale, all_rows, chunk, C.K, C.GROUP, row)
             added += (_row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, C.GROUP),)
             if i + C.TILES < COUNT:
                 loaded += (_words(weight_ptr, row, word, i + C.TILES, C),)
@@ -214,11 +201,10 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Config]:
 def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
     """Write the output of a product of one token with 4-bit weights."""
     ep, (_, N, K) = product.epilogue, product.shape
-    if ep.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
+    _, group = scale_words(product)
     c = config or FAMILY.lookup(product.x.device, product.facts(1))
     pairs, block = product.weight.view(torch.int32), _WARP_PAIRS * c.num_warps
-    constants = _Constants(K, int4_group(K, ep.scale.shape[0]) // 32, c.rows, block, min(c.tiles, cdiv(pairs.shape[1], block)))
+    constants = _Constants(K, group // 32, c.rows, block, min(c.tiles, cdiv(pairs.shape[1], block)))
     _gemv_int4_kernel[(cdiv(N, c.rows),)](
         product.x, product.norm, pairs, ep, product.out, N, C=constants, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),

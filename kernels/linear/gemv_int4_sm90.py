@@ -1,4 +1,4 @@
-"""Linear layers of one token with 4-bit weights (layout: `int4`) for Hopper: words go to tensor cores through shared memory.
+"""Linear layers of one token with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through shared memory.
 
 As in `int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's
 sum is multiplied by its scale in fp32. `int4_small_sm90` loads words into registers, and ptxas moves such loads to where the
@@ -20,14 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
-from minirt.kernels.compile.tuning import Family
+from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish
 from minirt.kernels.linear.int4_small_sm90 import first_chunk, multiply, times
+from minirt.kernels.linear.int4_words import scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK
 
 ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
 _COLUMNS = gl.constexpr(8)  # of the MMA, all of them copies of the token
@@ -48,7 +48,6 @@ class GemvInt4Sm90Config:
         unroll: chunks in a step of the loop. Divides `stages`, unless a warp's whole part is in flight.
         registers: the most registers of a thread; None for no limit.
         x_in_ring: whether x goes through the ring. It cannot if there is a norm.
-        chains: sums that the products of a group are added to in turn: 1 or 2.
         line: whether a copy of 64 bytes of a row also brings the rest of its 128 bytes into L2.
     """
 
@@ -57,7 +56,6 @@ class GemvInt4Sm90Config:
     unroll: int
     registers: int | None = None
     x_in_ring: bool = False
-    chains: int = 1
     line: bool = False
 
 
@@ -71,7 +69,6 @@ class _Constants(NamedTuple):
     STAGES: int
     UNROLL: int
     X_IN_RING: bool
-    CHAINS: int
     LINE: bool
 
 
@@ -354,16 +351,16 @@ def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.c
                 _fetch(ring, sources, next_one, mine, first, u * SLOT, C, GATED, C.X_IN_RING)
             else:
                 _commit()
-            acc = multiply(gate, x, acc, C.GROUP, C.CHAINS)
+            acc = multiply(gate, x, acc, C.GROUP, 1)
             if GATED:
-                acc_up = multiply(up, x, acc_up, C.GROUP, C.CHAINS)
+                acc_up = multiply(up, x, acc_up, C.GROUP, 1)
     for i in gl.static_range(COUNT // C.UNROLL * C.UNROLL, COUNT):
         _wait(C.STAGES - 1)
         gate, up, x = _chunk(words_at, scales_at, x_at, i % C.STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
         _commit()
-        acc = multiply(gate, x, acc, C.GROUP, C.CHAINS)
+        acc = multiply(gate, x, acc, C.GROUP, 1)
         if GATED:
-            acc_up = multiply(up, x, acc_up, C.GROUP, C.CHAINS)
+            acc_up = multiply(up, x, acc_up, C.GROUP, 1)
     _wait(0)
 
     if GATED:
@@ -407,9 +404,9 @@ def worthwhile(rows: int, K: int, residual: bool) -> bool:
 
 
 def accepts(product: Product) -> bool:
-    """Whether the kernel should compute this product: one token of 16 bits, a large 4-bit weight, 16-byte alignment."""
+    """Whether the kernel should compute this product: a large weight, 16-byte alignment."""
     x, weight = product.x, product.weight
-    if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or (x.data_ptr() | weight.data_ptr()) % 16:
+    if (x.data_ptr() | weight.data_ptr()) % 16:
         return False
     return worthwhile(weight.shape[0], x.shape[1], product.epilogue.residual is not None)
 
@@ -462,15 +459,21 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
     return found
 
 
+@cached_lookup
+def _lookup_fitting(device: torch.device, facts: ProductFacts, group: int, normed: bool) -> GemvInt4Sm90Config:
+    return fitting(FAMILY.lookup(device, facts), facts.K, group, facts.gated, normed)
+
+
 def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -> None:
     """Write the output of a product of one token."""
-    ep, (_, N, K), gated = product.epilogue, product.shape, product.gated
-    if ep.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
-    group = int4_group(K, ep.scale.shape[0])
-    c = config or FAMILY.lookup(product.x.device, product.facts(1))
-    c = fitting(c, K, group, gated, product.norm is not None)
-    constants = _Constants(K, group // 32, c.num_warps, c.stages, c.unroll, c.x_in_ring, c.chains, c.line)
+    ep, facts = product.epilogue, product.facts(1)
+    _, group = scale_words(product)
+    N, K, normed = facts.N, facts.K, product.norm is not None
+    if config is None:
+        c = _lookup_fitting(product.x.device, facts, group, normed)
+    else:
+        c = fitting(config, K, group, facts.gated, normed)
+    constants = _Constants(K, group // 32, c.num_warps, c.stages, c.unroll, c.x_in_ring, c.line)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         product.x, product.norm, product.weight, ep, product.out, N, C=constants, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),

@@ -1,4 +1,4 @@
-"""Linear layers of 9 and more tokens with 4-bit weights (layout: `int4`) for Hopper: warp-specialized, unpacked in registers.
+"""Linear layers of 9 and more tokens with 4-bit weights (see `int4_words`) for Hopper, warp-specialized: unpacked in registers.
 
 One warp fetches words and x by TMA. Two groups of four warps unpack 64 rows each into registers, which are the left operand of
 `wgmma`; the tokens are on its N side. While one group unpacks, the other one multiplies. So unpacked weights are never stored.
@@ -18,7 +18,6 @@ the wait for the products, which keeps its registers alive until then.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,23 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import places
 from minirt.kernels.hopper.tma import tma_load, tma_tile
-from minirt.kernels.launch import Gpu, cdiv, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
-from minirt.kernels.linear.int4_small_sm90 import unpack
+from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tiled, compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK
 
 _ROWS = 128  # weight rows of a tile: 64 for each group of warps
 _WIDEST = 256  # tokens of a tile
 _SHARED = 227 * 1024
-_REGISTERS = 65536  # of an SM
 _MOST_PARTS = 8
 _MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
 _STEP = {32: 0.35, 64: 0.45, 128: 0.8, 256: 1.32}  # microseconds of a chunk, by the tokens of a tile
@@ -60,13 +57,11 @@ class Int4Sm90Config:
         block_t: tokens of a tile: 32, 64, 128 or 256.
         num_stages: chunks of 128 columns in flight.
         split: number of parts of K, for the tiles of the last round of programs, if that is not full.
-        programs: number of programs that share an SM: 1, or 2 with at most 64 tokens.
     """
 
     block_t: int
     num_stages: int
     split: int = 1
-    programs: int = 1
 
 
 @compile_time
@@ -79,35 +74,6 @@ class _Constants(NamedTuple):
     BLOCK_T: int
     STAGES: int
     SPLIT: int
-    REGISTERS: int
-
-
-@gluon.jit
-def _scaled(q, scale):
-    """q · scale, rounded once to 16 bits: `scale` fp32 [rows, 1] is split into a high and a low part."""
-    high = scale.to(q.dtype)
-    low = (scale - high.to(gl.float32)).to(q.dtype)
-    high, _ = gl.broadcast(high, q)
-    low, _ = gl.broadcast(low, q)
-    if q.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 rest, zero;
-            mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 rest, $1, $3, zero;
-            fma.rn.bf16x2 $0, $1, $2, rest;
-            }""",
-            "=r,r,r,r", [q, high, low], dtype=gl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 rest;
-            mul.rn.f16x2 rest, $1, $3;
-            fma.rn.f16x2 $0, $1, $2, rest;
-            }""",
-            "=r,r,r,r", [q, high, low], dtype=gl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -168,7 +134,7 @@ def _fetch(x, weight, ring, scale_ptr, sizes, C, PDL: gl.constexpr):
     x_tiles, w_tiles, full, empty = ring
     _, N, _ = sizes
     BYTES: gl.constexpr = C.BLOCK_T * 128 * 2 + 128 * 64
-    t, n, first, last, _, _ = _place(sizes, C)
+    t, n, first, last, _, _ = _work_item(sizes, C)
     ahead = min(C.STAGES, last - first)
     for i in range(ahead):
         mbarrier.expect(full.index(i), BYTES)
@@ -190,7 +156,7 @@ def _fetch(x, weight, ring, scale_ptr, sizes, C, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _place(sizes, C):
+def _work_item(sizes, C):
     """This program's first token, output column, chunk, and the chunk after its last; its tile and part of those in parts.
 
     The first programs have whole tiles. The others share the remaining tiles, SPLIT of them each; else the part is -1.
@@ -209,38 +175,14 @@ def _place(sizes, C):
     last = min(first + PART, CHUNKS)
     if C.SPLIT > 1:
         last = gl.where(part >= 0, last, CHUNKS)
-    t, n = place_tile(tile, T, (N + WIDTH - 1) // WIDTH, C.BLOCK_T, WIDTH)
+    t, n = tile_origin(tile, T, (N + WIDTH - 1) // WIDTH, C.BLOCK_T, WIDTH)
     return t, n, first, last, shared, part
 
 
 @gluon.jit
-def _scale_words(ptrs, stride, chunk, C):
-    GROUPS: gl.constexpr = (C.K + 32 * C.QUANTUM - 1) // (32 * C.QUANTUM)
-    words = ()
-    for j in gl.static_range(4 // C.QUANTUM):
-        group = gl.minimum(chunk * (4 // C.QUANTUM) + j, GROUPS - 1)
-        words += (gl.load(ptrs + group.to(gl.int64) * stride),)  # type: ignore[assignment]
-    return words
-
-
-@gluon.jit
-def _zero(words, DTYPE: gl.constexpr):
-    """−(128 + z) in bf16, −(1024 + z) in fp16: the zero point is in the lowest bits of the mantissa."""
-    if DTYPE == gl.bfloat16:  # noqa: SIM300
-        return ((words & 15) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    else:
-        return ((words & 15) | 0xE400).to(gl.int16).to(gl.float16, bitcast=True)
-
-
-@gluon.jit
 def _unpacked(w, words, x_dtype: gl.constexpr):
-    zero, _ = gl.broadcast(_zero(words, x_dtype)[:, None], w)
+    zero, _ = gl.broadcast(offset(words, x_dtype)[:, None], w)
     return unpack(w, zero)
-
-
-@gluon.jit
-def _factor(words):
-    return (words & -16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -260,7 +202,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
     EXACT: gl.constexpr = C.BLOCK_T <= 128 and C.QUANTUM > 1
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    t0, n0, first, last, shared, part_of_tile = _place(sizes, C)
+    t0, n0, first, last, shared, part_of_tile = _work_item(sizes, C)
     n0 += (32 if C.GATED else 64) * GROUP
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))
     if C.GATED:
@@ -270,15 +212,15 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
         row = gl.minimum(n0 + r, N - 1)
         all_rows = N
     scales = ep.scale + row
-    words = _scale_words(scales, all_rows, first, C)
+    words = group_words(scales, all_rows, first, C.K, C.QUANTUM)
     if PDL:
         gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
     acc = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
     if ep.residual is not None and not C.GATED:  # here, where registers are free for all loads at once
-        place, inside = _outputs(t0, n0, T, N, acc)
+        at, inside = _outputs(t0, n0, T, N, acc)
         if C.SPLIT > 1:
             inside = inside & (part_of_tile <= 0)
-        acc = load_residual(ep, place, inside)[0]
+        acc = load_residual(ep, at, inside)[0]
     for i in range(last - first):
         stage = wait_full(full, i)
         rows_of_group = w_tiles.index(stage).slice(64 * GROUP, 64)
@@ -291,7 +233,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             w = rows_of_group.load(LEFT)
         fence_async_shared()  # TMA overwrites words that threads have read
         # Loaded a step before they are used (past the end, the last ones again), and after the fence, which waits for loads.
-        following = _scale_words(scales, all_rows, first + i + 1, C)
+        following = group_words(scales, all_rows, first + i + 1, C.K, C.QUANTUM)
         left_x, right_x = x_tiles.index(2 * stage).permute((1, 0)), x_tiles.index(2 * stage + 1).permute((1, 0))
         q = _unpacked(w, words[0], x_tiles.dtype)
         if EXACT:
@@ -301,7 +243,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             b = _side_by_side(q[2], q[3])
             part = gl.zeros([64, C.BLOCK_T], gl.float32, WIDE)
             part = warpgroup_mma(a, left_x, part, use_acc=False, is_async=True)
-            scale = gl.convert_layout(_factor(words[0]), gl.SliceLayout(1, WIDE), assert_trivial=True)
+            scale = gl.convert_layout(factor(words[0]), gl.SliceLayout(1, WIDE), assert_trivial=True)
             if C.QUANTUM == 4:
                 part = warpgroup_mma(b, right_x, part, is_async=True)
                 part, a, b = warpgroup_mma_wait(0, deps=[part, a, b])
@@ -311,7 +253,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
                 part, a = warpgroup_mma_wait(0, deps=[part, a])
                 acc += part * scale[:, None]
                 part = warpgroup_mma(b, right_x, part, use_acc=False, is_async=True)
-                scale = gl.convert_layout(_factor(words[1]), gl.SliceLayout(1, WIDE), assert_trivial=True)
+                scale = gl.convert_layout(factor(words[1]), gl.SliceLayout(1, WIDE), assert_trivial=True)
                 part, b = warpgroup_mma_wait(0, deps=[part, b])
                 release(empty, i)
                 acc += part * scale[:, None]
@@ -320,7 +262,7 @@ def _multiply(ring, ep, out_ptr, workspace, sizes, C, PDL: gl.constexpr, GROUP: 
             for j in gl.static_range(4):
                 if (C.QUANTUM == 1 and j > 0) or (C.QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // C.QUANTUM], x_tiles.dtype)
-                parts += (_scaled(q[j], _factor(words[j // C.QUANTUM])[:, None]),)  # type: ignore[assignment]
+                parts += (scaled(q[j], factor(words[j // C.QUANTUM])[:, None]),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)
@@ -364,49 +306,46 @@ def _gemm_int4_sm90_kernel(x, weight, ep, out_ptr, sums_ptr, counters_ptr, T, N,
             (_fetch, (x, weight, ring, ep.scale, sizes, C, PDL)),
         ],
         [4, 1],
-        [C.REGISTERS, 24],
+        [240, 24],
     )
 
 
-def token_block(T: int) -> int:
+def tile_tokens(T: int) -> int:
     """The tokens of a tile, by the number of tokens."""
     return 32 if T <= 32 else 64 if T <= 64 else 128 if T <= 128 else _WIDEST
 
 
 def token_regime(T: int) -> int:
     """T padded to whole tiles, up to 512, else to a power of two."""
-    block = token_block(T)
-    return cdiv(T, block) * block if T <= 2 * _WIDEST else 1 << (T - 1).bit_length()
+    return padded_tokens(T) if T <= 2 * _WIDEST else next_power_of_2(T)
 
 
 def padded_tokens(T: int) -> int:
     """T padded to whole tiles."""
-    return cdiv(T, token_block(T)) * token_block(T)
+    return cdiv(T, tile_tokens(T)) * tile_tokens(T)
 
 
-def stages(block_t: int, programs: int = 1) -> int:
+def stages(block_t: int) -> int:
     """The chunks that fit in shared memory."""
-    return min(6, (_SHARED // programs - 1024) // (block_t * 256 + _ROWS * 64))
+    return min(6, (_SHARED - 1024) // (block_t * 256 + _ROWS * 64))
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move x: 16 bits, and rows and addresses aligned to 16 bytes."""
+    """Whether TMA can move x: rows and addresses aligned to 16 bytes."""
     x, weight = product.x, product.weight
-    if weight.dtype != torch.int16 or x.element_size() != 2:
-        return False
     return (x.data_ptr() | weight.data_ptr() | x.shape[1] * 2) % 16 == 0
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Sm90Config]:
     """The configurations worth considering: tiles as wide as T, up to 256, or half as wide; each with the most parts of K."""
     T, N, gated, num_sms = facts.T, facts.N, facts.gated, gpu.sms
-    widest, chunks, found = token_block(T), cdiv(facts.K, INT4_CHUNK), []
+    widest, chunks, found = tile_tokens(T), cdiv(facts.K, INT4_CHUNK), []
     for block_t in (widest, widest // 2):
         if block_t in _STEP:
             shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
             programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
             most = 1 if shared == 0 else max(1, min(programs // shared, _MOST_PARTS, chunks // 4))
-            splits = sorted({cdiv(chunks, cdiv(chunks, split)) for split in range(1, most + 1)})
+            splits = sorted({even_parts(chunks, split) for split in range(1, most + 1)})
             found += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
     return found
 
@@ -433,33 +372,31 @@ def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) ->
 
     A configuration is for the most tokens of its regime. With fewer, more tiles may be left over than can be shared.
     """
-    tiles, programs = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), num_sms * c.programs
-    shared = tiles % programs
-    if shared * c.split > min(programs, _MOST_SUMS // (_ROWS * c.block_t)):
+    tiles = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1))
+    shared = tiles % num_sms
+    if shared * c.split > min(num_sms, _MOST_SUMS // (_ROWS * c.block_t)):
         shared = 0
     return tiles - shared, shared
 
 
 def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
     """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
-    x, ep, workspace, (T, N, K), gated = product.x, product.epilogue, product.workspace, product.shape, product.gated
-    if ep.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
-    c = config or FAMILY.lookup(x.device, product.facts(token_regime(T)))
+    x, ep, workspace, T = product.x, product.epilogue, product.workspace, product.x.shape[0]
+    _, group = scale_words(product)
+    facts = product.facts(token_regime(T))
+    N, K, gated, c = facts.N, facts.K, facts.gated, config or FAMILY.lookup(x.device, facts)
     whole, shared = share_tiles(c, T, N, gated, sm_count(x.device))
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
-        chunks = cdiv(K, INT4_CHUNK)
-        split = cdiv(chunks, cdiv(chunks, c.split))  # no part is empty
+        split = even_parts(cdiv(K, INT4_CHUNK), c.split)
         sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
     else:
         whole, shared = whole + shared, 0
     x_tiles, w_tiles = tma_tile(c.block_t, 64, 2), tma_tile(32 if gated else _ROWS, 32, 2)
-    registers = 240 if c.programs == 1 else 112
-    constants = _Constants(K, gated, int4_group(K, ep.scale.shape[0]) // 32, c.block_t, c.num_stages, split, registers)
+    constants = _Constants(K, gated, group // 32, c.block_t, c.num_stages, split)
     _gemm_int4_sm90_kernel[(whole + shared * split,)](
         Tiled(x, x_tiles), Tiled(product.weight, w_tiles), ep, product.out, sums, counters, T, N, whole, C=constants,
-        maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, product.pdl),
+        **launch_options(4, 1, product.pdl),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of 1 to 8 tokens with 4-bit weights (layout: `int4`) for Hopper: words go to tensor cores through registers.
+"""Linear layers of 1 to 8 tokens with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through registers.
 
 A program computes a few rows for all tokens. Its warps divide K, each has neighbouring chunks of 128 columns, and
 nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
@@ -6,7 +6,7 @@ first of them before it waits for the kernel that computes x. With one token the
 
 A thread loads 8 neighbouring words of a row at once, 16 bytes. The order of the columns in a product is free if x has the
 same one, so these words are the left operands (m16n8k16) of two steps of 16 columns, four times over. x is loaded in the same
-way, from L1. A word is unpacked as in `int4`: q − z, exact in 16 bits. Each group's sum is multiplied by its scale in fp32.
+way, from L1. A word is unpacked to q − z, exact in 16 bits. Each group's sum is multiplied by its scale in fp32.
 
 Integer instructions limit the kernel, not FMAs: a shift or a mask takes two issue cycles of an SM's quarter. To unpack 8 weights
 takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` needs 12.
@@ -15,19 +15,18 @@ takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` need
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
+from minirt.kernels.linear.int4_words import factor, offset, scale_words, unpack
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, int4_group
+from minirt.kernels.reference import INT4_CHUNK
 
 MAX_TOKENS = 8  # the columns of the MMA
 
@@ -49,51 +48,6 @@ class Int4SmallSm90Config:
     tiles: int
     registers: int | None = None
     chains: int = 1
-
-
-@gluon.jit
-def unpack(w, zero):
-    """Words → the four tiles q − z of their nibbles, exact. `zero`: −(128 + z) in bf16, −(1024 + z) in fp16."""
-    if zero.dtype == gl.bfloat16:
-        # 128 + q, then − (128 + z)
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
-            shr.u32 w1, $4, 4;
-            shr.u32 w2, $4, 8;
-            shr.u32 w3, $4, 12;
-            lop3.b32 n0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n1, w1, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n2, w2, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 n3, w3, 0x000f000f, 0x43004300, 0xea;
-            mov.b32 one, 0x3f803f80;
-            fma.rn.bf16x2 $0, n0, one, $5;
-            fma.rn.bf16x2 $1, n1, one, $5;
-            fma.rn.bf16x2 $2, n2, one, $5;
-            fma.rn.bf16x2 $3, n3, one, $5;
-            }""",
-            "=r,=r,=r,=r,r,r", [w, zero], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        # 1024 + q, then − (1024 + z); and 1024 + 16q, a sixteenth of it, then − (64 + z)
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 w2, n0, n1, n2, n3, sixteenth, rest, more;
-            shr.u32 w2, $4, 8;
-            lop3.b32 n0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 n1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 n2, w2, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 n3, w2, 0x00f000f0, 0x64006400, 0xea;
-            mov.b32 sixteenth, 0x2c002c00;
-            mov.b32 more, 0x63806380;
-            add.rn.f16x2 rest, $5, more;
-            add.rn.f16x2 $0, n0, $5;
-            fma.rn.f16x2 $1, n1, sixteenth, rest;
-            add.rn.f16x2 $2, n2, $5;
-            fma.rn.f16x2 $3, n3, sixteenth, rest;
-            }""",
-            "=r,=r,=r,=r,r,r", [w, zero], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -170,13 +124,7 @@ def multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
     SUMS: gl.constexpr = acc.type.layout
     for g in gl.static_range(4 // GROUP):
         words = tile[1 + g]
-        scale = (words & -16).to(gl.float32, bitcast=True)
-        # −(128 + z) or −(1024 + z): the zero point is in the lowest bits of the mantissa.
-        if x[0].dtype == gl.bfloat16:
-            zero = ((words & 15) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)
-        else:
-            zero = ((words & 15) | 0xE400).to(gl.int16).to(gl.float16, bitcast=True)
-        zero = gl.convert_layout(zero, gl.SliceLayout(2, LEFT), assert_trivial=True)
+        zero = gl.convert_layout(offset(words, x[0].dtype), gl.SliceLayout(2, LEFT), assert_trivial=True)
         zero, _ = gl.broadcast(zero[:, :, None], tile[0])
         q = unpack(tile[0], zero)
         # Two chains of products, because each product waits for the one before it in its chain.
@@ -189,7 +137,7 @@ def multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
                 part = mma_v2(q[j], x[j], part)
         if CHAINS == 2 and GROUP > 1:
             part += other
-        acc += part * scale[:, :, None]
+        acc += part * factor(words)[:, :, None]
     return acc
 
 
@@ -272,11 +220,6 @@ def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, 
     gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def accepts(product: Product) -> bool:
-    """Whether the kernel can compute this product: 4-bit weights and 16-bit activations."""
-    return product.weight.dtype == torch.int16 and product.x.element_size() == 2
-
-
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallSm90Config:
     """From sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
     chunks, gated = cdiv(facts.K, INT4_CHUNK), facts.gated
@@ -297,12 +240,12 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4SmallSm90Config]:
 
 def gemm_int4_small_sm90(product: Product, config: Int4SmallSm90Config | None = None) -> None:
     """Write the output of a product of 1 to 8 tokens."""
-    x, ep, (T, N, K) = product.x, product.epilogue, product.shape
-    if ep.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
-    c = config or FAMILY.lookup(x.device, product.facts(T))
+    x, ep, T = product.x, product.epilogue, product.x.shape[0]
+    _, group = scale_words(product)
+    facts = product.facts(T)
+    N, K, c = facts.N, facts.K, config or FAMILY.lookup(x.device, facts)
     constants = _Constants(
-        K, max(32 * c.num_warps, next_power_of_2(K)), int4_group(K, ep.scale.shape[0]) // 32, c.rows, MAX_TOKENS, c.num_warps,
+        K, max(32 * c.num_warps, next_power_of_2(K)), group // 32, c.rows, MAX_TOKENS, c.num_warps,
         min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), c.chains,
     )  # fmt: skip
     _gemm_int4_small_sm90_kernel[(cdiv(N, c.rows),)](

@@ -12,6 +12,9 @@ from torch import Tensor
 from minirt.kernels.launch import Workspace
 from minirt.kernels.reference import block_rows
 
+# Names, because every launch looks them up.
+_FP8, _INT4, _new = torch.float8_e4m3fn, torch.int16, tuple.__new__
+
 
 class RowMaxima(NamedTuple):
     """Where an LM head stores the largest logit of each row in each tile of columns, so that greedy sampling reads no logits.
@@ -106,22 +109,45 @@ class Product(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """(T, N, K). N is the number of output columns."""
-        return self.x.shape[0], self.out.shape[1], self.x.shape[1]
+        T, K = self.x.shape
+        return T, self.out.shape[1], K
 
     @property
     def gated(self) -> bool:
         return self.epilogue.activation is not None
 
-    def facts(self, tokens: int) -> ProductFacts:
-        """What its launch configuration may depend on. `tokens`: T, rounded up to the most that use the same configuration."""
-        x, weight, ep = self.x, self.weight, self.epilogue
-        itemsize = x.element_size() if weight.dtype == torch.int16 else weight.element_size()
-        splits = self.workspace is not None and ep.row_maxima is None
-        # Every launch asks, and `_make` takes a fifth of the time of a call of the class.
-        return ProductFacts._make((
-            tokens, self.out.shape[1], x.shape[1], itemsize, ep.activation is not None, ep.residual is not None,
-            self.scale_rows is not None, self.out.element_size(), splits, 1, 1, 0,
+    @property
+    def format(self) -> str:
+        """The format of the weight, as in `minirt.kernels.regimes.Limits.formats`."""
+        dtype = self.weight.dtype
+        if dtype is _FP8:
+            return "fp8" if self.scale_rows is None else "fp8_blocks"
+        narrow = self.x.element_size() == 2
+        if dtype is _INT4:
+            return "int4" if narrow else "int4_fp32"
+        return "fp16" if narrow else "fp32"
+
+    def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
+        """What its launch configuration may depend on.
+
+        Args:
+            tokens: T, rounded up to the most that use the same configuration.
+            E, k, rows: of experts, see `ProductFacts`.
+        """
+        x, out, ep, itemsize = self.x, self.out, self.epilogue, self.weight.element_size()
+        # Every launch asks, and a call of the class takes several times as long.
+        return _new(ProductFacts, (
+            tokens, out.shape[1], x.shape[1], itemsize if itemsize == 1 else x.element_size(),  # 4-bit words have 2 bytes
+            ep.activation is not None, ep.residual is not None, ep.scale is not None and self.scale_rows is not None,
+            out.element_size(), self.workspace is not None and ep.row_maxima is None, E, k, rows,
         ))  # fmt: skip
+
+    def with_x(self, x: Tensor, x_scale: Tensor | None = None) -> "Product":
+        """The product of x that is normalized already and, if it has a scale, quantized."""
+        ep = self.epilogue
+        if x_scale is not None:
+            ep = _new(Epilogue, (ep.scale, x_scale, *ep[2:]))  # `_replace` takes several times as long
+        return _new(Product, (x, self.weight, self.out, None, ep, *self[5:]))
 
     @property
     def scale_rows(self) -> int | None:

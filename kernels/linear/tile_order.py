@@ -7,7 +7,7 @@ _GROUP = tl.constexpr(8)  # tiles of rows
 
 
 @triton.jit
-def place_tile(tile, T, tiles_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_origin(tile, T, tiles_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The first row and the first column of a tile of ROWS × COLUMNS. `tiles_n` tiles span the columns of the output.
 
     Programs take tiles in groups of 8 tiles of rows, column by column, so that neighbouring tiles share weights in the L2 cache.

@@ -13,11 +13,11 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, Family, LinearShape, register
 from minirt.kernels.launch import Workspace, capability, cdiv
+from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.dispatch import REGIMES, LinearRegime
 from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK
-from minirt.kernels.regimes import covering
 
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
@@ -60,7 +60,7 @@ def _regime(shape: LinearShape, T: int, device: torch.device) -> LinearRegime:
     epilogue = Epilogue(scale, residual=meta(T, shape.N) if shape.residual else None)
     out = meta(T, shape.N, dtype=torch.float32 if shape.logits else shape.dtype)
     product = Product(x, weight, out, epilogue=epilogue)
-    return next(regime for regime in covering(REGIMES, T, capability(device)) if regime.accepts(product))
+    return dispatch.regime(product, capability(device))
 
 
 def _prepare(

@@ -19,11 +19,11 @@ from minirt.kernels.linear.dispatch import norm_linear
 from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import experts_sm90, one_token, products, router
 from minirt.kernels.moe.mixture import Mixture
-from minirt.kernels.moe.route import gather, route
+from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.regimes import Regime, covering
+from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
 
 
 def _any(mixture: Mixture) -> bool:
@@ -36,15 +36,22 @@ class MixtureRegime(Regime):
 
     Args:
         launch: writes the output of a mixture that `accepts` does not refuse.
-        accepts: whether the kernels can compute this mixture.
+        suits: what the kernels need besides `limits`.
     """
 
     launch: Callable[[Mixture], None]
-    accepts: Callable[[Mixture], bool] = _any
+    limits: Limits
+    sums: SumOrder
+    suits: Callable[[Mixture], bool] = _any
+
+    def accepts(self, m: Mixture) -> bool:
+        """Whether the kernels can compute this mixture."""
+        limits = self.limits
+        return m.format in limits.formats and (limits.alignment == 1 or m.aligned(limits.alignment)) and self.suits(m)
 
 
 def _one_token(m: Mixture) -> None:
-    logits = cast("Tensor", m.logits)  # as `one_token.accepts` says
+    logits = cast("Tensor", m.logits)  # as `one_token.suits` says
     inner = one_token.gate_up(m.first_product(m.h, m.h.new_empty(m.top_k, m.down.shape[2]), m.norm), logits)
     down = m.second_product(inner, m.out, residual=m.residual)
     one_token.down(down, logits, m.normalize, m.shared, m.shared_gate)
@@ -87,15 +94,27 @@ def _normalized(m: Mixture) -> tuple[Tensor, Tensor | None]:
 
 
 # The first regime that covers the tokens and accepts the mixture computes it.
+_ALL = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32")
 REGIMES = (
-    MixtureRegime("experts_one_token", "tokens", 1, 1, launch=_one_token, accepts=one_token.accepts),
     MixtureRegime(
-        "experts_sm90", "tokens", 2, variant=experts_sm90.last_tokens, capability=90, launch=_sm90, accepts=experts_sm90.accepts
+        "experts_one_token", "tokens", 1, 1, launch=_one_token, suits=one_token.suits, limits=Limits(_ALL, norm=True),
+        sums=SumOrder("threads"),
     ),
-    MixtureRegime("experts", "tokens", 1, variant=products.last_tokens, launch=_tiles),
-)
-
-ROUTER = (Regime("router", "tokens", 2, variant=router.last_tokens),)  # of one token: the linear layers' kernel
+    MixtureRegime(
+        "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
+        limits=Limits(("fp16", "fp8", "fp8_blocks"), alignment=16), sums=SumOrder("steps", accumulator="fp32 steps"),
+    ),
+    MixtureRegime(
+        "experts", "tokens", 1, variant=last_tokens, launch=_tiles, limits=Limits(_ALL),
+        sums=SumOrder("steps", accumulator="fp32 steps"),
+    ),
+)  # fmt: skip
+ROUTER = (  # of one token: the linear layers' kernel
+    Regime(
+        "router", "tokens", 2, variant=router.last_tokens, limits=Limits(("fp16", "fp32"), norm=True),
+        sums=SumOrder("steps", splits=True, by_tokens=True),
+    ),
+)  # fmt: skip
 
 
 def router_logits(
@@ -164,7 +183,10 @@ def mixture(m: Mixture, *, check: bool = True) -> Tensor:
 
 def regime(m: Mixture) -> MixtureRegime:
     found = covering(REGIMES, m.h.shape[0], capability(m.h.device))
-    return next(regime for regime in found if regime.accepts(m))
+    for regime in found[:-1]:
+        if regime.accepts(m):
+            return regime
+    return found[-1]  # it takes the rest
 
 
 def _check(m: Mixture) -> None:

@@ -19,8 +19,9 @@ tensor cores compute those of the other.
 As in `products.py`, no result depends on the order of programs. The number of tiles is read on the device.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,20 +35,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.compile.tuning import Family
+from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves
-from minirt.kernels.hopper.tma import tma_descriptor, tma_load
-from minirt.kernels.launch import Gpu, cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.hopper.tma import tma_load, tma_tile
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, shared_limit, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
 from minirt.kernels.linear.product import Product, ProductFacts, scale_rows
 from minirt.kernels.moe.mixture import Mixture
-from minirt.kernels.moe.route import Routing
-from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.moe.route import Routing, token_regime
+from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
-_LAST = (16, 64, 128, 256, 512, 1024)  # tokens up to which steps launch the same kernels
 
 
 @dataclass(frozen=True)
@@ -409,16 +409,6 @@ def _highest(K: int, itemsize: int, blocks: bool) -> int:
     return 64 if blocks or (itemsize == 1 and K > _PROMOTE) else 160
 
 
-def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in _LAST if last >= T), None)
-
-
-def token_regime(T: int) -> int:
-    """T rounded up to the end of its variant, or to twice the last one's."""
-    return last_tokens(T) or 2 * _LAST[-1]
-
-
 def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
     rows = facts.rows
@@ -445,18 +435,48 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def accepts(mixture: Mixture) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations.
+def suits(m: Mixture) -> bool:
+    """Whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up."""
+    if not m.blocks:
+        return True
+    up_rows, down_rows = scale_rows(m.gate_up, m.gate_up_scale) or 1, scale_rows(m.down, m.down_scale) or 1
+    return min(up_rows, down_rows) >= 64 and m.down.shape[2] % up_rows == 0
 
-    And whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up.
+
+class _Plan(NamedTuple):
+    """What the launches of products of one shape and token regime have in common.
+
+    Args:
+        columns: tiles beside each other.
+        programs: of an SM.
+        x, more_x, weight: tiles; `more_x` None: there are no further rows.
     """
-    m, (_, H, inter) = mixture, mixture.sizes
-    up_rows, down_rows = scale_rows(m.gate_up, m.gate_up_scale), scale_rows(m.down, m.down_scale)
-    if min(up_rows or 64, down_rows or 64) < 64 or inter % (up_rows or 1):
-        return False
-    itemsize = m.gate_up.element_size()
-    aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (m.gate_up, m.down))
-    return aligned and m.h.element_size() == 2
+
+    columns: int
+    programs: int
+    x: Tile
+    more_x: Tile | None
+    weight: Tile
+    constants: _Constants
+    options: Mapping[str, Any]
+
+
+def _plan(c: ExpertsSm90Config, facts: ProductFacts, rows: int | None, pdl: bool) -> _Plan:
+    """`rows`: of the blocks that share a scale."""
+    K, itemsize, width, block_k = facts.K, facts.itemsize, c.strip * (1 if facts.gated else 2), _ROW_BYTES // facts.itemsize
+    registers = {"maxnreg": most_registers(256 * c.programs)} if c.programs > 1 else {}  # one group: 8 warps with the padding
+    promote = _PROMOTE // block_k if itemsize == 1 else cdiv(K, block_k)
+    return _Plan(
+        cdiv(facts.N, width), c.programs, tma_tile(c.block_t, block_k, itemsize),
+        tma_tile(c.more, block_k, itemsize) if c.more else None, tma_tile(c.strip, block_k, itemsize, K),
+        _Constants(K, facts.gated, rows, c.strip, width, c.more, c.num_stages, promote),
+        {**registers, **launch_options(4, 1, pdl)},
+    )  # fmt: skip
+
+
+@cached_lookup
+def _lookup_plan(device: torch.device, facts: ProductFacts, rows: int | None, pdl: bool) -> _Plan:
+    return _plan(FAMILY.lookup(device, facts), facts, rows, pdl)
 
 
 def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None = None) -> Tensor:
@@ -466,22 +486,15 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
     A given configuration must have the height of the routing's tiles.
 
     Args:
-        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `accepts`)
+        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `suits`)
             [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
-    x, weight, out, gated, blocks = product.x, product.weight, product.out, product.gated, product.scale_rows
-    (E, rows, K), N, (T, top_k), itemsize = weight.shape, out.shape[1], routing.weights.shape, x.element_size()
-    facts = product.facts(token_regime(T))._replace(E=E, k=top_k, rows=routing.block_t)
-    c = config or FAMILY.lookup(x.device, facts)
-    width, most, block_k = c.strip if gated else 2 * c.strip, routing.tiles.shape[1], _ROW_BYTES // itemsize
-    columns = cdiv(N, width)
-    registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
-    promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
-    more_x = tma_descriptor(x, c.more, block_k) if c.more else None
-    _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
-        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k),
-        product.epilogue, out, routing, most, columns, N,
-        C=_Constants(K, gated, blocks, c.strip, width, c.more, c.num_stages, promote), **registers,
-        **launch_options(4, 1, product.pdl),
+    x, weight, out, (T, top_k), most = product.x, product.weight, product.out, routing.weights.shape, routing.tiles.shape[1]
+    device, facts = x.device, product.facts(token_regime(T), weight.shape[0], top_k, routing.block_t)
+    of = facts, product.scale_rows if facts.blocks else None, product.pdl
+    plan = _lookup_plan(device, *of) if config is None else _plan(config, *of)
+    _experts_sm90_kernel[(min(most * plan.columns, plan.programs * sm_count(device)),)](
+        Tiled(x, plan.x), None if plan.more_x is None else Tiled(x, plan.more_x), Tiled(weight, plan.weight), product.epilogue,
+        out, routing, most, plan.columns, facts.N, C=plan.constants, **plan.options,
     )  # fmt: skip
     return out

@@ -46,6 +46,21 @@ class Mixture(NamedTuple):
         return *self.h.shape, self.down.shape[2]
 
     @property
+    def format(self) -> str:
+        """The format of the experts' weights, as `regimes.Limits` names it."""
+        wide = self.h.element_size() == 4
+        if self.gate_up_scale is None:
+            return "fp32" if wide else "fp16"
+        if self.gate_up_scale.ndim == 3:
+            return "fp8_blocks_fp32" if wide else "fp8_blocks"
+        return "fp8_fp32" if wide else "fp8"
+
+    def aligned(self, n: int) -> bool:
+        """Whether the addresses of the experts' weights and their rows, in bytes, are multiples of n, a power of two."""
+        _, H, inter = self.sizes
+        return (self.gate_up.data_ptr() | self.down.data_ptr() | (H | inter) * self.down.element_size()) % n == 0
+
+    @property
     def quantized(self) -> bool:
         """Whether the experts are FP8."""
         return self.gate_up_scale is not None
@@ -57,7 +72,8 @@ class Mixture(NamedTuple):
 
     def first_product(self, x: Tensor, out: Tensor, norm: Norm | None = None, x_scale: Tensor | None = None) -> Product:
         """act(gate) · up of the rows of x."""
-        return Product(x, self.gate_up, out, norm, Epilogue(self.gate_up_scale, x_scale, None, self.activation), pdl=self.pdl)
+        epilogue = Epilogue(self.gate_up_scale, x_scale, None, self.activation)
+        return Product(x, self.gate_up, out, norm, epilogue, None, self.pdl)
 
     def second_product(self, x: Tensor, out: Tensor, x_scale: Tensor | None = None, residual: Tensor | None = None) -> Product:
-        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, residual=residual), pdl=self.pdl)
+        return Product(x, self.down, out, None, Epilogue(self.down_scale, x_scale, None, None, residual), None, self.pdl)

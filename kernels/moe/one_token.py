@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, launch_options, sm_count
+from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -288,16 +288,16 @@ def rule(facts: ProductFacts, gpu: Gpu) -> OneTokenConfig:
     or with FP8 all of them.
     """
     if facts.gated:
-        block_k, blocks = min(512, triton.next_power_of_2(facts.K)), triton.cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
+        block_k, blocks = min(512, next_power_of_2(facts.K)), cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
         return OneTokenConfig(2, 2, block_k, 4, min(8, blocks))
-    return OneTokenConfig(1, 1, min(256, triton.next_power_of_2(facts.K)), 24 // facts.itemsize)
+    return OneTokenConfig(1, 1, min(256, next_power_of_2(facts.K)), 24 // facts.itemsize)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[OneTokenConfig]:
     """Configurations worth trying for rows of K values; a row of `down` is that of k experts."""
     K, itemsize, gated, found = facts.K, facts.itemsize, facts.gated, []
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
-        count = triton.cdiv(K, block_k) * (1 if gated else facts.k)
+        count = cdiv(K, block_k) * (1 if gated else facts.k)
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
         if block_k >= 2 * K or elements < 8:
             continue
@@ -324,12 +324,12 @@ def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
 
 def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
     """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
-    at_once = 65536 // (32 * triton.cdiv(programs, sm_count(device))) // 8 * 8
-    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
+    at_once = most_registers(32 * cdiv(programs, sm_count(device)))
+    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
 
 
-def accepts(mixture: Mixture) -> bool:
-    """Whether the logits are whole, as those of one token are: every program adds them up by itself."""
+def suits(mixture: Mixture) -> bool:
+    """Whether the logits are whole: every program chooses the experts by itself."""
     return isinstance(mixture.logits, Tensor)
 
 
@@ -337,7 +337,7 @@ def _constants(product: Product, c: OneTokenConfig, top_k: int, tiles: int) -> _
     """`tiles`: of a program in all."""
     weight = product.weight
     return _Constants(
-        weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, triton.next_power_of_2(weight.shape[0]),
+        weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
         c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles),
     )  # fmt: skip
 
@@ -351,9 +351,9 @@ def gate_up(product: Product, logits: Tensor, config: OneTokenConfig | None = No
     """
     weight, out = product.weight, product.out
     (E, _, K), (top_k, N) = weight.shape, out.shape
-    c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
-    programs = triton.cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * triton.cdiv(K, c.block_k))
+    c = config or FAMILY.lookup(out.device, product.facts(1, E, top_k))
+    programs = cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * cdiv(K, c.block_k))
     _one_gate_up_kernel[(programs, top_k)](
         product.x, product.norm, logits, weight, product.epilogue, out, E, N, C=constants,
         maxnreg=_registers(c, out.device, programs * top_k), **launch_options(c.num_warps, 1, product.pdl),
@@ -375,9 +375,9 @@ def down(
     """
     x, weight, out = product.x, product.weight, product.out
     (E, N, K), top_k = weight.shape, x.shape[0]
-    c = config or FAMILY.lookup(out.device, product.facts(1)._replace(E=E, k=top_k))
-    programs = triton.cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * top_k * triton.cdiv(K, c.block_k))
+    c = config or FAMILY.lookup(out.device, product.facts(1, E, top_k))
+    programs = cdiv(N, c.block_n * c.blocks)
+    constants = _constants(product, c, top_k, c.blocks * top_k * cdiv(K, c.block_k))
     _one_down_kernel[(programs,)](
         x, logits, weight, product.epilogue, shared, shared_gate, out, E, N, C=constants, NORMALIZE=normalize,
         maxnreg=_registers(c, out.device, programs), **launch_options(c.num_warps, 1, product.pdl),

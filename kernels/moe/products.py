@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
-from minirt.kernels.fp8 import block_scales
-from minirt.kernels.launch import capability, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
+from minirt.kernels.compile.tuning import Family
+from minirt.kernels.fp8 import require_one_scale
+from minirt.kernels.launch import Gpu, cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
-from minirt.kernels.linear.product import Product
-from minirt.kernels.moe.route import FEW, Routing
+from minirt.kernels.linear.gemm import PROMOTE_AFTER, tile_sums
+from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.moe.route import FEW, Routing, token_regime
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
@@ -29,9 +29,6 @@ CASES = [
     {"T": 21, "E": 4, "k": 1, "H": 97, "I": 64},
     {"T": 66, "E": 3, "k": 3, "H": 33, "I": 17},
 ]
-
-# Hopper's tensor cores add fp8 products with about 14 bits. After this many elements of K, the sum is added to one in fp32.
-_PROMOTE = 512
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,21 @@ class ExpertsConfig:
 
 
 def block_t(T: int) -> int:
-    """Rows of a tile for a step of T tokens. `last_tokens` says up to which T it is the same."""
+    """Rows of a tile for a step of T tokens. It changes only where `route.last_tokens` ends."""
     return 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 1024 else 128
 
 
-def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in (16, 64, 128, 256, 512, 1024) if last >= T), None)
-
-
-def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
-    """The configuration for T tokens. `itemsize` is that of the activations."""
-    rows = block_t(T)
+def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsConfig:
+    rows, itemsize, gated = block_t(facts.T), facts.itemsize, facts.gated
     if itemsize == 4:
         return ExpertsConfig(rows, 32, 32, 4, 1)
     columns, block_k = (64 if gated or rows == 16 else 128), 128 // itemsize
     stage_bytes = (rows + columns * (2 if gated else 1)) * block_k * itemsize
-    return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, fit_stages(stage_bytes, shared_limit(cc) - 4096, 4))
+    stages = fit_stages(stage_bytes, shared_limit(gpu.capability) - 4096, 4)
+    return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, stages)
+
+
+FAMILY = Family("experts", ExpertsConfig, (__file__,), ("T", "itemsize", "gated"), rule, tokens=token_regime)
 
 
 @compile_time
@@ -76,43 +71,6 @@ class _Constants(NamedTuple):
     BLOCK_N: int
     BLOCK_K: int
     PROMOTE: int
-
-
-@triton.jit
-def _load(ptrs, start, k, C):
-    """Load `ptrs` + start. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
-    if C.K % C.BLOCK_K == 0:
-        return tl.load(ptrs + start)
-    else:
-        return tl.load(ptrs + start, mask=start + k < C.K, other=0.0)
-
-
-@triton.jit
-def _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, first_k, last_k, N, C, GATED: tl.constexpr):
-    """x · weightᵀ from `first_k` to `last_k`; GATED: of gate and of up.
-
-    Scales of blocks multiply the products of each step before they are added. `scale_ptr`: those of this expert. `x_scales`:
-    those of the first 128 channels of each row of x.
-    """
-    BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
-    k = tl.arange(0, C.BLOCK_K)
-    up_ptrs = w_ptrs + tl.cast(N, tl.int64) * C.K
-    acc = tl.zeros((C.BLOCK_T, C.BLOCK_N), tl.float32)
-    acc_up = acc
-    for start in range(first_k, last_k, C.BLOCK_K):
-        if BLOCKS:
-            block = start // 128
-            token = tl.load(x_scales + block)[:, None]
-            factor = token * block_scales(scale_ptr, 0, first_n, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 0)
-            if GATED:
-                factor_up = token * block_scales(scale_ptr, N, first_n, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 0)
-        a = _load(x_ptrs, start, k[None, :], C)
-        b = _load(w_ptrs, start, k[:, None], C)
-        acc = acc + tl.dot(a, b) * factor if BLOCKS else tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
-        if GATED:
-            b = _load(up_ptrs, start, k[:, None], C)
-            acc_up = acc_up + tl.dot(a, b) * factor_up if BLOCKS else tl.dot(a, b.to(a.dtype), acc_up, input_precision="ieee")
-    return acc, acc_up
 
 
 @prepared
@@ -148,16 +106,7 @@ def _experts_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, N, C):
         COLUMNS: tl.constexpr = (C.K + 127) // 128
         scale_ptr += expert * tl.cdiv(N * ROWS, C.SCALE_ROWS) * COLUMNS
         x_scales += row * COLUMNS
-    if C.PROMOTE == 0:
-        acc, acc_up = _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, 0, C.K, N, C, GATED)
-    else:
-        acc = tl.zeros((C.BLOCK_T, C.BLOCK_N), tl.float32)
-        acc_up = acc
-        for first_k in range(0, C.K, C.PROMOTE * C.BLOCK_K):
-            last_k = tl.minimum(first_k + C.PROMOTE * C.BLOCK_K, C.K)
-            part, part_up = _accumulate(x_ptrs, w_ptrs, x_scales, scale_ptr, first_n, first_k, last_k, N, C, GATED)
-            acc += part
-            acc_up += part_up
+    acc, acc_up = tile_sums(x_ptrs, w_ptrs, x_scales, scale_ptr, 0, first_n, N, C, C.BLOCK_N, GATED, False)
     rows = load_rows(ep, offset + n[None, :], n[None, :] < N, N, ROW_SCALES)
     acc = finish(acc, acc_up, rows, load_tokens(ep, row[:, None], valid[:, None], ROW_SCALES), (), ep)
     out_row = (place if GATED else pair).to(tl.int64)
@@ -199,10 +148,9 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
             [E, ⌈rows / g⌉, ⌈K / 128⌉] and [rows of x, ⌈K / 128⌉].
     """
     x, (T, top_k), (_, N, K), scale_rows = product.x, routing.weights.shape, product.shape, product.scale_rows
-    c, most = config or choose_config(T, x.element_size(), product.gated, capability(x.device)), routing.tiles.shape[1]
-    if scale_rows is not None and FP8_BLOCK % c.block_k:
-        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
-    promote = _PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn and scale_rows is None else 0
+    c, most = config or FAMILY.lookup(x.device, product.facts(token_regime(T))), routing.tiles.shape[1]
+    require_one_scale(scale_rows, c.block_k)
+    promote = PROMOTE_AFTER // c.block_k if x.dtype == torch.float8_e4m3fn and scale_rows is None else 0
     _experts_kernel[(most * cdiv(N, c.block_n),)](
         x, product.weight, product.epilogue, product.out, routing, most, N,
         C=_Constants(K, top_k, scale_rows, c.block_t, c.block_n, c.block_k, promote), num_warps=c.num_warps,

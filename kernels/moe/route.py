@@ -9,6 +9,7 @@ With PDL and few tokens, the choice and the lists trigger before their wait, so 
 copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
+from minirt.kernels.regimes import up_to
 
 CASES = [
     {"T": 1, "E": 5, "k": 2},
@@ -37,6 +39,14 @@ CASES = [
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
 FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
+_LAST = (*_LAST_FEW, 256, 512, 1024)
+# T → the largest step that launches the same compiled kernels, those of either kind of products included.
+last_tokens = up_to(*_LAST)
+
+
+def token_regime(T: int) -> int:
+    """T rounded up to the end of its variant, or to twice the last one's."""
+    return last_tokens(T) or 2 * _LAST[-1]
 
 
 class Routing(NamedTuple):
@@ -233,6 +243,17 @@ def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
     return (pairs + touched * (block_t - 1)) // block_t
 
 
+@lru_cache
+def _constants(
+    count: int, top_k: int, normalize: bool, E: int, block_t: int, few: int
+) -> tuple[_ChooseConstants, _PlaceConstants]:
+    """`count`: parts of the logits. `few`: few tokens, rounded up; 0: many."""
+    block_e, block = next_power_of_2(E), next_power_of_2(few * top_k) if few else _BLOCK
+    parts, early = next_power_of_2(max(1, count)), few > 0
+    choose = _ChooseConstants(count, top_k, normalize, block_e, next_power_of_2(top_k), parts, early)
+    return choose, _PlaceConstants(block_t, block_e, block, early)
+
+
 def route(
     logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, pdl: bool = False, check: bool = True
 ) -> Routing:
@@ -247,41 +268,37 @@ def route(
     """
     parts = None
     if isinstance(logits, LogitParts):
-        parts = logits
-        (count, T, E), device, dtype = parts.sums.shape, parts.sums.device, parts.dtype
+        parts, given, dtype = logits, logits.sums, logits.dtype
+        count, T, E = given.shape
     else:
         if check:
             check_activations("logits", logits)
-        (T, E), device, dtype, count = logits.shape, logits.device, logits.dtype, 0
+        (T, E), given, dtype, count = logits.shape, logits, logits.dtype, 0
     if check and not 1 <= top_k <= E:
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     pairs = T * top_k
     most = most_tiles(pairs, E, block_t)
 
     def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return given.new_empty(*shape, dtype=torch.int32)
 
-    weights = torch.empty(T, top_k, dtype=dtype, device=device)
+    weights = given.new_empty(T, top_k, dtype=dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
-        block_e = next_power_of_2(E)
         counts, squares, hidden, eps = None, None, 1, 0.0
         if parts is not None:
             counts, parts.counts = parts.counts, None
             squares, hidden, eps = parts.squares, parts.hidden, parts.eps
         if counts is None:
-            counts = torch.zeros(E, dtype=torch.int32, device=device)
-        options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
+            counts = given.new_zeros(E, dtype=torch.int32)
+        few = T <= FEW
+        choose, place = _constants(count, top_k, normalize, E, block_t, next(n for n in _LAST_FEW if n >= T) if few else 0)
         _choose_kernel[(T,)](
-            logits if parts is None else parts.sums, squares, hidden, eps, routing, counts, T, E,
-            C=_ChooseConstants(
-                count, top_k, normalize, block_e, next_power_of_2(top_k), next_power_of_2(max(1, count)), few
-            ), **options,
+            given, squares, hidden, eps, routing, counts, T, E,
+            C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
-        block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
         _place_kernel[(E,)](
-            routing, counts, pairs, most, E, C=_PlaceConstants(block_t, block_e, block, few),
-            **launch_options(4 if few else 16, 1, pdl),
+            routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl),
         )  # fmt: skip
     return routing
 
@@ -295,10 +312,10 @@ def gather(
     each 128 channels.
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
-    out = torch.empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype, device=x.device)
+    out = x.new_empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype)
     group = FP8_BLOCK if quantized and blocks else None
     shape = (pairs,) if group is None else (pairs, cdiv(H, group))
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device) if quantized else None
+    scale = x.new_empty(*shape, dtype=torch.float32) if quantized else None
     block = max(group or 1, next_power_of_2(H))
     _gather_kernel[(T,)](
         x, norm, routing.places, out, scale, H, TOP_K=routing.weights.shape[1], BLOCK_H=block, GROUP=group,

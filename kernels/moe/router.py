@@ -18,6 +18,7 @@ from torch import Tensor
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.regimes import up_to
 
 CASES = [
     {"T": 2, "E": 5, "H": 40},
@@ -102,9 +103,7 @@ def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
     return w
 
 
-def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernel as one of T tokens; None: no limit."""
-    return next((last for last in (64, _EARLY, 512) if last >= T), None)
+last_tokens = up_to(64, _EARLY, 512)  # T → the largest step that launches the same compiled kernel
 
 
 def _split(T: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from minirt.kernels.launch import capability
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.linear.tuning import check_close, fp8_weight, shape_facts
 from minirt.kernels.moe import experts_sm90, one_token
-from minirt.kernels.moe.route import gather, route
+from minirt.kernels.moe.route import gather, route, token_regime
 
 _ROUTINGS = 8  # launches that use different experts, so that one does not find its weights in the L2 cache
 
@@ -33,10 +33,10 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
     """Steps of more tokens on Hopper, one case for each regime. The height of tiles is the rule's: both products share it."""
     if capability(device) != 90:
         return
-    regimes = sorted({experts_sm90.token_regime(T) for T in tokens if T > 1})
+    regimes = sorted({token_regime(T) for T in tokens if T > 1})
     for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
         facts = shape_facts(shape, T)
-        if facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # see `experts_sm90.accepts`
+        if facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # its regime refuses them
             continue
         rows = experts_sm90.block_t(T, shape.K, facts.itemsize, shape.blocks)
         case = experts_sm90.FAMILY.case(facts._replace(rows=rows), device, partial(_prepare, shape, T, E, k, rows, device))

@@ -67,14 +67,14 @@ def _named(error: Exception) -> MinirtError:
     return MinirtError(f"unexpected {type(error).__name__}: {text}", hint="run with --debug for the traceback")
 
 
-def _usage(error: click.ClickException) -> str:
+def _usage(error: click.ClickException, arguments: Sequence[str]) -> str:
     """click's message in the form of a `MinirtError`: the option, what is wrong with it, and which command explains it."""
     if type(error) is click.BadParameter and (error.param_hint or error.param):  # not a parameter that is missing
         name = error.param_hint
         if name is None and error.param is not None:
             name = max(error.param.opts, key=len) if isinstance(error.param, click.Option) else error.param.human_readable_name
         text = f"{name}: {error.message}"
-    elif isinstance(error, click.NoSuchOption) and (other := _other_name(error)):
+    elif isinstance(error, click.NoSuchOption) and (other := _other_name(error, arguments)):
         text = other
     else:
         text = error.format_message()
@@ -83,23 +83,45 @@ def _usage(error: click.ClickException) -> str:
             text = f"{text.rstrip('.')}: the model is an option, --model MODEL"
     text = re.sub(r"is not a valid (integer|float) range$", r"is not a valid \1", text.rstrip("."))
     context = getattr(error, "ctx", None)
-    return f"{text} (see {context.command_path if context else 'minirt'} --help)"
+    return f"{text} (see {context.command_path if context else _command_path(arguments)} --help)"
 
 
-def _other_name(error: click.NoSuchOption) -> str | None:
-    """The message for an unknown option that another program has; None: no other program's option is known by this name."""
+def _command_path(arguments: Sequence[str]) -> str:
+    """The command that a command line begins with. click's errors of options without a value do not name it."""
+    command: click.Command = cli
+    words = ["minirt"]
+    for word in arguments:
+        if not isinstance(command, click.Group) or word not in command.commands:
+            break
+        command = command.commands[word]
+        words.append(word)
+    return " ".join(words)
+
+
+def _other_name(error: click.NoSuchOption, arguments: Sequence[str]) -> str | None:
+    """The message for an unknown option that another program has, or a command of this group; None: neither is known."""
     context, name = error.ctx, error.option_name
-    if context is not None and re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
-        given = [word.partition("=")[0] for word in context.find_root().obj or () if word.startswith(name)]
+    if context is None:
+        return None
+    if re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
+        given = [word.partition("=")[0] for word in arguments if word.startswith(name)]
         name = given[0] if given and given[0].isascii() else name
-    hint = option_hint(name, _options(error))
+    hint = option_hint(name, _options(context.command), context.command_path)
+    if hint is None and isinstance(context.command, click.Group):
+        commands = context.command.commands
+        given = [word for word in arguments if word in commands][-1:] or list(commands)
+        having = [own for own in given if name in _options(commands[own])]
+        hint = f"options follow the command, as in {context.command_path} {having[0]} {name}" if having else None
     return hint and f"no such option '{name}' ({hint})"
 
 
-def _options(error: click.ClickException) -> set[str]:
-    """The options of the command that an error is about."""
-    context = getattr(error, "ctx", None)
-    return {name for own in context.command.params for name in own.opts + own.secondary_opts} if context else set()
+def _options(command: click.Command) -> set[str]:
+    """The options of a command, and what its arguments are called: PROMPT."""
+    found: set[str] = set()
+    for own in command.params:
+        argument = isinstance(own, click.Argument)
+        found.update(re.findall("[A-Z]+", own.human_readable_name) if argument else own.opts + own.secondary_opts)
+    return found
 
 
 def _takes_only_options(error: click.ClickException) -> bool:
@@ -107,7 +129,7 @@ def _takes_only_options(error: click.ClickException) -> bool:
     context: click.Context | None = getattr(error, "ctx", None)
     if context is None:
         return False
-    return "--model" in _options(error) and not any(isinstance(own, click.Argument) for own in context.command.params)
+    return "--model" in _options(context.command) and not any(isinstance(own, click.Argument) for own in context.command.params)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -130,7 +152,7 @@ def _exit_code(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command; click 8.1 has no such error
             sys.stderr.write(error.format_message() + "\n")
         else:
-            sys.stderr.write(f"minirt: {one_line(_usage(error))}\n")
+            sys.stderr.write(f"minirt: {one_line(_usage(error, arguments))}\n")
         return 2 if isinstance(error, click.UsageError) else 1
     except (click.Abort, KeyboardInterrupt) as error:  # click has printed a newline, and made an Abort of the other
         interrupt = error.__cause__ if isinstance(error, click.Abort) else error

@@ -36,7 +36,8 @@ def models(output_format: str, **options: Any) -> None:
     if output_format == "json":
         write(json_line({"device": str(device), "free_bytes": free_memory(device), "models": rows}))
         return
-    write(_table(rows, f"{device} · {format_size(free_memory(device))} free"))
+    formats = ("float32", "bf16") if device.type == "cpu" else ("bf16", "fp8")
+    write(_table(rows, f"{device} · {format_size(free_memory(device))} free", formats))
     write(f"{_owners(rows)}\n")
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
@@ -68,7 +69,8 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
         if fits is None and plan_memory(model, config.context_len, device, MemoryOptions(max_num_seqs=1)).fits:
             fits = option
     return {
-        "name": name, "hub_id": hub_id, "parameters": plain.num_parameters, "bf16_bytes": plain.weight_bytes(torch.bfloat16),
+        "name": name, "hub_id": hub_id, "parameters": plain.num_parameters,
+        "float32_bytes": plain.weight_bytes(torch.float32), "bf16_bytes": plain.weight_bytes(torch.bfloat16),
         "fp8_bytes": quantized.weight_bytes(torch.bfloat16), "context": config.context_len, "fits": fits is not None,
         "fits_with": fits or None,
     }  # fmt: skip
@@ -93,16 +95,19 @@ def _ways(
         yield f"{narrow}--quantize int4", int4, torch.bfloat16
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> str:
-    """One row for a model and its -Instruct form, which has the same shape but for its context."""
+def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> str:
+    """One row for a model and its -Instruct form, which has the same shape but for its context.
+
+    `formats`: those whose sizes are shown; on a CPU the default, float32, is one.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     names = {row["name"] for row in rows}
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("model", "params", "bf16", "fp8", "fits"):
-        right = column in ("params", "bf16", "fp8")
+    for column in ("model", "params", *formats, "fits"):
+        right = column in ("params", *formats)
         # No name is cut. The options are wrapped first.
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column != "fits")
     for row in rows:
@@ -110,7 +115,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> str:
             continue
         suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
         fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
-        sizes = (format_size(row["bf16_bytes"]), format_size(row["fp8_bytes"]))
+        sizes = [format_size(row[f"{own}_bytes"]) for own in formats]
         count = row["parameters"]
         shown = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
         table.add_row(row["name"] + suffix, shown, *sizes, fits)

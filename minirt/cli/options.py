@@ -486,8 +486,7 @@ def require_triton() -> None:
     from minirt.device import triton_installed
 
     if not triton_installed():
-        hint = "pip install triton numpy; without a GPU, Triton's interpreter needs NumPy"
-        raise MinirtError("Triton is not installed, and this command needs its kernels", hint=hint)
+        raise MinirtError("Triton is not installed, and this command needs its kernels", hint="pip install triton")
 
 
 def set_up_triton(cuda: bool, dtype: str | None) -> None:

@@ -71,7 +71,7 @@ def plan(output_format: str, **options: Any) -> None:
 
 def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
     """What the KV cache keeps for one sequence of `length` tokens: its pages, and the states of recurrent layers."""
-    from minirt.engine.kv_cache import PAGE_SIZE, state_bytes
+    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
 
     return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
 

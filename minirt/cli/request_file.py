@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, prompt_limit
 from minirt.errors import InputError, inside
-from minirt.foreign_names import python_hint
+from minirt.foreign_names import json_hint
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "messages": (list, "a list of messages"),
     "prompt_token_ids": (list, "a list of token ids"),
 }
+
+_CONVERT = 'write {"prompt": "a text"} for each prompt; "From CSV to JSON lines" in docs/python-api.md converts a table'
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Pr
     for key in value:
         if key not in known:
             near = get_close_matches(key, known, n=1)
-            hint = python_hint(key) or (f"did you mean {near[0]}?" if near else None)
+            hint = json_hint(key) or (f"did you mean {near[0]}?" if near else None)
             expected = f"one of {', '.join(known)}"
             raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
@@ -120,7 +122,7 @@ def _parse(line: bytes, where: str) -> Any:
         raise InputError("not valid UTF-8", where=where, found=byte) from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} at column {error.colno}"
-        raise InputError(what, where=where, expected="one JSON string or object") from error
+        raise InputError(what, where=where, expected="one JSON string or object", hint=_CONVERT) from error
     except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
         raise InputError(f"not acceptable JSON: {error}", where=where) from error
 

@@ -5,14 +5,14 @@ the GPU then takes longer than the host. One CUDA graph serves every context len
 buffers, and grid sizes are upper bounds.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from minirt.engine.step_input import Chunk
+from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
+from minirt.step.plan import StepPlan
 
 SHORT_SEQS = 8  # decode steps of at least this many sequences have a CUDA graph for short sequences, too
 # In larger steps with prompts, the GPU takes longer than the host, also in FP8; they are not captured. With small layers, the
@@ -73,19 +73,17 @@ class Buckets:
     """The buckets of an engine.
 
     Args:
-        max_num_seqs: sequences of the largest step.
-        max_num_batched_tokens: tokens of the largest step.
+        limits: of the engine.
         max_prompt_tokens: tokens of the largest step with prompts that has a CUDA graph.
     """
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    limits: EngineLimits
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
 
     @cached_property
     def _batches(self) -> list[int]:
         """The bucket of each number of sequences."""
-        return [batch_bucket(max(1, count)) for count in range(self.max_num_seqs + 1)]
+        return [batch_bucket(max(1, count)) for count in range(self.limits.max_num_seqs + 1)]
 
     @cached_property
     def _tokens(self) -> list[int]:
@@ -94,13 +92,13 @@ class Buckets:
 
     @cached_property
     def max_seqs(self) -> int:
-        """Number of sequences of the largest bucket, which is also the maximum number of rows that need logits."""
-        return batch_bucket(self.max_num_seqs)
+        """Number of sequences of the largest bucket, which is also the maximum number of its rows that need logits."""
+        return batch_bucket(self.limits.max_num_seqs)
 
     @cached_property
     def max_tokens(self) -> int:
         """Number of tokens of the largest bucket of steps with prompts."""
-        return min(self.max_prompt_tokens, token_bucket(self.max_num_batched_tokens))
+        return min(self.max_prompt_tokens, token_bucket(self.limits.max_num_batched_tokens))
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""
@@ -109,18 +107,14 @@ class Buckets:
         short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket.seqs, bucket.tokens)}
         return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.seqs, b.short), reverse=True)
 
-    def decode(self, chunks: Sequence[Chunk]) -> Bucket:
-        """The bucket for a decode step."""
-        return _for_lengths(self._batches[len(chunks)], 0, chunks)
-
-    def find(self, chunks: Sequence[Chunk]) -> Bucket | None:
+    def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
-        tokens, logits = sum([len(c.tokens) for c in chunks]), [c.num_logits for c in chunks]
-        if tokens == len(chunks) and min(logits) == max(logits) == 1:
-            return self.decode(chunks)
-        if tokens > self.max_tokens or max(logits) > 1:
+        sequences, tokens = plan.sequences, plan.num_tokens
+        if all(sequence.num_tokens == sequence.num_logits == sequence.num_draws == 1 for sequence in sequences):
+            return _for_lengths(self._batches[len(sequences)], 0, plan)
+        if tokens > self.max_tokens or plan.scored or max([sequence.num_logits for sequence in sequences]) > 1:
             return None
-        return _for_lengths(1 if len(chunks) == 1 else self.max_seqs, self._tokens[tokens], chunks)
+        return _for_lengths(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens], plan)
 
 
 def _has_short_graph(seqs: int, tokens: int) -> bool:
@@ -132,6 +126,7 @@ def _has_short_graph(seqs: int, tokens: int) -> bool:
     return seqs >= SHORT_SEQS if not tokens else seqs == 1 and tokens <= KV_SPLIT
 
 
-def _for_lengths(seqs: int, tokens: int, chunks: Sequence[Chunk]) -> Bucket:
-    """The bucket of these sizes, short if all sequences of `chunks` are."""
-    return Bucket(seqs, tokens, _has_short_graph(seqs, tokens) and max([c.start + len(c.tokens) for c in chunks]) <= KV_SPLIT)
+def _for_lengths(seqs: int, tokens: int, plan: StepPlan) -> Bucket:
+    """The bucket of these sizes, short if all sequences of the step are."""
+    short = _has_short_graph(seqs, tokens) and max([sequence.seq_len for sequence in plan.sequences]) <= KV_SPLIT
+    return Bucket(seqs, tokens, short)

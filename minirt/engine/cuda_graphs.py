@@ -1,69 +1,45 @@
-"""`StepGraphs`: captures and replays steps as CUDA graphs, so the host launches one CUDA graph per step instead of some
-200 kernels."""
+"""`CudaGraphs`: captures and replays a device's work, so the host launches one CUDA graph per step, not some 200 kernels."""
 
+from collections.abc import Callable, Hashable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from minirt.engine.buckets import Bucket
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch
-from minirt.modeling.model import Model
 
+class CudaGraphs:
+    """CUDA graphs by key. They share one memory pool, because they run one after the other."""
 
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    batch: Batch
-
-
-class StepGraphs:
-    """The captured steps of one model and cache on a CUDA device. Their batches use the static buffers of the
-    runner (`StepBuffers`)."""
-
-    def __init__(self, model: Model, cache: KVCache) -> None:
-        self._model, self._cache = model, cache
-        self._captured: dict[Bucket, _Captured] = {}
-        self._pool: Any = None  # the memory pool, which the CUDA graphs share because they run one after the other
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
         # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
-        self._stream = torch.cuda.Stream(model.device)
+        self._stream = torch.cuda.Stream(device)
 
-    def batch(self, bucket: Bucket) -> Batch | None:
-        """The batch of a bucket that has been captured, or None."""
-        captured = self._captured.get(bucket)
-        return None if captured is None else captured.batch
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
-    @property
-    def batches(self) -> list[Batch]:
-        """The batches of all captured buckets."""
-        return [captured.batch for captured in self._captured.values()]
-
-    def capture(self, bucket: Bucket, batch: Batch) -> Batch:
-        """Capture a step over a static batch. Its kernels must have been compiled. Returns `batch`."""
-        from minirt.kernels.block_tables import expand_block_tables
-
+    def capture(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """Capture the kernels that `work` launches. They must have been compiled, and use memory that stays."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use other streams during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
-            self._model(batch, self._cache)
+            work()
         self._pool = self._pool or graph.pool()
-        self._captured[bucket] = _Captured(graph, batch)
-        return batch
+        self._graphs[key] = graph
 
-    def replay(self, bucket: Bucket) -> None:
-        """Queue the step of a captured bucket."""
-        self._captured[bucket].graph.replay()
+    def replay(self, key: Hashable) -> None:
+        """Queue a captured graph."""
+        self._graphs[key].replay()
 
-    def replay_times(self, bucket: Bucket, repeats: int) -> list[float]:
+    def replay_times(self, key: Hashable, repeats: int) -> list[float]:
         """Seconds of each of `repeats` replays, by CUDA events, after the same number of uncounted replays."""
-        graph = self._captured[bucket].graph
         for _ in range(repeats):
-            graph.replay()
+            self.replay(key)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:
-            graph.replay()
+            self.replay(key)
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]

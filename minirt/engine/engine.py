@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
-from minirt.engine.kv_cache import KVCache
+from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import Rules, unpacked
+from minirt.engine.planning import Settings, plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
-from minirt.engine.runner import ProgressCallback, Runner, Step
-from minirt.engine.sampling_stages import Row
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
-from minirt.engine.step_input import Batch, Chunk
+from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
+from minirt.engine.scheduler import Scheduler, Work
+from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import (
     ContextLengthError,
@@ -39,9 +38,10 @@ from minirt.errors import (
     UnsupportedError,
 )
 from minirt.modeling.model import Observer
-from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
+from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling, SamplingParams, resolve
+from minirt.step.kv_cache import KVCache
+from minirt.step.plan import PlannedSequence
 
-EVALUATION_CHUNK = 128  # tokens per forward pass of `Engine.logits`; the memory of their logits is not planned for
 Deliver = Callable[[list[TokenOutput]], None]
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
@@ -53,14 +53,13 @@ class _RequestState:
     ends: frozenset[int]
     rules: Rules | None
     prompt_logprobs: list[TokenLogprobs] | None  # until they are returned with the first token
+    logits: list[Tensor] | None = None  # of all tokens, if the request asks for them and for nothing else
     constraint: TokenConstraint | None = None
 
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
-    computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
-    scored: list[Sequence]  # in order: each sequence whose prompt tokens the step scores
+    work: Seq[Work]
 
 
 class _DeviceErrors:
@@ -85,37 +84,34 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
-        max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
-        max_waiting: maximum number of requests that wait while a step computes others; further ones are refused. None: no limit.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
+        proposer: proposes drafts; `limits.max_drafts` becomes its own. None: there are none.
     """
 
     def __init__(
         self,
-        model: Callable[[Batch, KVCache], Tensor],
+        model: ModelLike,
         cache: KVCache,
+        limits: EngineLimits,
         *,
         vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
-        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
         constraints: TokenConstraints | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        self._model, self._cache, self._vocab_size = model, cache, vocab_size
+        self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
-        max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache, max_waiting)
+        limits = replace(limits, max_drafts=0 if proposer is None else proposer.max_drafts)
+        self._scheduler = Scheduler(cache, limits, prefix_cache)
         self._runner = Runner(
-            model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
-            max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
+            model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
+            proposer=proposer,
         )  # fmt: skip
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._in_flight: deque[_InFlight] = deque()
@@ -133,21 +129,13 @@ class Engine:
         return self._scheduler.max_len
 
     @property
-    def max_num_seqs(self) -> int:
-        return self._scheduler.max_num_seqs
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        return self._scheduler.max_num_batched_tokens
+    def limits(self) -> EngineLimits:
+        return self._scheduler.limits
 
     def pin(self, prompt_token_ids: Seq[int]) -> int:
         """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
         longest = max((request.sequence.final_len for request in self._requests.values()), default=0)
-        return self._scheduler.pin(array("q", prompt_token_ids), longest)
-
-    @property
-    def max_waiting(self) -> int | None:
-        return self._scheduler.max_waiting
+        return self._scheduler.pin(array("i", prompt_token_ids), longest)
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -187,9 +175,29 @@ class Engine:
         self._runner.observe(observer)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
-        with self._device_errors:
-            return self._runner.replay_times(batch_size, context_len, repeats)
+        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`.
+
+        The cached values are arbitrary. The sequences have different tokens, so that a mixture uses different experts for them.
+        """
+        if self.has_work:
+            raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
+        work, allocator = [], self._cache.allocator
+        needed = batch_size * self._cache.pages_for(context_len)
+        if needed > allocator.num_free:
+            raise ContextLengthError("too few KV pages", expected=f"{needed} free pages", found=allocator.num_free)
+        greedy = Settings(resolve(SamplingParams(temperature=0.0), None), None)
+        try:
+            for slot in range(batch_size):
+                tokens = array("i", [slot % self._vocab_size]) * context_len
+                sequence = Sequence(-1, tokens, 1, context_len, slot=slot, prefill_len=context_len)
+                sequence.pages.extend(allocator.allocate(self._cache.pages_for(context_len)))
+                work.append(Work(sequence, PlannedSequence(slot, context_len - 1, 1, 1, 1, context_len)))
+            plan = plan_step(work, [greedy] * batch_size, self._runner.columns, self._vocab_size)
+            with self._device_errors:
+                return self._runner.replay_times(plan, repeats)
+        finally:
+            for sequence, *_ in work:
+                allocator.release(sequence.pages)
 
     def check(
         self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
@@ -247,14 +255,16 @@ class Engine:
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
         sequence = Sequence(
-            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
+            request.id, array("i", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
             prompt_logprobs=sampling.prompt_logprobs, num_unscored=request.num_unscored, num_scored=request.num_unscored - 1,
+            logits_only=request.logits_only,
         )  # fmt: skip
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
         if (constraint := self._prepare(len(prompt), sampling, ends)) is not None:
             self._compiling[request.id] = constraint  # first, so that no exception leaves a request without its constraint
-        self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores)
+        logits = list[Tensor]() if request.logits_only else None
+        self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores, logits)
         if constraint is None:
             self._scheduler.add(sequence)
         else:
@@ -323,10 +333,10 @@ class Engine:
             while work and (problem := self._start(work, outputs, deliver)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
-                tokens = sum(len(chunk.tokens) for _, chunk in work)
+                tokens = sum(planned.num_tokens for _, planned, _ in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
-                    outputs += [self._fail(sequence.id, failure) for sequence, _ in work if sequence.id in self]
+                    outputs += [self._fail(sequence.id, failure) for sequence, *_ in work if sequence.id in self]
                     break
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
@@ -355,35 +365,28 @@ class Engine:
             self._compiled.popleft()  # last, so that an exception above loses no request
         return outputs
 
-    def _start(
-        self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput], deliver: Deliver | None
-    ) -> str | None:
+    def _start(self, work: list[Work], outputs: list[TokenOutput], deliver: Deliver | None) -> str | None:
         """Start a step. Returns None, or the allocator's message if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
         """
-        sampled = [(sequence, chunk.num_sampled) for sequence, chunk in work if chunk.num_sampled]
-        requests = [self._requests[sequence.id] for sequence, _ in sampled]
-        rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
-        constrained = any(r.constraint is not None for r in requests)
-        fill = partial(self._fill_masks, requests, outputs, deliver) if constrained else None
+        requests = [self._requests[sequence.id] for sequence, *_ in work]
+        settings = [_settings(request) for request in requests]
+        plan = plan_step(work, settings, self._runner.columns, self._vocab_size)
         try:
-            step = self._runner.start([chunk for _, chunk in work], rows, fill)
+            step = self._runner.start(plan)
+            if step is None:
+                drawn = [r for r, (_, planned, _) in zip(requests, work, strict=True) for _ in range(planned.num_draws)]
+                self._fill_masks(drawn, outputs, deliver)
+                step = self._runner.draw()
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
             return str(error)
-        for sequence, chunk in work:
-            sequence.num_computed += len(chunk.tokens)
-            sequence.num_scored += len(chunk.targets)
-        for row, (sequence, _) in enumerate(sampled):
-            sequence.row = row
-            sequence.pending += 1
-        computed = [(sequence, sequence.num_computed) for sequence, _ in work]
-        scored = [sequence for sequence, chunk in work if chunk.targets]
-        self._in_flight.append(_InFlight(step, sampled, computed, scored))
+        self._scheduler.started(work)
+        self._in_flight.append(_InFlight(step, work))
         self._scheduler.relax_limit()
-        self._while_it_runs([sequence for sequence, chunk in work if len(chunk.tokens) > 1])
+        self._while_it_runs([sequence for sequence, planned, _ in work if planned.num_tokens > 1 and planned.start >= 0])
         return None
 
     def _while_it_runs(self, prompts: Seq[Sequence]) -> None:
@@ -393,12 +396,12 @@ class Engine:
         if self._device.type == "cuda" and (prompts or not self._runner.cuda_graphs):  # other steps allocate nothing
             self._peak_memory = peak_memory(self._device)
 
-    def _fill_masks(
-        self, requests: Seq[_RequestState], outputs: list[TokenOutput], deliver: Deliver | None, masks: Tensor
-    ) -> None:
-        """Write the masks of a step whose forward pass was started. They need the tokens of the step before."""
+    def _fill_masks(self, requests: Seq[_RequestState], outputs: list[TokenOutput], deliver: Deliver | None) -> None:
+        """Write the masks of a step whose forward pass was started, for the request of each draw. They need the tokens of the
+        step before."""
         while self._in_flight:
             outputs += self._collect(self._in_flight.popleft(), deliver)
+        masks = self._runner.masks(len(requests))
         constraints = [r.constraint if r.sequence.id in self._requests else None for r in requests]
         if self._constraints is not None:
             for row, error in self._constraints.fill(masks, constraints).items():
@@ -410,26 +413,31 @@ class Engine:
         Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
         """
         outputs, ends, result = [], {}, ended.step.result()
-        for sequence, scores in zip(ended.scored, result.prompt_logprobs, strict=True):
-            request = self._requests.get(sequence.id)
-            if request is not None and request.prompt_logprobs is not None:
-                request.prompt_logprobs += scores
-        for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
+        rows, first = iter(result.scored), 0
+        for (sequence, planned, num_scored), tokens in zip(ended.work, result.tokens, strict=True):
+            scored = next(rows) if num_scored else None
+            logprobs = (result.logprobs or ())[first : first + planned.num_draws]
+            first += planned.num_draws
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
                 continue
-            sequence.pending -= 1
-            sequence.num_computed -= num_rows - len(tokens)  # the KV values of rejected drafts are overwritten
-            if result.drafts is not None:
-                sequence.drafts = result.drafts[i]
-            logprobs = None if result.logprobs is None else result.logprobs[i]
-            ends[sequence.id] = self._extend(request, tokens, logprobs or ())
-            outputs.append(ends[sequence.id])
+            if scored is not None and request.prompt_logprobs is not None:
+                request.prompt_logprobs += scored.logprobs()
+            if scored is not None and request.logits is not None:
+                request.logits.append(scored.logits())
+            if planned.num_draws:
+                ends[sequence.id] = self._extend(request, tokens, [row for row in logprobs if row is not None])
+                self._scheduler.read(sequence, planned.num_draws)
+                outputs.append(ends[sequence.id])
+            elif request.logits is not None and sum(map(len, request.logits)) == sequence.prompt_len:
+                logits = torch.cat(request.logits)
+                outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
         if deliver is not None:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        for sequence, computed in ended.computed:
+        for sequence, planned, _ in ended.work:
             output = ends.get(sequence.id)
             if output is None or output.error is None:
+                computed = len(sequence.tokens) - 1 if planned.num_draws else planned.start + planned.num_tokens
                 self._scheduler.register(sequence, min(computed, len(sequence.tokens) - 1))
         for output in outputs:
             if output.finish_reason is not None:
@@ -483,7 +491,7 @@ class Engine:
         return InputError("no token is left to draw", where=names[-1], expected=expected, found=found, hint=hint)
 
     def _queue_full(self) -> QueueFullError:
-        limit = self._scheduler.max_waiting
+        limit = self.limits.max_waiting
         what, found = "too many requests wait", f"{limit} that came before"
         return QueueFullError(what, expected=f"at most {limit}", found=found, hint="try again later, or raise --max-waiting")
 
@@ -491,52 +499,11 @@ class Engine:
         self.abort(request_id)
         return TokenOutput(request_id, (), "error", error)
 
-    def logits(self, tokens: Seq[int]) -> Tensor:
-        """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation.
-
-        Raises:
-            InputError: no tokens, or an id is outside the vocabulary.
-            ContextLengthError: the tokens do not fit into the model, or into the free pages of the KV cache.
-        """
-        self.check_logits(tokens)
-        needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
-        if needed > allocator.num_free:
-            raise ContextLengthError(
-                "running requests hold the KV pages", expected=f"{needed} free pages", found=allocator.num_free
-            )
-        pages = allocator.allocate(needed)
-        try:
-            with self._device_errors:
-                return self._logits(tokens, pages)
-        finally:
-            allocator.release(pages)
-
-    def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Tensor:
-        """`logits` in chunks, which get smaller if memory runs out."""
-        size, rows = min(EVALUATION_CHUNK, self.max_num_batched_tokens), list[Tensor]()
-        while (start := sum(map(len, rows))) < len(tokens):
-            part = tokens[start : start + size]
-            chunk = Chunk(part, start, pages, num_logits=len(part))
-            try:
-                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                problem = str(error)
-                if size == 1:
-                    raise _out_of_memory("the logits of one token", problem) from error
-                size //= 2
-        return torch.cat(rows)
-
     def check_logits(self, tokens: Seq[int]) -> None:
         """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
         self.check_tokens(tokens)
         if len(tokens) > self.max_len:
             raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
-
-    def has_room(self, tokens: int) -> bool:
-        """Whether the KV cache has free pages for `logits` of this many tokens now."""
-        return self._cache.pages_for(tokens) <= self._cache.allocator.num_free
 
     def check_tokens(self, tokens: Seq[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
@@ -552,6 +519,14 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _settings(request: _RequestState) -> Settings:
+    """What its next draw needs: without rules that change no logits any more."""
+    rules, sequence = request.rules, request.sequence
+    if rules is not None and sequence.num_sent >= 0 and not rules.apply(sequence.least_len - sequence.prompt_len):
+        rules = None
+    return Settings(request.sampling, rules, request.constraint is not None)
 
 
 def _failed(error: MinirtError) -> Future[TokenConstraint]:

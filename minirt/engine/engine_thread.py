@@ -71,7 +71,6 @@ class _Close:
 @dataclass(eq=False)
 class _Call:
     function: Callable[[Engine], Any]
-    ready: Callable[[Engine], bool]
     result: Future
 
 
@@ -158,13 +157,13 @@ class EngineThread:
         """
         return EngineClient(self, deliver, hold)
 
-    def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
-        """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function(engine)` between two steps, after the commands that came before.
 
         Returns its result or raises its exception.
         """
         result: Future = Future()
-        self._put(_Call(function, ready, result))
+        self._put(_Call(function, result))
         try:
             return result.result()
         finally:
@@ -179,7 +178,7 @@ class EngineThread:
 
         result: Future = Future()
         result.add_done_callback(deliver)
-        self._put(_Call(function, lambda _: True, result))
+        self._put(_Call(function, result))
 
     def stop(self) -> None:
         """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
@@ -243,21 +242,16 @@ class EngineThread:
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
             wait = False
-        blocked = False
         for command in tuple(self._commands):
             if isinstance(command, _Stop):
                 return False
-            if isinstance(command, _Close) or not blocked:
-                self._current = command
-                if self._carry_out(command):
-                    self._commands.remove(command)
-                else:
-                    blocked = True
-                self._current = None
+            self._current = command
+            self._carry_out(command)
+            self._commands.remove(command)
+            self._current = None
         return True
 
-    def _carry_out(self, command: _Command) -> bool:
-        """Carry out one command. Returns False if it has to wait."""
+    def _carry_out(self, command: _Command) -> None:
         match command:
             case _Submit(outbox=outbox, requests=requests):
                 for request in requests if not outbox.closed else ():
@@ -273,11 +267,7 @@ class EngineThread:
                 for request_id in tuple(outbox.open):
                     self._forget(request_id)
                     self.engine.abort(request_id)
-            case _Call(function=function, ready=ready, result=result):
-                if result.cancelled():
-                    return True
-                if not ready(self.engine):
-                    return False
+            case _Call(function=function, result=result):
                 if result.set_running_or_notify_cancel():
                     try:
                         result.set_result(function(self.engine))
@@ -285,7 +275,6 @@ class EngineThread:
                         raise
                     except Exception as error:
                         result.set_exception(_for_request(error))
-        return True
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Deliver the outputs of a step, one list per client. A request is forgotten only after its last output is delivered."""

@@ -174,18 +174,16 @@ class LogitsProcessors:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def process(
-        self, logits: Tensor, rows: Tensor, step: Tensor, rules: Sequence[Rules | None], mask: Tensor | None = None
+        self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool
     ) -> Tensor:
         """The processed logits [B, V] fp32 of `logits` [B, V], which stay as they are. Valid until the next call.
 
         Args:
             rows: [B] int32 on the device: the slot of each row; -1: a row without rules.
             step: [B] int64 on the device: how many tokens were generated before.
-            rules: of each row; what nobody needs launches no work.
             mask: [B, ceil(V / 32)] int32, a grammar's mask: bit v mod 32 of word v div 32 is 1 if token v is allowed.
+            any_bias, any_ban: whether a row has biases, or forbidden tokens; what nobody needs launches no work.
         """
-        asked = [own for own in rules if own is not None]
-        any_bias, any_ban = any(own.bias for own in asked), any(own.bad_words or own.end_ids for own in asked)
         if self._triton:
             from minirt.kernels.sampling import process as kernels
 

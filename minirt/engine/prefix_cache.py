@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from minirt.engine.kv_cache import PageAllocator
+from minirt.step.kv_cache import PageAllocator
 
 
 @dataclass
@@ -48,14 +48,14 @@ class PrefixCache:
         """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages, or to the first `most` of them.
 
         Args:
-            tokens: int64.
+            tokens: int32.
             salt: sequences with different salts share no page.
         """
         known, count = len(keys), len(tokens) // self._page_size
         count = count if most is None else min(count, most)
         if known >= count:
             return
-        secret, size = self._secret, 8 * self._page_size
+        secret, size = self._secret, 4 * self._page_size
         content = tokens[known * self._page_size : count * self._page_size].tobytes()
         root = b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=secret).digest()
         parent = keys[-1] if keys else root

@@ -11,6 +11,8 @@ from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minirt.engine.logits_processors import Rules
 
 
@@ -28,6 +30,7 @@ class Request:
         priority: requests with lower values run first.
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
         num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
+        logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
     """
 
     id: int
@@ -39,6 +42,7 @@ class Request:
     group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_unscored: int = 1
+    logits_only: bool = False
 
     @property
     def rules(self) -> "Rules | None":
@@ -71,7 +75,8 @@ class TokenOutput(NamedTuple):
     `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
     if the request asks. `prompt_logprobs`: of each token of the prompt but the first `Request.num_unscored`, with the first
     output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
-    long the request waited for its first step, with its first output; else None.
+    long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
+    with `logits_only`, whose only output has no token.
     """
 
     request_id: int
@@ -82,6 +87,7 @@ class TokenOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_time_s: float | None = None
+    logits: "Tensor | None" = None
 
 
 class EngineStats(NamedTuple):

@@ -1,93 +1,109 @@
-"""`Runner`: a step on the device: input buffers, the model or its CUDA graph, the sampler, and the copy of tokens to the host.
+"""`Runner`: executes step plans: the table of slots, the model or its CUDA graph, the draw, the commit, the copy to the host.
 
-On a GPU nothing here waits, except `fill`: a step is queued behind the previous step and reads that step's tokens on the device.
+On a GPU nothing here waits: a step is queued behind the previous step, and goes on with the tokens that are in the table then.
 The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from minirt.device import on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens, max_splits
-from minirt.engine.cuda_graphs import StepGraphs
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.logprobs import TokenLogprobs
+from minirt.engine.cuda_graphs import CudaGraphs
+from minirt.engine.limits import EngineLimits
+from minirt.engine.logprobs import TokenLogprobs, unpack
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.sampling_stages import Drawn, FillMasks, Row, SamplingStages, Scored
+from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
-from minirt.errors import ContextLengthError, UnsupportedError
+from minirt.errors import UnsupportedError
+from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.step.table import Columns, Rows, StepTensors
 from minirt.modeling.model import Model, Observer
 from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
+from minirt.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from minirt.kernels.linear.product import RowMaxima
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
 
-class Scores(NamedTuple):
-    """The outputs of a step for the rows that need logits.
+class Proposer(Protocol):
+    """Proposes drafts: tokens that may follow a slot's next token. They are verified in the next step.
 
-    `logits` [R, V] fp32. `row_maxima` [R, P] int64: the largest logit of each tile of a row; None if the head stores none.
-
-    Row maxima, and the logits of a CUDA graph, are views of static buffers, which the next step overwrites. If the head stores
-    row maxima and all rows are greedy, `logits` holds a previous step's values.
+    `max_drafts`: the most for a slot. `needs_history`: whether rows of the table have all tokens of their sequences.
     """
 
-    logits: Tensor
-    row_maxima: Tensor | None
+    max_drafts: int
+    needs_history: bool
 
-
-class _Static(NamedTuple):
-    """The objects that steps with CUDA graphs need. A runner has all of them or none."""
-
-    model: Model
-    buffers: StepBuffers
-    graphs: StepGraphs
+    def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
+        """After the commit of a step: write drafts of its sequences to the table, and their number, with the next token, to
+        NUM_NEXT, unless that is 0 (the sequence yields no more tokens). Does not wait for the device."""
 
 
 class StepResult(NamedTuple):
-    """The result of a step, for each of its chunks that needed logits, in order.
+    """The result of a step.
 
     Args:
-        tokens: new tokens, one or more. −1: the logits were NaN or +inf, or only -inf.
-        drafts: proposed tokens after these, which the next step verifies; None: the runner proposes none. With drafts, the engine
-            must not look ahead.
-        logprobs: the log-probabilities of these tokens; None if no chunk asked. An entry is None if its chunk did not ask.
-        prompt_logprobs: for each chunk with `targets`, in order, their log-probabilities.
+        tokens: for each sequence of the plan, the tokens that it yields: none if no token is drawn from it. −1, the last one:
+            the logits were NaN or +inf, or only -inf.
+        logprobs: for each draw of the plan, the log-probabilities of its token; None: no draw asked. An entry is None if its
+            sequence did not ask.
+        scored: for each of the plan's `scored`.
     """
 
     tokens: list[list[int]]
-    drafts: list[list[int]] | None = None
-    logprobs: "list[list[TokenLogprobs] | None] | None" = None
-    prompt_logprobs: "Sequence[list[TokenLogprobs]]" = ()
+    logprobs: list[TokenLogprobs | None] | None = None
+    scored: Sequence[ScoredRows] = ()
+
+
+class _Forward(NamedTuple):
+    """A step whose logits are computed, or being computed."""
+
+    plan: StepPlan
+    tensors: StepTensors
+    logits: Tensor  # [R, V]
+    row_maxima: Tensor | None
 
 
 @dataclass(frozen=True)
 class Step:
     """A step that was started."""
 
-    _drawn: Drawn
-    _scored: list[Scored]
+    _plan: StepPlan
+    _result: Tensor
+    _packed: Tensor | None
+    _scored: list[ScoredRows]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
-        """Waits for the end of the step, also if no chunk needed logits."""
+        """Waits for the end of the step, also if it yields no tokens."""
         if self._ended is not None:
             self._ended.synchronize()
-        logprobs = self._drawn.logprobs()
-        return StepResult(
-            [[token] for token in self._drawn.tokens.tolist()],
-            logprobs=None if logprobs is None else [None if row is None else [row] for row in logprobs],
-            prompt_logprobs=[scored.logprobs() for scored in self._scored],
-        )
+        tokens = [row[1 : 1 + row[0]] for row in self._result.tolist()]
+        return StepResult(tokens, self._logprobs(tokens), self._scored)
+
+    def _logprobs(self, tokens: list[list[int]]) -> list[TokenLogprobs | None] | None:
+        if self._packed is None:
+            return None
+        drawn = list[int]()
+        for own, sequence in zip(tokens, self._plan.sequences, strict=True):
+            drawn += (own + [0] * sequence.num_draws)[: sequence.num_draws]
+        return unpack(self._packed, drawn, self._plan.sampling.logprobs)
 
 
 class Runner:
@@ -96,114 +112,178 @@ class Runner:
     Args:
         model: `model(batch, cache)` → logits [R, V] fp32.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` whose layers can all be captured.
+        proposer: proposes drafts. None: there are none.
     """
 
     def __init__(
-        self,
-        model: ModelLike,
-        cache: KVCache,
-        device: torch.device,
-        *,
-        vocab_size: int,
-        max_num_seqs: int,
-        max_seq_len: int,
-        max_num_batched_tokens: int,
-        cuda_graphs: bool,
-    ) -> None:
-        self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
-        self._max_seq_len, self._buckets = max_seq_len, _buckets(model, max_num_seqs, max_num_batched_tokens)
-        self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._static: _Static | None = None
-        self._cuda = device.type == "cuda"
-        self._ranges = Ranges(cache.capacity if self._cuda else 0)
+        self, model: ModelLike, cache: KVCache, device: torch.device, limits: EngineLimits, *, vocab_size: int,
+        cuda_graphs: bool = False, proposer: Proposer | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
+        self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
         self._observer: Observer | None = None
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
-        self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
+        self._graphs: CudaGraphs | None = None
+        seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
-            model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
+            model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
-                sizes = {"max_seq_len": max_seq_len, "vocab_size": vocab_size}
-                buffers = StepBuffers(model, cache, self._buckets, self._previous, self._ranges, **sizes)
-                self._static = _Static(model, buffers, StepGraphs(model, cache))
+                self._graphs = CudaGraphs(device)
+                seqs = rows = self._buckets.max_seqs
+                tokens = max(tokens, self._buckets.max_tokens, seqs)
+                tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
+        history = limits.max_model_len if proposer is not None and proposer.needs_history else 0
+        self._buffers = StepBuffers(
+            cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows, history=history
+        )
+        self._stages = SamplingStages(limits, vocab_size, seqs * (1 + limits.max_drafts), device)
+        self._masked: _Forward | None = None  # the step that waits for its masks
 
     @property
     def cuda_graphs(self) -> bool:
         """Whether small steps run as CUDA graphs."""
-        return self._static is not None
+        return self._graphs is not None
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of the table of slots, which plans edit."""
+        return self._buffers.columns
 
     def observe(self, observer: Observer | None) -> None:
         """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
         self._observer = observer
 
-    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None = None) -> Step:
+    def start(self, plan: StepPlan) -> Step | None:
         """Queue a step.
 
-        Args:
-            rows: an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
-            fill: writes the masks of the rows, [B, ceil(V / 32)] int32 on the CPU. Called once, after the forward pass is queued
-                and before the sampler is, so that it may wait for earlier steps. None: there are no masks.
+        Returns:
+            None if its sampling is masked: write the masks to `masks`, then call `draw`.
         Raises:
-            torch.OutOfMemoryError: no memory for the step's activations. In this case nothing has changed.
+            torch.OutOfMemoryError: no memory for the step's activations. In this case a plan with the same edits can be started.
         """
         with self._inference, self._on_device:
-            return self._start(chunks, rows, fill)
+            forward = self._forward(plan)
+            self._stages.fill_slots(plan.rules)
+            if not plan.sampling.masked:
+                return self._draw(forward)
+            self._masked = forward
+            return None
 
-    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None) -> Step:
-        scores = any(chunk.targets for chunk in chunks)
-        needed = scores or fill is not None or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
-        logits, row_maxima = self._scores(chunks, needed)
-        scored = list[Scored]()
-        if scores:
-            scored = self._stages.score(logits, chunks)
-            logits, row_maxima = self._stages.sampled_rows(logits, chunks), None
-        drawn = self._stages.draw(logits, row_maxima, rows, fill) if rows else Drawn(torch.empty(0, dtype=torch.int64))
+    def masks(self, count: int) -> Tensor:
+        """The host's buffer for the masks of the step that was started: [Q, ceil(V / 32)] int32, a row for each draw."""
+        return self._stages.masks(count)
+
+    def draw(self) -> Step:
+        """The second half of a step with masks. Raises as `start` does."""
+        forward, self._masked = self._masked, None
+        if forward is None:
+            raise UnsupportedError("no step waits for masks", where="Runner.draw")
+        with self._inference, self._on_device:
+            return self._draw(forward)
+
+    def _draw(self, forward: _Forward) -> Step:
+        plan, tensors, logits, row_maxima = forward
+        scored = list[ScoredRows]()
+        if plan.scored:
+            scored = self._stages.score(logits, plan)
+            logits, row_maxima = logits.index_select(0, tensors.draw_rows), None
+        packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
+        if plan.num_draws:
+            drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan)
+        result = self._buffers.commit(tensors, drawn)
+        if self._proposer is not None:
+            self._proposer.propose(self._buffers.table, self.columns, self._buffers.rows(len(tensors.seq_lens)))
+        result = self._buffers.to_host(result[: len(plan.sequences)])
         if not self._cuda:
-            return Step(drawn, scored)
+            return Step(plan, result, packed, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
         ended.record()
-        return Step(drawn, scored, ended)
+        return Step(plan, result, packed, scored, ended)
 
-    def _scores(self, chunks: Sequence[Chunk], logits_needed: bool) -> Scores:
-        static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
-        if self._observer is not None and isinstance(self._model, Model):
-            batch = self._batch(chunks)
-            logits = self._model(batch, self._cache, self._observer)
-            rows = logits.shape[0]
-        elif static is not None and bucket is not None:
-            batch = static.graphs.batch(bucket) or self._capture(static, bucket)
-            static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
-            static.graphs.replay(bucket)
-            static.buffers.sent()
-            logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
+    def _forward(self, plan: StepPlan) -> _Forward:
+        needs = plan.sampling
+        needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
+        bucket = None if self._graphs is None or self._observer is not None else self._buckets.find(plan)
+        if bucket is not None and self._graphs is not None and bucket not in self._graphs:
+            self._dry_run(bucket)
+            self._capture(bucket)
+        self._buffers.send(plan, logits_needed=needed)
+        rows = plan.num_logits
+        if bucket is not None and self._graphs is not None:
+            step, batch = self._static(bucket)
+            self._graphs.replay(bucket)
+            self._buffers.sent(plan)
+            logits = self._buffers.logits
         else:
-            batch = self._batch(chunks)
-            logits = self._model(batch, self._cache)
-            rows = logits.shape[0]
-        return Scores(logits[:rows], None if batch.row_maxima is None else batch.row_maxima.values[:rows])
+            step, batch = self._eager(plan)
+            self._buffers.sent(plan)
+            logits = self._model(batch, self._cache) if self._observer is None else self._observed(batch)
+        maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
+        return _Forward(plan, _draws(step, plan.num_draws, len(plan.sequences)), logits[:rows], maxima)
 
-    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        """The batch for a step without a CUDA graph.
+    def _observed(self, batch: Batch) -> Tensor:
+        if not isinstance(self._model, Model):
+            raise UnsupportedError("only a Model's layers can be observed", where="observe")
+        return self._model(batch, self._cache, self._observer)
+
+    def _eager(self, plan: StepPlan) -> tuple[StepTensors, Batch]:
+        """The tensors and the batch of a step without a CUDA graph.
 
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
         """
-        batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda, ranges=self._ranges).after(self._previous)
-        return batch if self._static is None else self._static.buffers.with_row_maxima(batch.to(self._device))
+        sequences, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
+        counts, lens = tuple([s.num_tokens for s in sequences]), tuple([s.seq_len for s in sequences])
+        step = self._buffers.tensors(tokens, len(sequences), logits, plan.num_draws)
+        self._buffers.prepare(step, one_token=max(counts) == 1)
+        if not self._cuda:  # what the host knew were upper bounds
+            starts, lens = step.query_starts.tolist(), tuple(step.seq_lens.tolist())
+            counts, tokens = tuple(b - a for a, b in pairwise(starts)), starts[-1]
+            step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
+        splits = sum([-(-length // KV_SPLIT) for length in lens])
+        every_row = logits == tokens and all(s.num_logits == s.num_tokens for s in sequences)
+        batch = Batch.of(step, counts, lens, max(lens), splits, every_row)
+        if self._graphs is None:
+            return step, batch
+        return step, replace(batch, row_maxima=self._row_maxima(logits))
 
-    def _capture(self, static: _Static, bucket: Bucket, *, compiled: bool = False) -> Batch:
-        """Capture a bucket's CUDA graph, after a dry run that compiles its kernels, unless `compiled`. Returns its batch."""
-        batch = static.buffers.batch(bucket)
-        if not compiled:
-            self._dry_run(static, batch)
-        return static.graphs.capture(bucket, batch)
+    def _row_maxima(self, rows: int) -> "RowMaxima | None":
+        tiles = self._model.row_maxima_tiles(rows) if isinstance(self._model, Model) else 0
+        return self._buffers.row_maxima_of(rows, tiles)
 
-    def _dry_run(self, static: _Static, batch: Batch) -> None:
+    def _static(self, bucket: Bucket) -> tuple[StepTensors, Batch]:
+        """The tensors and the batch, over static buffers, of a bucket's CUDA graph."""
+        seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
+        rows = min(tokens, seqs)
+        longest = min(KV_SPLIT, self._limits.max_model_len) if bucket.short else self._limits.max_model_len
+        step = self._buffers.tensors(tokens, seqs, rows, rows)
+        query_len = 1 if not bucket.tokens else bucket.tokens
+        batch = Batch.of(
+            step, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, self._cache.capacity),
+            every_row=not bucket.tokens,
+        )  # fmt: skip
+        return step, replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
+
+    def _capture(self, bucket: Bucket) -> None:
+        """Capture a bucket's CUDA graph. Its kernels must have been compiled."""
+        step, batch = self._static(bucket)
+
+        def work() -> None:
+            self._buffers.prepare(step, one_token=not bucket.tokens)
+            self._model(batch, self._cache)
+
+        if self._graphs is not None:
+            self._graphs.capture(bucket, work)
+
+    def _dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
-        from minirt.kernels.block_tables import expand_block_tables
-
-        static.buffers.send(batch.layout, [])
-        static.buffers.sent()
-        expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
-        static.model.dry_run(batch, self._cache)
+        step, batch = self._static(bucket)
+        empty = StepPlan((), _NO_TOKENS)
+        self._buffers.send(empty)
+        self._buffers.sent(empty)
+        self._buffers.prepare(step, one_token=not bucket.tokens)
+        self._buffers.commit(step, step.draw_rows)
+        if isinstance(self._model, Model):
+            self._model.dry_run(batch, self._cache)
 
     @torch.inference_mode()
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
@@ -216,8 +296,7 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        static = self._static
-        buckets = [] if static is None else self._buckets.all()
+        buckets = [] if self._graphs is None else self._buckets.all()
 
         def ready(done: int, total: int, compiles: bool) -> None:
             if progress is not None:
@@ -226,31 +305,30 @@ class Runner:
         with on_device(self._device):
             with compile_ahead(self._device, ready):
                 self.launch_all(self._model)
-            if static is not None:
-                for done, bucket in enumerate(buckets, 1):
-                    self._capture(static, bucket, compiled=True)
-                    if progress is not None:
-                        progress("CUDA graphs", done, len(buckets))
-                stored = [batch.row_maxima.values for batch in static.graphs.batches if batch.row_maxima is not None]
-                for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
-                    self._sample(SamplingParams(temperature=0.0), row_maxima)
+            for done, bucket in enumerate(buckets, 1):
+                self._capture(bucket)
+                if progress is not None:
+                    progress("CUDA graphs", done, len(buckets))
+            tiles = {self._model.row_maxima_tiles(min(b.tokens or b.seqs, b.seqs)) for b in buckets}
+            for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
+                if maxima is not None:
+                    self._sample(SamplingParams(temperature=0.0), maxima.values)
             torch.cuda.synchronize(self._device)
             self._reserve(self._model)
 
     def launch_all(self, model: Model) -> None:
         """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
-        seqs, static = self._buckets.max_num_seqs, self._static
-        steps = warm_up_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, seqs)
-        if static is None:
+        limits = self._limits
+        seqs, longest = limits.max_num_seqs, limits.max_model_len
+        steps = warm_up_steps(limits)
+        if self._graphs is None:
             # Decode steps with a short and with the longest context: only the second combines KV splits.
-            last = self._max_seq_len - 1
-            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
+            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, longest - 1}]
             steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
         for chunks in steps:
             self._run_dry(model, chunks)
-        if static is not None:
-            for bucket in self._buckets.all():
-                self._dry_run(static, static.buffers.batch(bucket))
+        for bucket in [Bucket(1), Bucket(1, 1)] if self._graphs is None else self._buckets.all():
+            self._dry_run(bucket)
         for params in sampling_kinds():
             self._sample(params)
         self._stages.compile()
@@ -268,9 +346,8 @@ class Runner:
             self._run_dry(model, chunks)
             return torch.cuda.memory_reserved(self._device)
 
-        steps = largest_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, self._buckets.max_num_seqs)
         with without_launches(self._device), suppress(torch.OutOfMemoryError):
-            largest = max(steps, key=run)
+            largest = max(largest_steps(self._limits), key=run)
             run(largest)
 
     @torch.inference_mode()
@@ -286,46 +363,47 @@ class Runner:
             run()
             return torch.cuda.max_memory_allocated(self._device) - before
 
-        model, static, graph = self._model, self._static, 0
+        model = self._model
         if not isinstance(model, Model):
             return 0
-        if static is not None:
-            graph = peak(lambda: self._dry_run(static, static.buffers.batch(self._buckets.all()[0])))
+        graph = 0 if self._graphs is None else peak(lambda: self._dry_run(self._buckets.all()[0]))
         return graph + max(peak(partial(self._run_dry, model, chunks)) for chunks in steps)
 
     def _run_dry(self, model: Model, chunks: Sequence[Chunk]) -> None:
-        model.dry_run(self._batch(chunks), self._cache)
+        batch = Batch.build(chunks, self._cache.page_size).to(self._device)
+        if self._graphs is not None:
+            batch = replace(batch, row_maxima=self._row_maxima(len(batch.logits_indices)))
+        model.dry_run(batch, self._cache)
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
 
     @torch.inference_mode()
-    def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Seconds of `repeats` replays of a greedy decode step's CUDA graph, without sampler and copies.
+    def replay_times(self, plan: StepPlan, repeats: int) -> list[float]:
+        """Seconds of `repeats` replays of the CUDA graph of a decode step, without draw, commit and copies.
 
-        The cached values are arbitrary. The sequences have different tokens, so that a mixture uses different experts for them.
+        Raises:
+            UnsupportedError: such steps have no CUDA graph.
         """
-        if self._static is None:
+        bucket = None if self._graphs is None else self._buckets.find(plan)
+        if self._graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
-        cache, needed = self._cache, self._cache.pages_for(context_len)
-        if batch_size * needed > cache.allocator.num_free:
-            expected = f"{batch_size * needed} free pages"
-            raise ContextLengthError("too few KV pages", expected=expected, found=cache.allocator.num_free)
-        pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
-        try:
-            with on_device(self._device):
-                chunks = [Chunk([i % self._vocab_size], context_len - 1, own) for i, own in enumerate(pages)]
-                self._scores(chunks, logits_needed=False)
-                return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
-        finally:
-            for own in pages:
-                cache.allocator.release(own)
+        with on_device(self._device):
+            self._forward(plan)
+            return self._graphs.replay_times(bucket, repeats)
 
 
-def _buckets(model: ModelLike, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+def _draws(step: StepTensors, draws: int, seqs: int) -> StepTensors:
+    """The tensors of a step without the padding of its sequences and draws."""
+    own = {name: getattr(step, name)[:draws] for name in step._fields[9:]}
+    return step._replace(seq_lens=step.seq_lens[:seqs], **own)
+
+
+def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:
     flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
-    if not flops:
-        return Buckets(max_num_seqs, max_num_batched_tokens)
-    return Buckets(max_num_seqs, max_num_batched_tokens, max_prompt_tokens(sum(flops) / len(flops)))
+    return Buckets(limits, max_prompt_tokens(sum(flops) / len(flops))) if flops else Buckets(limits)
+
+
+_NO_TOKENS = array("i")

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.sampling.philox import philox, uniform
 from minirt.sampling_params import EffectiveSampling
@@ -94,34 +93,6 @@ def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[bool, boo
         any(s.top_p < 1 for s in sampled),
         any(s.min_p > 0 for s in sampled),
     )
-
-
-class SamplingBuffers:
-    """Static device buffers for the settings of up to `max_batch` rows, and the scratch memory of the kernels.
-
-    `fill` allocates no device memory. The batch it returns is valid until the next `fill`, in stream order.
-    """
-
-    def __init__(self, max_batch: int, vocab: int, device: torch.device) -> None:
-        self.workspace = _kernels().SamplingWorkspace(max_batch, vocab, device)
-        rows = -(-max_batch // 4) * 4  # aligns every tensor to 16 bytes
-        self._buffer = CpuGpuBuffer((8, rows), device)
-
-    def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
-        flags, count = _flags(requests), len(requests)
-        all_greedy = flags[0]
-        if not all_greedy:  # a greedy batch does not read the settings
-            for view, values in zip(_views(self._buffer.host(), count), _columns(requests), strict=True):
-                view.copy_(torch.tensor(values, dtype=view.dtype))
-            self._buffer.send()
-        temperature, top_k, top_p, min_p, seed, step = _views(self._buffer.device, count)
-        return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, *flags)
-
-
-def _views(buffer: Tensor, count: int) -> list[Tensor]:
-    """The tensors of `SamplingBatch` as views of a buffer [8, rows] int32. An int64 tensor takes two of its rows."""
-    narrow = [row[:count].view(dtype) for row, dtype in zip(buffer[:4], _DTYPES, strict=False)]
-    return narrow + [buffer[i : i + 2].view(-1).view(torch.int64)[:count] for i in (4, 6)]
 
 
 @functools.cache

@@ -1,76 +1,179 @@
-"""`StepBuffers`: the static device buffers of a runner's steps, at addresses that CUDA graphs can keep."""
+"""`StepBuffers`: the table of slots, and every buffer that a step reads or writes, at addresses that CUDA graphs can keep."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import ctypes
+from array import array
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minirt.engine.buckets import Bucket, Buckets, max_splits
+from minirt.device import is_nvidia
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import KV_SPLIT, Batch, Chunk, Layout, Ranges, pack_chunks
-from minirt.modeling.model import Model
+from minirt.engine.limits import EngineLimits
+from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.step import table as eager
+from minirt.kernels.step.table import NEXT_TOKENS, Columns, Rows, StepTensors
+from minirt.step.kv_cache import KVCache
+from minirt.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from minirt.kernels.linear.product import RowMaxima
+
+_NUM_ROWS = 5  # of `Rows`, beside the tokens
+_HEAD = 4  # words of a message before them: number of edits, whether logits are needed
 
 
 class StepBuffers:
-    """One buffer each for step input, block tables, logits and row maxima. It serves all buckets: steps run one after the other.
+    """One of each buffer. It serves all steps, which run one after the other.
+
+    The host sends a message for each step: its sequences, and edits of the table. On the device, `prepare` applies the edits and
+    derives the step's input, and `commit` writes what was drawn into the table. Both run in CUDA graphs: nothing on the host
+    depends on the values.
 
     Args:
-        previous: [max_num_seqs] int64 on the device: the tokens that the previous step sampled.
-        ranges: copies of ranges of integers, for the step input.
-        max_seq_len: tokens of the longest possible sequence.
+        limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
+        max_seqs, max_tokens: of the largest step, padding included.
         vocab_size: columns of the logits.
+        row_maxima_tiles: columns of the head's row maxima.
+        logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
+        history: tokens of a sequence that its row of the table keeps.
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, buckets: Buckets, previous: Tensor, ranges: Ranges, *, max_seq_len: int,
-        vocab_size: int,
+        self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
+        row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
     ) -> None:  # fmt: skip
-        self._model, self._cache, self._max_seq_len, self._previous = model, cache, max_seq_len, previous
-        self._ranges, self._table_width = ranges, cache.pages_for(max_seq_len)
-        rows, device = buckets.max_seqs, previous.device
-        tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
-        self.logits = torch.zeros(rows, vocab_size, device=device)
-        self._row_maxima = torch.zeros(rows, tiles, dtype=torch.int64, device=device)
-        self._block_tables = torch.zeros(rows * self._table_width, dtype=torch.int32, device=device)
-        self._input = CpuGpuBuffer((max(self._layout(bucket).words for bucket in buckets.all()),), device)
-
-    def batch(self, bucket: Bucket) -> Batch:
-        """The batch, as views of the buffers, with which a bucket's CUDA graph is captured."""
-        longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
-        layout, splits = self._layout(bucket), max_splits(bucket.seqs, longest, self._cache.capacity)
-        tables = self._block_tables[: bucket.seqs * self._table_width].view(bucket.seqs, self._table_width)
-        return self.with_row_maxima(Batch.static(
-            self._input.device, layout, tables, longest, splits, decode=not bucket.tokens, previous=self._previous,
-            logits=self.logits[: layout.logits],
-        ))  # fmt: skip
-
-    def send(self, layout: Layout, chunks: Sequence[Chunk], *, logits_needed: bool = True) -> None:
-        """Queue the copy of a step's input to the device. Without chunks, the step is only padding and touches no page.
-
-        Call `sent` when the step is queued.
-        """
-        used = pack_chunks(
-            layout, self._input.host(), chunks, self._cache.page_size, logits_needed=logits_needed, ranges=self._ranges
+        self._page_size, self._device = cache.page_size, device
+        self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
+        self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
+        self._max_seqs = -(-max_seqs // 4) * 4
+        self._edits_at = _HEAD + _NUM_ROWS * self._max_seqs
+        self._values_at = self._edits_at + 4 * 2 * self._max_seqs
+        words = self._values_at + self._max_seqs * (-(-NEXT_TOKENS // 4) * 4 + self.columns.pages)
+        self._message, self._tokens = CpuGpuBuffer((words,), device), CpuGpuBuffer((max_tokens,), device)
+        draws = max_seqs * (1 + limits.max_drafts)
+        self._step = _tensors(
+            max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), draws, self.columns, device
         )
-        self._input.copy(used)
+        self._result = torch.zeros(max_seqs, 2 + limits.max_drafts, dtype=torch.int32, device=device)
+        self._result_host = [
+            torch.zeros(self._result.shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
+        self.logits = torch.zeros(logits_rows, vocab_size, device=device)
+        self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
-    def sent(self) -> None:
-        """Guard the host's copy of the input until the device has it."""
-        self._input.copied()
+    def send(self, plan: StepPlan, *, logits_needed: bool = True) -> None:
+        """Queue the copy of a step's message to the device. Call `sent` when the step is queued."""
+        size, columns = self._max_seqs, tuple(zip(*plan.sequences, strict=True)) or ((),) * 6
+        edits = plan.edits
+        if self.columns.history:  # of unbounded size, so it is not a part of the message
+            for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
+                known = torch.tensor(values, dtype=torch.int32)
+                known = known.pin_memory() if self._device.type == "cuda" else known
+                self.table[slot, first : first + len(values)].copy_(known, non_blocking=True)
+            edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
+        words = array("i", (len(edits), logits_needed, 0, 0))
+        for column, padding in zip(columns[:_NUM_ROWS], (-1, 0, 0, 0, 0), strict=True):
+            words.extend(column)
+            words.extend(array("i", (padding,)) * (size - len(column)))
+        values = array("i")
+        for slot, first, own in edits:
+            words.extend((slot, first, len(own), self._values_at + len(values)))
+            values.extend(own)
+        if values:
+            words.extend(array("i", bytes(4 * (self._values_at - len(words)))))
+            words.extend(values)
+        _write(self._message, words)
+        if plan.tokens:
+            _write(self._tokens, plan.tokens)
 
-    def with_row_maxima(self, batch: Batch) -> Batch:
-        """The batch with buffers for row maxima; unchanged if too many rows need logits, or the head stores none."""
-        rows = batch.logits_indices.shape[0]
-        tiles = self._model.row_maxima_tiles(rows) if rows <= self._row_maxima.shape[0] else 0
-        if not tiles:
-            return batch
+    def sent(self, plan: StepPlan) -> None:
+        """Guard the host's copies of the message until the device has them."""
+        self._message.copied()
+        if plan.tokens:
+            self._tokens.copied()
+
+    def rows(self, seqs: int) -> Rows:
+        """The rows of a step with so many sequences, padding included."""
+        message, size = self._message.device, self._max_seqs
+        slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
+        return Rows(slots, starts, counts, logits, draws, self._tokens.device)
+
+    @property
+    def logits_needed(self) -> Tensor:
+        """[1] int32: whether a head that stores row maxima must write logits, too."""
+        return self._message.device[1:2]
+
+    def tensors(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
+        """The tensors of a step of this size, padding included."""
+        step, width = self._step, self.columns.pages
+        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 9))
+        tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
+        parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
+        return StepTensors(*parts)._replace(block_tables=tables)
+
+    def prepare(self, step: StepTensors, *, one_token: bool) -> None:
+        """Apply the message's edits to the table, and derive the input of the step."""
+        rows, message = self.rows(len(step.seq_lens)), self._message.device
+        if is_nvidia(self._device):
+            from minirt.kernels.step import kernels
+
+            edits = message[self._edits_at : self._values_at].view(-1, 4)
+            kernels.edit_table(self.table, edits, message, message[:1])
+            kernels.derive(self.table, self.columns, rows, step, self._page_size, KV_SPLIT, one_token=one_token)
+        else:
+            count = int(message[0])
+            eager.edit_table(self.table, message[self._edits_at : self._edits_at + 4 * count].view(-1, 4), message)
+            eager.derive(self.table, self.columns, rows, step, self._page_size, KV_SPLIT, one_token=one_token)
+
+    def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
+        """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
+        seqs = len(step.seq_lens)
+        own = self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, self._result[:seqs]
+        if is_nvidia(self._device):
+            from minirt.kernels.step import kernels
+
+            kernels.commit(*own)
+        else:
+            eager.commit(*own)
+        return self._result[:seqs]
+
+    def to_host(self, result: Tensor) -> Tensor:
+        """A copy of a step's result on the host, or on its way there. It is valid until the result of the step after next."""
+        self._result_host.reverse()  # two, since the other's tokens may not have been read yet
+        return self._result_host[0][: len(result)].copy_(result, non_blocking=True)
+
+    def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
+        """Buffers for the row maxima of so many rows; None: too many rows need logits, or the head stores none."""
+        if not tiles or rows > len(self.row_maxima):
+            return None
         from minirt.kernels.linear.product import RowMaxima
 
-        return replace(batch, row_maxima=RowMaxima(self._row_maxima[:rows, :tiles], batch.logits_needed))
+        return RowMaxima(self.row_maxima[:rows, :tiles], self.logits_needed)
 
-    def _layout(self, bucket: Bucket) -> Layout:
-        """The layout of a bucket. Each sequence needs logits for at most one row."""
-        seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
-        return Layout(tokens, min(tokens, seqs), seqs, seqs * self._table_width)
+
+def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, device: torch.device) -> StepTensors:
+    """`StepTensors` of the largest step."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    return StepTensors(
+        zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
+        zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
+        zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
+        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
+        zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64), zeros(draws, dtype=i64),
+    )  # fmt: skip
+
+
+def _write(buffer: CpuGpuBuffer, words: "array[int]") -> None:
+    """Write words to the buffer's host copy and queue the copy to the device.
+
+    Uses only this thread: PyTorch splits copies of more than 32,768 words over all cores, and waits milliseconds for the last one
+    if other processes keep it busy.
+    """
+    host = buffer.host()
+    ctypes.memmove(host.data_ptr(), words.buffer_info()[0], 4 * len(words))
+    buffer.copy(len(words))

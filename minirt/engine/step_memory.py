@@ -7,16 +7,17 @@ profiles a real forward pass for the same purpose.) Layers without Triton do run
 import torch
 
 from minirt.device import on_device
-from minirt.engine.kv_cache import KVCache
+from minirt.engine.limits import EngineLimits
 from minirt.engine.runner import Runner
 from minirt.engine.warmup import largest_steps
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.modeling.model import Model
+from minirt.step.kv_cache import KVCache
 
 
-def measure_step_bytes(model: Model, *, max_num_seqs: int, max_model_len: int, tokens: int, cuda_graphs: bool) -> int | None:
-    """Bytes that steps of at most `tokens` tokens need: static buffers, the pool of the CUDA graphs, and the activations of the
-    largest step. None: there is not enough memory for them now.
+def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
+    """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
+    not enough memory for them now.
 
     Args:
         model: with weights, on a GPU.
@@ -27,13 +28,12 @@ def measure_step_bytes(model: Model, *, max_num_seqs: int, max_model_len: int, t
     with on_device(device), without_launches(device):
         try:
             before = torch.cuda.memory_allocated(device)
-            cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=max_num_seqs)
+            cache = KVCache(model.cache_specs, 1, device, model.kv_dtype, num_slots=limits.max_num_seqs)
             states = torch.cuda.memory_allocated(device) - before
             runner = Runner(
-                model, cache, device, vocab_size=model.config.vocab_size, max_num_seqs=max_num_seqs, max_seq_len=max_model_len,
-                max_num_batched_tokens=tokens, cuda_graphs=cuda_graphs,
-            )  # fmt: skip
-            steps = largest_steps(tokens, max_model_len, max_num_seqs)
+                model, cache, device, limits, vocab_size=model.config.vocab_size, cuda_graphs=cuda_graphs
+            )
+            steps = largest_steps(limits)
             ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
             model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in own) for own in ends))
             needed = runner.dry_run_bytes(steps)

@@ -1,10 +1,8 @@
 """`WaitingQueue`: the sequences that wait, in the order in which they are to run."""
 
 import heapq
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from minirt.engine.scheduler import Sequence
+from minirt.engine.sequence import Sequence
 
 
 class WaitingQueue:
@@ -20,32 +18,32 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __contains__(self, sequence: "Sequence") -> bool:
+    def __contains__(self, sequence: Sequence) -> bool:
         return self._sequences.get(sequence.id) is sequence
 
-    def add(self, sequence: "Sequence") -> None:
+    def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.id] = sequence
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
-    def first(self) -> "Sequence":
+    def first(self) -> Sequence:
         """The sequence with the lowest rank. The queue must not be empty."""
         while self._heap[0][1] not in self:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
-    def pop(self) -> "Sequence":
+    def pop(self) -> Sequence:
         """Remove and return the first sequence."""
         sequence = self.first()
         heapq.heappop(self._heap)
         self._forget(sequence)
         return sequence
 
-    def remove(self, sequence: "Sequence") -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is here."""
         if sequence in self:
             self._forget(sequence)
 
-    def _forget(self, sequence: "Sequence") -> None:
+    def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]
         if len(self._heap) > 2 * len(self._sequences) + 16:
             self._heap = [entry for entry in self._heap if entry[1] in self]

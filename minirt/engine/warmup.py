@@ -3,31 +3,27 @@
 The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
 """
 
-from minirt.engine.kv_cache import PAGE_SIZE
-from minirt.engine.scheduler import MAX_SCORED_TOKENS
-from minirt.engine.step_input import Chunk
+from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.sampling_params import SamplingParams
+from minirt.step.batch import Chunk
+from minirt.step.kv_cache import PAGE_SIZE
 
 
-def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
+def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
     """Steps that together launch every compiled kernel: prompts alone, beside single tokens, and with logits of all tokens.
 
     Those that need most memory come first, so that PyTorch's allocator uses their blocks for the others.
-
-    Args:
-        limit: tokens of the largest step.
-        longest: tokens of the longest sequence.
-        seqs: sequences of the largest step.
     """
+    limit, longest, seqs = limits.max_num_batched_tokens, limits.max_model_len, limits.max_num_seqs
     steps = [_prompts(count, longest) for count in representatives(limit, operations("tokens"), _small)]
     for by_tokens, by_sequences in paired_operations():
         for count in representatives(limit, by_tokens, _small):
             for together in representatives(min(seqs, count), by_sequences, lambda first, last: first):
                 if together > 1:
                     steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
-    scored = min(limit, longest, MAX_SCORED_TOKENS)  # with `prompt_logprobs`, each token of a prompt needs logits
+    scored = min(limit, longest, limits.max_logits_rows)  # with `prompt_logprobs`, each token of a prompt needs logits
     for count in representatives(scored, operations("tokens"), _small):
         steps.append([Chunk([0] * count, 0, range(count), num_logits=count)])
     return sorted(steps, key=lambda chunks: (sum(c.num_logits for c in chunks), sum(len(c.tokens) for c in chunks)), reverse=True)
@@ -47,9 +43,10 @@ def _small(first: int, last: int) -> int:
     return last if last <= 512 else min(last, (first // 128 + 1) * 128)
 
 
-def largest_steps(tokens: int, longest: int, seqs: int) -> list[list[Chunk]]:
-    """Steps of `tokens` tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
-    attention copies to 16 bits. All are on page 0."""
+def largest_steps(limits: EngineLimits) -> list[list[Chunk]]:
+    """Steps of the most tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
+    attention copies to 16 bits. All are on page 0. One has the most rows of logits."""
+    tokens, longest, seqs = limits.max_num_batched_tokens, limits.max_model_len, limits.max_num_seqs
     steps = []
     for count in sorted({1, min(seqs, tokens), max(1, min(seqs, tokens, MAX_WIDENED_TOKENS // longest))}):
         count = max(count, -(-tokens // longest))
@@ -60,7 +57,8 @@ def largest_steps(tokens: int, longest: int, seqs: int) -> list[list[Chunk]]:
             Chunk([0] * n, stop - n, [0] * -(-stop // PAGE_SIZE), num_logits=int(i < seqs))
             for i, (n, stop) in enumerate(zip(lengths, ends, strict=True)) if n
         ])  # fmt: skip
-    return steps
+    rows = min(limits.max_logits_rows, len(steps[0][0].tokens))
+    return [[steps[0][0]._replace(num_logits=rows), *steps[0][1:]], *steps[1:]]
 
 
 def sampling_kinds() -> list[SamplingParams]:

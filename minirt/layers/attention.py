@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability
-from minirt.engine.kv_cache import LayerKV, PagesSpec
-from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
@@ -14,6 +12,8 @@ from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupp
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV, PagesSpec
 
 
 class Attention(Layer):

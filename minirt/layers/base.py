@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
-from minirt.engine.kv_cache import CacheSpec, LayerCache
-from minirt.engine.step_input import Batch
 from minirt.errors import InputError, UnsupportedError
 from minirt.gpus import AbsentGPU
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import rope_table
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import CacheSpec, LayerCache
 
 if TYPE_CHECKING:
     from minirt.kernels.launch import Workspace

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minirt.engine.kv_cache import LayerKV
-from minirt.engine.step_input import Batch
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import PackedLinear, Parameter, Part
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV
 
 
 class Embedding(Layer):
@@ -52,6 +52,6 @@ def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        return embedding(batch.tokens, layer.table.weight, previous=batch.previous, check=False)
+        return embedding(batch.input_ids, layer.table.weight, check=False)
 
     return forward

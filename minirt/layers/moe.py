@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minirt.engine.kv_cache import LayerKV
-from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV
 
 
 class MoE(Layer):

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from minirt.engine.kv_cache import LayerKV
-from minirt.engine.step_input import Batch
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV
 
 
 class Select(Layer):

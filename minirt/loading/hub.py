@@ -309,7 +309,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     """Turn exceptions of huggingface_hub into a ModelNotFoundError with the cause and a hint."""
     from huggingface_hub import constants, errors
 
-    local = "download it elsewhere and give the folder, or give the name of a preset, with --random-weights"
+    local = "download it elsewhere and give the folder"
     try:
         yield
     except MinirtError:

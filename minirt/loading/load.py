@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import compute_capability, pick_device, triton_installed
+from minirt.device import compute_capability, pick_device, total_memory, triton_installed
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
@@ -66,12 +66,15 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         name = preset.hub_id if preset else name
         files = resolve(name, revision=revision, weights=need_weights, progress=progress)
     except ModelNotFoundError as error:
+        known = preset or next((own for own in models.presets() if own.hub_id == name), None)
+        if known is not None and error.hint and revision is None:
+            hint = f"{error.hint}; --model {known.name} --random-weights needs no download"
+            raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
         if "/" in name or "gguf" in name.lower():
             raise
-        near = get_close_matches(name.lower(), [p.name.lower() for p in models.presets()], n=3, cutoff=0.75)
-        names = [p.name for own in near for p in models.presets() if p.name.lower() == own]
-        hint = f"did you mean {' or '.join(names)}? " if names else ""
-        hint += f"Give a folder, a Hub id org/name, or a preset: {', '.join(models.preset_names())}; minirt models describes them"
+        hint = "give a folder, a Hub id org/name, or a preset; minirt models lists the presets"
+        if near := _similar_presets(name):
+            hint = f"did you mean {', '.join(near)}? Otherwise {hint}"
         raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
     config = models.parse_config(files.config, where=str(files.folder / "config.json"))
     for file, content in (("config.json", files.config), ("generation_config.json", files.generation_config or {})):
@@ -82,6 +85,13 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         None if own is None else Fields(own, str(files.folder / "hf_quant_config.json")),
     )
     return Found(files, config, stated)
+
+
+def _similar_presets(name: str) -> list[str]:
+    """At most three presets that begin like a name, else some that are spelled nearly like it."""
+    names = {own.name.lower(): own.name for own in models.presets()}
+    begun = [own for lower, own in names.items() if lower.startswith(name.lower())]
+    return begun[:3] or [names[own] for own in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
 def build(
@@ -193,14 +203,28 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
         ("use --dtype bfloat16 --fp8", narrow | fp8), ("use --quantize int4", int4),
         ("use --dtype bfloat16 --quantize int4", narrow | int4), ("lower --max-model-len", {"max_model_len": 256}),
     ]  # fmt: skip
+    least, how = _without_pages(plan_load(options, gpu)[1]), ""
     for words, changes in ways:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
         if changed:
             with suppress(MinirtError):  # a quantized checkpoint is not quantized again
                 plan = plan_load(replace(options, **changed), gpu)[1]
+                needed = _without_pages(plan)
                 if plan.fits:
-                    return f"{words}: {format_size(plan.needed - plan.pages * plan.page, up=True)} without KV pages"
+                    return f"{words}: {format_size(needed, up=True)} without KV pages"
+                if needed < least and words.startswith("use "):
+                    least, how = needed, f" with {words.removeprefix('use ')}"
+    if least > total_memory(device):
+        more = "machine" if device.type == "cpu" else "GPU"
+        hint = f"use a smaller model, or a {more} with more memory"
+        return f"it needs {format_size(least, up=True)} even{how or ' without KV pages'}: {hint}"
+    if gpu is not None:
+        return "use a smaller model, or raise --gpu-memory-utilization"
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
+
+
+def _without_pages(plan: MemoryPlan) -> int:
+    return plan.needed - plan.pages * plan.page
 
 
 def _headers(found: Found, options: LoadOptions) -> Mapping[str, Entry] | None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
-from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
+from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.errors import ConfigError, InputError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
 from minirt.modeling.model import Model
 from minirt.sizes import format_size, parse_size
+from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
@@ -182,9 +182,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     def step_bytes(tokens: int) -> int | None:
         from minirt.engine.step_memory import measure_step_bytes
 
-        return measure_step_bytes(
-            model, max_num_seqs=options.max_num_seqs, max_model_len=length, tokens=tokens, cuda_graphs=graphs
-        )
+        return measure_step_bytes(model, EngineLimits(length, options.max_num_seqs, tokens), cuda_graphs=graphs)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.engine.scheduler import check_limits
+from minirt.engine.limits import check_limits
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.foreign_names import check_names
 from minirt.layers import Layer

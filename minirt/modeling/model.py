@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.kv_cache import CacheSpec, KVCache, LayerCache
-from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import AbsentGPU
 from minirt.layers import (
@@ -24,6 +22,8 @@ from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
 
 Observer = Callable[[Layer, Tensor], None]  # a layer and its input
 

@@ -306,7 +306,7 @@ def _json_options(compact: bool) -> dict[str, Any]:
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
     own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
-    text = " ".join(own.split())
+    text = _readable(" ".join(own.split()), where)
     if FORCED_TOO_LONG in text:
         what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
         return InputError(what, where=where, found=shortened(text), hint=hint)
@@ -317,6 +317,14 @@ def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     if "NoExtension" in text or "nsatisfiable" in text:
         return InputError("no text fits", where=where, found=shortened(text))
     return InputError("the grammar is wrong", where=where, found=shortened(text))
+
+
+def _readable(text: str, where: str) -> str:
+    """llguidance's message without the marks below a line, and with its place in words; a regular expression is one line."""
+    text = re.sub(r"(invalid regex .*) \(in regex\): regex parse error: .* \^+ error: ", r"\1: ", text)
+    text = re.sub(r"regex parse error: (.*) \^+ error: ", r"invalid regex \1: ", text)
+    place = "" if where.endswith("regex") else r"line \1, column \2: "
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", place, text)
 
 
 def _call(

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import minirt
-from minirt import SamplingParams, models
+from minirt import SamplingParams, device, models
 from minirt.bench import ceiling, check, decode, flops, latency, measure, prefill, report, summary, throughput
 from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
 from minirt.outputs import Completion
@@ -472,8 +472,7 @@ def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):
     git("add", "other")
     git("commit", "-m", "x")
     monkeypatch.setattr(report, "__file__", str(file))
-    version = minirt.__version__
-    assert report.commit() == version, "another project's repository around an installed minirt"
+    assert report.commit() is None, "another project's repository around an installed minirt"
     git("add", ".")
     git("commit", "-m", "y")
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
@@ -482,7 +481,17 @@ def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):
     file.write_text("2")
     assert report.commit().endswith("-dirty")
     monkeypatch.setenv("PATH", "")
-    assert report.commit() == version, "no git"
+    assert report.commit() is None, "no git"
+
+
+def test_what_is_missing_is_null_and_no_sentence(monkeypatch):
+    """The version of Triton was "not installed: layers run eager …", and the commit of an installed minirt its version."""
+    monkeypatch.setattr(device, "triton_installed", lambda: False)
+    monkeypatch.setattr(report, "commit", lambda: None)
+    shared = report.machine("decode", torch.device("cpu"), ["minirt"], None)
+    assert shared["versions"]["triton"] is shared["commit"] is None
+    (line, _) = report.heading(shared)
+    assert f" · torch {torch.__version__} · no triton · minirt {minirt.__version__} · 20" in line
 
 
 def test_help_is_light():

@@ -599,6 +599,9 @@ def test_models(run, monkeypatch):
     out = run("models", "--device", "cpu")[1]
     assert "…" not in out, "names that are cut cannot be copied"
     assert max(map(len, out.splitlines())) <= 80
+    rows = {name: rest for name, *rest in (re.split("  +", line.strip()) for line in out.splitlines() if line.strip())}
+    assert rows["model"] == ["params", "float32", "bf16", "fits"], "a CPU computes in float32, which decides what fits"
+    assert rows["Qwen2.5-7B[-Instruct]"] == ["7.62 B", "28.37GiB", "14.19GiB", "--dtype bfloat16"], "not wrapped"
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
     narrow = "--dtype bfloat16"
@@ -608,7 +611,27 @@ def test_models(run, monkeypatch):
 
 def test_an_unknown_model_is_told_what_there_is(run):
     refused(run("plan", "-m", "qwen2.5-7b-instrukt"), "did you mean Qwen2.5-7B-Instruct", "minirt models")
-    refused(run("plan", "-m", "nobodys-model"), "Qwen2.5-7B[-Instruct], ", "Qwen3-4B, ", "a Hub id")
+    accepted = "(give a folder, a Hub id org/name, or a preset; minirt models lists the presets)"
+    refused(run("plan", "-m", "nobodys-model"), accepted)
+    refused(run("plan", "-m", "SmolLM2"), "did you mean SmolLM2-135M, SmolLM2-135M-Instruct, ", "? Otherwise give a folder")
+
+
+def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
+    """Offline, `--model Qwen3-4B` was told to give the name of a preset. Other Hub models have no random weights."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("qwen3-4B", "Qwen/Qwen3-4B"):
+        hint = "give the folder; --model Qwen3-4B --random-weights needs no download)"
+        refused(run("generate", "-m", name, "hi"), "Hub model Qwen/Qwen3-4B: is missing", hint)
+    refused(run("generate", "-m", "nobody/model", "hi"), "download it elsewhere and give the folder)")
+
+
+def test_a_model_that_no_option_makes_fit(run):
+    """72 billion parameters on 24 GiB were advised to free memory. What other settings would make fit keeps its advice."""
+    code, out, _ = run("plan", "-m", "Qwen2.5-72B", "--gpu", "24GiB:8.9")
+    assert code == 1
+    assert re.search(r"39\.\d+GiB even with --quantize int4: use a smaller model, or a GPU with more memory\)$", out, re.M)
+    assert "raise --gpu-memory-utilization)" in run("plan", "-m", "Qwen2.5-72B", "--quantize", "int4", "--gpu", "43GiB")[1]
+    assert "(use --quantize int4: " in run("plan", "-m", "Qwen2.5-7B", "--gpu", "12GiB")[1]
 
 
 # completion

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from support.cli import CACHE, caller, refused
 from support.tiny import add_tokenizer
 
 import minirt
-from minirt import device
 from minirt.cli import app as cli
 from minirt.cli import files
-from minirt.cli.options import set_up_triton
-from minirt.errors import InputError, UnsupportedError
+from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sizes import format_size, parse_count, parse_size
 
@@ -65,26 +62,48 @@ def test_an_abbreviated_command_is_suggested(run):
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
     ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
     ("models --quantization fp8", "no such option '--quantization' (see"), ("generate --tempo 1", "Did you mean"),
+    ("bench -p 512 -n 128", "here minirt bench prefill -p for prompts, minirt bench decode -n for new tokens)"),
+    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench prefill -p"),
+    ("bench decode -d 4096", "llama-bench's name; here minirt bench decode -c)"), ("bench decode -r 3", "here --repeats)"),
+    ("generate -p x", "here PROMPT, without an option)"), ("plan -p x", "no such option '-p' (see minirt plan"),
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
     """They were answered with options that look alike, or with the first letter of -tp. `models` has nothing to quantize with."""
     refused(run(*arguments.split()), words, code=2)
 
 
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("--model x generate hi", "no such option '--model' (options follow the command, as in minirt generate --model)"),
+    ("bench --batch-size 3 decode", "as in minirt bench decode --batch-size)"), ("--temperature 0", "as in minirt chat --temp"),
+    ("bench --num-prompts 3", "as in minirt bench "), ("-c 128 generate hi", "no such option '-c' (see minirt --help)"),
+])  # fmt: skip
+def test_options_before_the_command(arguments, words, run):
+    """`minirt --model x generate` was asked whether it meant --help. No command is advised that lacks the option."""
+    refused(run(*arguments.split()), words, code=2)
+
+
+def test_an_option_without_its_value_names_the_command(run):
+    """click's error does not name the command, so that the message pointed to `minirt --help`."""
+    refused(run("chat", "--stop"), "option '--stop' requires an argument (see minirt chat --help)", code=2)
+    refused(run("bench", "decode", "-b"), "(see minirt bench decode --help)", code=2)
+
+
 def test_the_table_of_other_names_is_true():
     """Each option that it advises exists, and so does each Python argument. No option of minirt is listed for its command."""
+    from inspect import signature
+
     from minirt import SamplingParams, foreign_names
     from minirt.loading.options import LoadOptions
 
     options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
-    arguments = set(LoadOptions.__dataclass_fields__)
+    arguments = {*LoadOptions.__dataclass_fields__, *signature(Generator.generate).parameters}
     sampling = set(SamplingParams.__dataclass_fields__)
     for name, entry in foreign_names._NAMES.items():
         if isinstance(entry, str):
             continue
         _, option, python = entry
         assert set(re.findall("--[a-z-]+", option or "")) <= options, name
-        match = re.match(r"(SamplingParams\()?([a-z_]+)=|minirt\.([A-Za-z]+)$", python or "x=")
+        match = re.match(r"(SamplingParams\()?([a-z_]+)=|minirt\.([A-Za-z]+)\b", python or "x=")
         if python is not None:
             assert match, name
             found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
@@ -204,14 +223,6 @@ def test_out_of_memory(run, folder, monkeypatch):
         refused(run("generate", "-m", folder, *CACHE, "hello"), "out of memory", "--max-model-len")
 
 
-def test_the_interpreter_without_numpy(monkeypatch):
-    """PyTorch and Triton install without NumPy, which Triton's interpreter imports."""
-    monkeypatch.setattr(device, "find_spec", lambda name: None if name == "numpy" else find_spec(name))
-    for dtype in (None, "float16"):
-        with pytest.raises(UnsupportedError, match=r"^Triton's interpreter needs NumPy.*pip install numpy"):
-            set_up_triton(False, dtype)
-
-
 def test_bad_prompts(run, folder, tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "empty").touch()
@@ -307,7 +318,7 @@ def test_missing_files(run, copy, tmp_path):
     base = ("generate", *CACHE, "hello", "-m")
     refused(run(*base, tmp_path / "nowhere"), "nowhere")
     refused(run(*base, copy / "config.json"), "folder")
-    refused(run(*base, "no-such-model"), "no-such-model", "Qwen2.5-7B")
+    refused(run(*base, "no-such-model"), "no-such-model", "minirt models lists the presets")
     refused(run(*base, ""), "empty")
     (copy / "model.safetensors").unlink()
     refused(run(*base, copy), "safetensors")

@@ -11,28 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minirt.engine.buckets import Bucket
-from minirt.engine.cuda_graphs import StepGraphs
+from minirt.engine.cuda_graphs import CudaGraphs
 
-BATCH = SimpleNamespace(pages=None, page_starts=None, block_tables=None)
-
-
-class Model:
-    """Calls `work` in place of a forward pass."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, work):
-        self._work = work
-
-    def __call__(self, batch, cache):
-        self._work()
-
-
-@pytest.fixture(autouse=True)
-def no_kernel(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr("minirt.kernels.block_tables.expand_block_tables", lambda *_, **__: None)
+DEVICE = torch.device("cuda", 0)
 
 
 def test_captures_restrict_only_their_own_thread(monkeypatch):
@@ -46,19 +27,19 @@ def test_captures_restrict_only_their_own_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "the first pool"))
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    graphs = StepGraphs(Model(lambda: inside.append(len(captures))), cache=None)
+    graphs = CudaGraphs(DEVICE)
     for size in (1, 2):
-        assert graphs.capture(Bucket(size, 1), BATCH) is BATCH
-    same = {"stream": ("stream of", Model.device), "capture_error_mode": "thread_local"}
+        graphs.capture(size, lambda: inside.append(len(captures)))
+    same = {"stream": ("stream of", DEVICE), "capture_error_mode": "thread_local"}
     assert captures == [same | {"pool": None}, same | {"pool": "the first pool"}]
-    assert inside == [1, 2], "the model runs within the capture"
+    assert inside == [1, 2], "the work runs within the capture"
 
 
 @pytest.mark.gpu
 def test_another_thread_allocates_while_a_graph_is_captured():
     """256 MiB are more than PyTorch's allocator has at hand, so that it asks the driver, which refuses in a global capture."""
-    stream, errors = torch.cuda.Stream(Model.device), list[BaseException]()
-    x = torch.zeros(3, device=Model.device)
+    stream, errors = torch.cuda.Stream(DEVICE), list[BaseException]()
+    x = torch.zeros(3, device=DEVICE)
     x.add_(1)  # loads the kernel, which a capture may not do
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -66,7 +47,7 @@ def test_another_thread_allocates_while_a_graph_is_captured():
     def allocate():
         try:
             with torch.cuda.stream(stream):
-                torch.empty(256 << 20, dtype=torch.uint8, device=Model.device)
+                torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
         except BaseException as error:
             errors.append(error)
 
@@ -76,8 +57,8 @@ def test_another_thread_allocates_while_a_graph_is_captured():
         thread.start()
         thread.join()
 
-    graphs, bucket = StepGraphs(Model(step), cache=None), Bucket(1, 1)
-    graphs.capture(bucket, BATCH)
-    graphs.replay(bucket)
+    graphs = CudaGraphs(DEVICE)
+    graphs.capture("step", step)
+    graphs.replay("step")
     assert not errors
     assert x.tolist() == [2.0] * 3, "the capture itself computes nothing"

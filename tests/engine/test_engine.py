@@ -6,7 +6,6 @@ requests, and wrong chunk boundaries.
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import KVCache, PageAllocator, PagesSpec
-from minirt.engine.runner import StepResult
-from minirt.engine.step_input import Batch
+from minirt.engine.limits import EngineLimits
 from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError
+from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.kv_cache import KVCache, PageAllocator, PagesSpec
 
 VOCAB = 97
 PAGE = 4
@@ -64,13 +63,12 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None):
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None, proposer=None):
     cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
-    return Engine(
-        Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        lookahead=lookahead, prefix_cache=prefix_cache, max_waiting=max_waiting,
-    ), cache  # fmt: skip
+    limits = EngineLimits(length, seqs, budget, max_waiting, 0 if proposer is None else proposer.max_drafts)
+    options = {"lookahead": lookahead, "prefix_cache": prefix_cache, "proposer": proposer}
+    return Engine(Mock(), cache, limits, vocab_size=VOCAB, **options), cache
 
 
 IDS = itertools.count()
@@ -156,51 +154,54 @@ def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget
     assert cache.allocator.num_free == pages, "pages leaked"
 
 
-class DraftingRunner:
-    """Returns 1 to 4 tokens for each sequence: it proposes drafts, right and wrong ones, and verifies them in the next step."""
+class Drafts:
+    """Proposes up to 4 tokens after the next one: all right, all wrong, or right with a probability. Reads the cached tokens."""
 
-    def __init__(self, model, cache, seed):
-        self._model, self._cache, self._draw = model, cache, random.Random(seed)
-        self.counts = []
+    max_drafts, needs_history = 4, False
 
-    def start(self, chunks, settings, fill=None):
-        batch = Batch.build(chunks, self._cache.page_size)
-        rows = iter(self._model(batch, self._cache).argmax(-1).tolist())
-        tokens, drafts = [], []
-        for chunk in chunks:
-            if not chunk.num_logits:
+    def __init__(self, right, seed=0):
+        self.right, self._draw = right, random.Random(seed)
+        self.cache, self.counts = None, []
+
+    def propose(self, table, columns, rows):
+        for slot in rows.slots.tolist():
+            row = table[slot]
+            if row[NUM_NEXT] == 0 or row[PROMPT_LEN] > row[NUM_CACHED]:
                 continue
-            own = [next(rows) for _ in range(chunk.num_logits)]
-            proposed = list(chunk.tokens)[len(chunk.tokens) - chunk.num_logits + 1 :]
-            right = next((i for i, (a, b) in enumerate(zip(proposed, own, strict=False)) if a != b), len(proposed))
-            tokens.append(own[: right + 1])
-            self.counts.append(len(tokens[-1]))
-            sequence = self._sequence(chunk)[: chunk.start + len(chunk.tokens) - len(proposed) + right] + tokens[-1][-1:]
-            drafts.append([])
-            for _ in range(self._draw.randrange(4)):
-                drafts[-1].append(following(sequence) if self._draw.random() < 0.7 else self._draw.randrange(VOCAB))
-                sequence.append(drafts[-1][-1])
-        return SimpleNamespace(result=lambda: StepResult(tokens, drafts))
+            pages, size = row[columns.page_tables :].tolist(), self.cache.page_size
+            cached = self.cache.layers[0].k.view(-1)
+            known = [int(cached[pages[i // size] * size + i % size]) for i in range(int(row[NUM_CACHED]))]
+            known.append(int(row[NEXT_TOKENS]))
+            count = self._draw.randrange(5)
+            for i in range(count):
+                token = following(known)
+                known.append(token if self._draw.random() < self.right else (token + 1) % VOCAB)
+                row[NEXT_TOKENS + 1 + i] = known[-1]
+            row[NUM_NEXT] = 1 + count
 
-    def _sequence(self, chunk):
-        """The tokens that the pages hold."""
-        cached, size = self._cache.layers[0].k.view(-1), self._cache.page_size
-        return [int(cached[chunk.pages[i // size] * size + i % size]) for i in range(chunk.start + len(chunk.tokens))]
+
+def drafting(right, seed=0, **options):
+    drafts = Drafts(right, seed)
+    it, cache = engine(proposer=drafts, **options)
+    drafts.cache = cache
+    return it, cache
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(1, 20)), min_size=1, max_size=8),
-    pages=st.integers(16, 40),
+    pages=st.integers(17, 40),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
     aborts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), max_size=3),
     seed=st.integers(0, 99),
+    right=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+    lookahead=st.integers(0, 1),
 )
-def test_several_tokens_a_step_are_the_undisturbed_tokens(requests, pages, seqs, budget, aborts, seed):
-    """Rejected drafts leave no trace, whether a step is cut by the budget, a request ends in the middle, or pages run out."""
-    it, cache = engine(pages, seqs, budget, lookahead=0)
-    it._runner = DraftingRunner(it._model, cache, seed)
+def test_several_tokens_a_step_are_the_undisturbed_tokens(requests, pages, seqs, budget, aborts, seed, right, lookahead):
+    """Rejected drafts leave no trace, whether a step is cut by the budget, a request ends in the middle, or pages run out; also
+    if the host does not know how many tokens the step before has yielded."""
+    it, cache = drafting(right, seed, pages=pages, seqs=seqs, budget=budget, lookahead=lookahead)
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
         wanted = undisturbed(prompt, min(count, 64 - len(prompt)), eos=5)
@@ -208,12 +209,16 @@ def test_several_tokens_a_step_are_the_undisturbed_tokens(requests, pages, seqs,
     assert cache.allocator.num_free == pages, "pages leaked"
 
 
-def test_drafts_save_steps():
-    it, cache = engine(lookahead=0)
-    it._runner = DraftingRunner(it._model, cache, 0)
-    tokens, _ = run(it, [(0, [50, 51], 40)])
-    assert set(it._runner.counts) == {1, 2, 3, 4}
-    assert len(it._model.tokens_per_step) < len(tokens[0]) - 5
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(lookahead):
+    steps = {}
+    for right in (0.0, 1.0):
+        it, _ = drafting(right, lookahead=lookahead)
+        tokens, _ = run(it, [(0, [50, 51], 40)])
+        assert tokens[0] == undisturbed([50, 51], 40, eos=5)
+        steps[right] = len(it._runner._model.tokens_per_step)
+    assert len(tokens[0]) <= steps[0.0] <= len(tokens[0]) + lookahead
+    assert steps[1.0] < steps[0.0] / 2
 
 
 def test_preemption_happens_and_is_invisible():
@@ -221,14 +226,14 @@ def test_preemption_happens_and_is_invisible():
     requests = [(0, [i + 10] * 9, 30) for i in range(6)]
     tokens, _ = run(it, requests)
     assert [tokens[i] for i in range(6)] == [undisturbed(r[1], 30, eos=5) for r in requests]
-    assert sum(it._model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
+    assert sum(it._runner._model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
     assert cache.allocator.num_free == 16
 
 
 def test_budget_bounds_every_step():
     it, _ = engine(budget=7)
     run(it, [(0, list(range(30)), 5), (1, list(range(25)), 5)])
-    assert max(it._model.tokens_per_step) <= 7
+    assert max(it._runner._model.tokens_per_step) <= 7
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -252,7 +257,7 @@ def test_preempted_sequences_are_not_refused():
     it, _ = engine(pages=9, seqs=4, length=32, max_waiting=1)
     ids = [add(it, [50 + i] * 7, resolve(SamplingParams(max_tokens=20), None)) for i in range(4)]
     outputs = [output for _ in range(200) for output in it.step()]
-    assert len(it._model.tokens_per_step) > 40, "nothing was preempted"
+    assert len(it._runner._model.tokens_per_step) > 40, "nothing was preempted"
     assert {output.request_id for output in outputs if output.finish_reason == "length"} == set(ids)
 
 
@@ -298,7 +303,7 @@ def test_generation_ends_at_the_context_limit():
 
 def test_nan_logits_end_the_request_alone():
     it, cache = engine()
-    model = it._model
+    model = it._runner._model
     it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
         (batch.seq_lens_device == 3)[:, None], float("nan")
     )

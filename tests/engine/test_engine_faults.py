@@ -3,11 +3,14 @@
 Catches a request that is lost without an output, pages kept by a failed request, an engine that continues on a failed device.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
-from engine.test_engine import add, engine, run, undisturbed
+from engine.test_engine import IDS, add, engine, following, run, undisturbed
 from support.native import native_error
 
+from minirt.engine.engine import Request
 from minirt.engine.scheduler import STEPS_UNTIL_LARGER
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling_params import SamplingParams, resolve
@@ -79,11 +82,11 @@ def test_the_limit_is_lifted():
     it, _ = engine(budget=32)
     failing(it, OUT_OF_MEMORY[0], 0)
     run(it, [(0, [50] * 30, 1)])
-    it._model.tokens_per_step.clear()
+    it._runner._model.tokens_per_step.clear()
     run(it, [(0, [51 + i], STEPS_UNTIL_LARGER) for i in range(3)])
-    it._model.tokens_per_step.clear()
+    it._runner._model.tokens_per_step.clear()
     run(it, [(0, [60] * 30, 1)])
-    assert it._model.tokens_per_step[0] == 30
+    assert it._runner._model.tokens_per_step[0] == 30
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -110,15 +113,26 @@ def test_out_of_memory_for_one_token_ends_its_request(lookahead):
     assert cache.allocator.num_free == 64
 
 
+def logits(it, tokens):
+    """The only output of a request for the logits of all its tokens."""
+    it.add(Request(next(IDS), tokens, replace(resolve(None, None), max_tokens=0), logits_only=True))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    (output,) = outputs
+    return output
+
+
 def test_logits_take_smaller_chunks():
     it, cache = engine()
     tokens = list(range(40))
-    expected = it.logits(tokens)
-    it._model = lambda batch, cache, model=it._model: model(batch, cache) if batch.num_tokens <= 3 else raises(OUT_OF_MEMORY[0])
-    assert torch.equal(it.logits(tokens), expected)
-    it._model = lambda batch, cache: raises(OUT_OF_MEMORY[0])
-    with pytest.raises(OutOfMemoryError, match="logits"):
-        it.logits(tokens)
+    expected = logits(it, tokens).logits
+    assert expected.argmax(-1).tolist() == [following(tokens[: i + 1]) for i in range(40)]
+    model = it._runner._model
+    it._runner._model = lambda batch, cache: model(batch, cache) if batch.num_tokens <= 3 else raises(OUT_OF_MEMORY[0])
+    assert torch.equal(logits(it, tokens).logits, expected)
+    it._runner._model = lambda batch, cache: raises(OUT_OF_MEMORY[0])
+    assert "a step of one token" in str(logits(it, tokens).error)
     assert cache.allocator.num_free == 64
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Engine
-from minirt.engine.kv_cache import KVCache
+from minirt.engine.limits import EngineLimits
 from minirt.sampling_params import resolve
+from minirt.step.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 17, 40, 63, 64, 65, 90, 130)  # prompt lengths, around the page size of 64
@@ -31,10 +32,8 @@ def make_engine(model, *, pages, seqs, budget, device, page_size=64):
     cache = KVCache(model.cache_specs, pages, device, model.dtype, page_size)
     for layer in cache.layers:
         layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
-    return Engine(
-        model, cache, vocab_size=VOCAB, max_model_len=256, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        device=device, cuda_graphs=model.capturable,
-    ), cache  # fmt: skip
+    limits = EngineLimits(256, seqs, budget)
+    return Engine(model, cache, limits, vocab_size=VOCAB, device=device, cuda_graphs=model.capturable), cache
 
 
 def run(engine, cache, requests, aborts):

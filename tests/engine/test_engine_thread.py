@@ -9,17 +9,19 @@ import random
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
-from engine.test_engine import PAGE, engine, undisturbed
+from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
 from minirt.engine import engine as engine_module
-from minirt.engine import engine_thread, kv_cache, scheduler, waiting_queue
+from minirt.engine import engine_thread, planning, scheduler, waiting_queue
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread, _Submit
 from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step import kv_cache
 
 EOS = 5
 
@@ -162,7 +164,7 @@ def test_streams_are_read_in_any_order(thread):
     assert at_rest(it, cache)
 
 
-FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, waiting_queue, kv_cache)}
+FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, waiting_queue, planning, kv_cache)}
 
 
 class Injected(BaseException):
@@ -224,7 +226,7 @@ def test_an_exception_at_any_line_of_the_engines_thread(thread):
                 causes.append(error.__cause__)
                 ended.append("failed")
         try:
-            it.call(lambda engine: engine.has_room(3), lambda engine: engine.has_room(5))
+            it.call(lambda engine: engine.has_work)
         except EngineError as error:
             causes.append(error.__cause__)
         end()
@@ -277,7 +279,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
-            before = {sequence.id for step in it.engine._in_flight for sequence, _ in step.sampled}
+            before = {sequence.id for step in it.engine._in_flight for sequence, planned, _ in step.work if planned.num_draws}
             if batch.num_seqs == 2:
                 together.set()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -378,10 +380,7 @@ def test_stop_ends_all_waiters(thread):
 
     def wait(i):
         try:
-            if i % 2:
-                complete(it, [[i]], 60)
-            else:
-                it.call(lambda engine: None, lambda engine: False)
+            complete(it, [[i]], 60)
         except MinirtError as error:
             errors.append(error)
 
@@ -423,20 +422,23 @@ def test_a_failed_gpu_ends_all_waiters(thread):
     assert it.failed
 
 
-def test_a_call_waits_until_it_can_run(thread):
-    """It needs all pages. Requests that come later wait behind it, and those before it are finished first."""
+def test_logits_wait_for_room_beside_running_requests(thread):
+    """They need all pages, so they come after the request before them; a shorter request behind them does not overtake."""
     it, cache = thread(pages=16)
-    order = []
+    prompt = list(range(3, 66))
     with it.connect() as first, it.connect() as second:
         first.submit([request(it, [1, 2], 20)])
-        free = it.call(lambda engine: order.append("call") or cache.allocator.num_free, lambda engine: engine.has_room(64))
-        assert free == 16
-        second.submit([request(it, [3], 3)])
+        nothing = replace(resolve(SamplingParams(), None), max_tokens=0)
+        second.submit([Request(it.new_id(), prompt, nothing, logits_only=True), request(it, [3], 3)])
+        outputs = []
+        while sum(output.finish_reason is not None for output in outputs) < 2:
+            outputs += second.receive()
+        assert outputs[0].logits.argmax(-1).tolist() == [following(prompt[: i + 1]) for i in range(63)]
+        assert [token for output in outputs[1:] for token in output.token_ids] == undisturbed([3], 3, eos=EOS)
         tokens = []
         while not tokens or not tokens[-1].finish_reason:
             tokens += first.receive()
         assert [token for output in tokens for token in output.token_ids] == undisturbed([1, 2], 20, eos=EOS)
-    assert order == ["call"]
     assert at_rest(it, cache)
 
 

@@ -32,7 +32,7 @@ def processed(logits, rules, generated=GENERATED, mask=None, known=None):
     row = torch.tensor([2], dtype=torch.int32)
     for step in range(known, len(generated)):
         processors.record(torch.tensor([generated[step]]), row, torch.tensor([step]))
-    return processors.process(logits[None], row, torch.tensor([len(generated)]), [rules], mask)[0]
+    return processors.process(logits[None], row, torch.tensor([len(generated)]), mask, any_bias=True, any_ban=True)[0]
 
 
 def some_logits(seed=0):
@@ -117,7 +117,7 @@ def test_a_row_without_rules_is_unchanged_and_a_reused_slot_is_clean():
     processors.fill(0, Rules(1.0, 1.0, 2.0, {1: 5.0}, (1, 2), ((3,), (7, 1)), 99, (5,)), PROMPT, GENERATED)
     processors.fill(0, Rules(presence=0.5), [1], [2])
     rows, step = torch.tensor([0, -1], dtype=torch.int32), torch.tensor([1, 1])
-    found = processors.process(logits, rows, step, [Rules(presence=0.5), None])
+    found = processors.process(logits, rows, step, any_bias=False, any_ban=False)
     expected = logits.clone()
     expected[0, 2] -= 0.5
     torch.testing.assert_close(found, expected)

@@ -5,21 +5,20 @@ written, pages lost or freed twice, and hits that should happen and do not.
 """
 
 from array import array
-from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.test_engine import PAGE, DraftingRunner, add, engine, run, undisturbed
+from engine.test_engine import PAGE, add, drafting, engine, run, undisturbed
 from engine.test_engine_faults import limited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
 from minirt.engine.engine import Request
-from minirt.engine.kv_cache import PageAllocator
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.errors import ContextLengthError
 from minirt.sampling_params import resolve
+from minirt.step.kv_cache import PageAllocator
 
 STEMS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [7, 8, 9, 10, 99 - 60, 12, 13, 14], [20] * 13, []]
 
@@ -56,10 +55,9 @@ def consistent(allocator):
 )  # fmt: skip
 def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, lookahead, drafts, most):
     """Also where memory runs out in steps of more than `most` tokens."""
-    it, cache = engine(pages, seqs, budget, length=36, lookahead=0 if drafts else lookahead)
-    if drafts:
-        it._runner = DraftingRunner(it._model, cache, 0)
-    else:
+    options = {"pages": pages, "seqs": seqs, "budget": budget, "length": 36, "lookahead": lookahead}
+    it, cache = drafting(0.6, **options) if drafts else engine(**options)
+    if not drafts:
         limited(it, most, torch.OutOfMemoryError("CUDA out of memory."))
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
@@ -120,9 +118,7 @@ def test_a_page_is_known_only_after_its_step():
 
 def test_a_rejected_draft_is_not_kept():
     """The request ends at a rejected draft's place, the last of a page, so no later step overwrites the draft there."""
-    it, cache = engine(lookahead=0)
-    it._runner = DraftingRunner(it._model, cache, 0)
-    it._runner._draw = SimpleNamespace(randrange=lambda n: 1 if n == 4 else 96, random=lambda: 1.0)  # one draft, always 96
+    it, _ = drafting(0.0)
     prompt = [10, 11, 12, 13, 14, 15]
     answer = undisturbed(prompt, 2)
     assert complete(it, prompt, 9, eos=(answer[1],))[0] == answer
@@ -207,9 +203,9 @@ def test_running_requests_share_pages():
     it, cache = engine(pages=16, seqs=6, budget=64, length=36)
     prompt = [9] * 32
     complete(it, prompt, 1)
-    before = len(it._model.tokens_per_step)
+    before = len(it._runner._model.tokens_per_step)
     tokens, _ = run(it, [(0, [*prompt, 40 + i], 2) for i in range(6)])
-    assert it._model.tokens_per_step[before] == 6
+    assert it._runner._model.tokens_per_step[before] == 6
     assert [tokens[i] for i in range(6)] == [undisturbed([*prompt, 40 + i], 2, eos=5) for i in range(6)]
     assert cache.allocator.num_free == 16
 
@@ -235,7 +231,7 @@ def test_keys():
     """They depend on all tokens before, on the salt and on the process; known ones are not computed again."""
     caches = [PrefixCache(PageAllocator(1), 4) for _ in range(2)]
     draw = torch.Generator().manual_seed(0)
-    tokens = array("q", torch.randint(0, 2**31, (23,), generator=draw).tolist())
+    tokens = array("i", torch.randint(0, 2**31, (23,), generator=draw).tolist())
 
     def keys(cache, tokens, salt=None):
         found = []
@@ -250,7 +246,7 @@ def test_keys():
     assert keys(caches[0], tokens, "") != plain
     assert set(keys(caches[1], tokens)).isdisjoint(plain)
     for changed in range(20):
-        other = array("q", tokens)
+        other = array("i", tokens)
         other[changed] += 1
         same = [a == b for a, b in zip(plain, keys(caches[0], other), strict=True)]
         assert same == [page < changed // 4 for page in range(5)]

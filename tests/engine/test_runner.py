@@ -1,6 +1,7 @@
 """What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
 of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
 
+from array import array
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,12 +21,11 @@ from minirt.engine.buckets import (
     max_prompt_tokens,
     token_bucket,
 )
-from minirt.engine.kv_cache import KVCache, PagesSpec
+from minirt.engine.limits import MAX_LOGITS_ROWS, EngineLimits
 from minirt.engine.runner import Runner
-from minirt.engine.scheduler import MAX_SCORED_TOKENS
-from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
 from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.product import Product
 from minirt.layers import base
@@ -33,6 +33,9 @@ from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
 from minirt.progress import COMPILING
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache, PagesSpec
+from minirt.step.plan import PlannedSequence, Scored, StepPlan
 
 
 @pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])
@@ -45,24 +48,29 @@ def test_prompts_stay_within_the_model(count, longest):
 
 def test_prompts_fit_the_smallest_cache():
     cache = KVCache([PagesSpec(1, 1)], 3, page_size=4)
-    runner = Runner(
-        Mock(), cache, torch.device("cpu"), vocab_size=97, max_num_seqs=4, max_seq_len=12, max_num_batched_tokens=40,
-        cuda_graphs=False,
-    )  # fmt: skip
     for count in (1, 11, 12, 40):
-        assert runner._model(runner._batch(_prompts(count, 12)), cache).shape == (1, 97)
+        assert Mock()(Batch.build(_prompts(count, 12), 4), cache).shape == (1, 97)
+
+
+def limits(seqs, tokens, longest=32768):
+    return EngineLimits(longest, seqs, tokens)
+
+
+def planned(*sequences):
+    """The plan of sequences (number of new tokens, cached tokens after the step); each draws a token."""
+    return StepPlan(tuple(PlannedSequence(0, -1, count, 1, 1, length) for count, length in sequences), array("i"))
 
 
 def token_counts(limit):
     """Of steps without single tokens beside prompts. The same sizes, up to a limit, come with logits of all tokens, too. What
     needs more memory comes first."""
-    counts = [(sum(c.num_logits for c in step), sum(len(c.tokens) for c in step)) for step in warm_up_steps(limit, 32768, 1)]
+    counts = [(sum(c.num_logits for c in step), sum(len(c.tokens) for c in step)) for step in warm_up_steps(limits(1, limit))]
     assert counts == sorted(counts, reverse=True)
     assert len(counts) == len(set(counts)) + 1, "one token has the logits of all tokens, or of the last"
     scored = {tokens for logits, tokens in counts if logits == tokens}
     own = sorted({tokens for logits, tokens in counts if logits == 1})
-    assert max(scored) == min(limit, MAX_SCORED_TOKENS)
-    assert {count for count in own if count <= MAX_SCORED_TOKENS} == scored
+    assert max(scored) == min(limit, MAX_LOGITS_ROWS)
+    assert {count for count in own if count <= MAX_LOGITS_ROWS} == scored
     return own
 
 
@@ -91,10 +99,10 @@ def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
     assert before[1:] == (128, 96)
     assert [token_bucket(tokens) for tokens in (69, 75, 85, 91)] == [128, 80, 90, 128]
     assert [batch_bucket(seqs) for seqs in (69, 75, 85, 91)] == [80, 80, 90, 96]
-    known = Buckets(100, 8192).all()
+    known = Buckets(limits(100, 8192)).all()
     assert {Bucket(80), Bucket(90), Bucket(1, 80), Bucket(1, 90)} <= set(known)
     monkeypatch.setattr(attention, "DECODE", (attention.AttentionRegime("made_up", "sequences", 3, 5), *attention.DECODE))
-    assert [len(step) for step in warm_up_steps(8192, 32768, 64) if 3 <= len(step) <= 5]
+    assert [len(step) for step in warm_up_steps(limits(64, 8192)) if 3 <= len(step) <= 5]
     assert batch_bucket(5) == 5
 
 
@@ -110,7 +118,7 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
         block = max(256, 1 << (count - 1).bit_length())
         return regime, (tokens >= 512, tokens >= 1024, count > 1, count > 32, block)
 
-    steps = warm_up_steps(limit, longest, seqs)
+    steps = warm_up_steps(limits(seqs, limit, longest))
     known = [forms(sum(len(c.tokens) for c in step), len(step)) for step in steps]
     products, attention = ({form[i] for form in known} for i in range(2))
     assert all(sum(len(c.tokens) for c in step) <= limit for step in steps)
@@ -174,33 +182,36 @@ def test_small_layers_have_graphs_for_more_tokens():
 @pytest.mark.parametrize("most", [MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS_SMALL])
 def test_every_step_finds_its_graph(seqs, budget, most):
     """No step of decode rows, and no small one with prompts, may capture a graph after warm-up, or write past its layout."""
-    buckets = Buckets(seqs, budget, most)
+    buckets = Buckets(limits(seqs, budget), most)
     known = set(buckets.all())
     for count in range(1, seqs + 1):
-        bucket = buckets.find([Chunk([1], 5, [0])] * count)
+        bucket = buckets.find(planned(*[(1, 6)] * count))
         assert bucket in known
         assert (bucket.tokens, bucket.seqs >= count) == (0, True)
         assert bucket.short == (bucket.seqs >= SHORT_SEQS)
-        long = buckets.find([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
+        long = buckets.find(planned(*[(1, 6)] * (count - 1), (1, KV_SPLIT + 1)))
         assert long in known
         assert long == bucket._replace(short=False)
     for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048, 2049, 2305, 4096):
-        alone = buckets.find([Chunk([1] * tokens, 0, [0])])
+        alone = buckets.find(planned((tokens, tokens)))
         if tokens > min(budget, most):
             assert alone is None or alone in known
             continue
         others = min(seqs - 1, tokens - 2)
-        together = buckets.find([Chunk([1] * (tokens - others), 0, [0])] + [Chunk([1], 3, [0])] * others)
+        together = buckets.find(planned((tokens - others, tokens - others), *[(1, 4)] * others))
         for bucket in (alone, together):
             assert bucket in known
             assert bucket.tokens >= tokens
         assert together.seqs > others
         assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
-        assert buckets.find([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
-    assert buckets.find([Chunk([1] * (most + 1), 0, [0])]) is None
-    assert buckets.find([Chunk([1, 2], 0, [0], num_logits=2)]) is None
-    middle = buckets.find([Chunk([1], 0, [0], num_logits=0)])
+        assert buckets.find(planned((tokens, KV_SPLIT + tokens))) == Bucket(1, token_bucket(tokens))
+    assert buckets.find(planned((most + 1, most + 1))) is None
+    one = planned((2, 2)).sequences[0]
+    assert buckets.find(StepPlan((one._replace(num_logits=2),), array("i"))) is None
+    middle = buckets.find(StepPlan((one._replace(num_tokens=1, num_logits=0, num_draws=0),), array("i")))
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"
+    scored = StepPlan((one._replace(num_draws=0),), array("i"), scored=(Scored(0, 1, None, 0),))
+    assert buckets.find(scored) is None
 
 
 def test_stages_of_a_warm_up(monkeypatch):
@@ -215,11 +226,12 @@ def test_stages_of_a_warm_up(monkeypatch):
 
     monkeypatch.setattr("minirt.kernels.compile.ahead_of_time.compile_ahead", compile_ahead)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    static = SimpleNamespace(buffers=SimpleNamespace(batch=lambda bucket: bucket), graphs=SimpleNamespace(batches=[]))
-    buckets = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8, all=lambda: ["small", "large"])
+    buckets = SimpleNamespace(all=lambda: [Bucket(1), Bucket(1, 16)])
+    model = object.__new__(Model)
+    model.row_maxima_tiles = lambda rows: 0
     own = SimpleNamespace(
-        _cuda=True, _model=object.__new__(Model), _buckets=buckets, _static=static, _max_seq_len=64, _device=torch.device("cpu"),
-        _sample=lambda *_: None, _capture=lambda *_, **__: None,
+        _cuda=True, _model=model, _buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
+        _buffers=SimpleNamespace(row_maxima_of=lambda *_: None), _sample=lambda *_: None, _capture=lambda *_, **__: None,
         _reserve=lambda *_: None, launch_all=lambda _: None,
     )  # fmt: skip
     Runner.warm_up(own, lambda *step: calls.append(step))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from minirt.engine.sampler import SamplingBatch, SamplingBuffers, exponential_noise, filtered_weights, sample
+from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.errors import InputError
 from minirt.kernels.sampling.philox import philox, uniform
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
@@ -248,19 +248,3 @@ def test_an_empty_batch_and_a_wrong_shape() -> None:
     for shape in ((17,), (3, 17), (2, 1, 17)):
         with pytest.raises(InputError, match=r"\(2, V\)"):
             sample(torch.zeros(shape), batch_of(settings(), settings()))
-
-
-def test_static_buffers_hold_what_build_makes():
-    """Every fill overwrites the previous one, whatever its size."""
-    pytest.importorskip("triton")
-    buffers = SamplingBuffers(7, 31, torch.device("cpu"))
-    for count in (7, 1, 5):
-        requests = [(settings(0.5 + i, seed=2**63 + i, top_k=i, top_p=0.9, min_p=0.1), 40 + i) for i in range(count)]
-        found, expected = buffers.fill(requests), SamplingBatch.build(requests)
-        for name, value in vars(expected).items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(found, name), value), name
-                assert getattr(found, name).data_ptr() % 16 == 0, "kernels are compiled for aligned tensors"
-            else:
-                assert getattr(found, name) == value, name
-    assert buffers.fill([(settings(0), 3)] * 4).all_greedy

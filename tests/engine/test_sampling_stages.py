@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 from minirt.engine import engine as engine_module
 from minirt.engine import logprobs, sampling_stages
 from minirt.engine.engine import Request
+from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.planning import Settings, plan_step
 from minirt.engine.runner import Runner
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.scheduler import MAX_SCORED_TOKENS, Sequence
-from minirt.engine.step_input import Chunk
+from minirt.engine.scheduler import Work
+from minirt.engine.sequence import Sequence
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.plan import PlannedSequence
 
 IDS = itertools.count(10**6)
 
@@ -223,15 +226,22 @@ def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():
 def test_a_slot_that_comes_back_is_filled_anew():
     """Its data is that of the same sequence, from before it ran in another slot."""
     rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
-    stages = sampling_stages.SamplingStages(torch.zeros(3, dtype=torch.int64), VOCAB, 64)
-    sequence, logits = Sequence(0, array("q", [1]), 1, 9), torch.arange(VOCAB).float()[None]
-    for admission, slot in enumerate((1, 2, 2, 1), 1):
-        sequence.slot, sequence.admissions = slot, admission
-        for _ in range(2):
-            sequence.tokens.extend(stages.draw(logits, None, [sampling_stages.Row.of(own, sequence, rules)]).tokens.tolist())
+    runner = Runner(
+        lambda batch, cache: torch.arange(VOCAB).float().repeat(len(batch.logits_indices), 1), engine()[1],
+        torch.device("cpu"), EngineLimits(64, 3, 64), vocab_size=VOCAB,
+    )  # fmt: skip
+    sequence = Sequence(0, array("i", [1]), 1, 10)
+    for slot in (1, 2, 2, 1):
+        sequence.slot, sequence.num_sent, sequence.pages = slot, -1, array("i", range(3))
+        for first in (True, False):
+            length = len(sequence.tokens)
+            planned = PlannedSequence(slot, 0 if first else -1, length if first else 1, 1, 1, length)
+            plan = plan_step([Work(sequence, planned)], [Settings(own, rules)], runner.columns, VOCAB)
+            sequence.num_sent = 3
+            sequence.tokens.extend(runner.start(plan).result().tokens[0])
     expected = list[int]()
     for _ in range(8):
-        x = logits[0].clone()
+        x = torch.arange(VOCAB).float()
         x[expected] -= 3.0
         expected.append(int(x.argmax()))
     assert list(sequence.tokens[1:]) == expected
@@ -250,7 +260,7 @@ def test_a_step_scores_a_bounded_number_of_prompt_tokens():
     params = SamplingParams(max_tokens=2, prompt_logprobs=0)
     _, _, scores = run(it, [(0, [1] * 700, params), (0, [2] * 300, params), (0, [3] * 40, SamplingParams(max_tokens=2))])
     assert [len(scores[i]) for i in (0, 1)] == [699, 299]
-    assert max(sizes) <= MAX_SCORED_TOKENS + 4
+    assert max(sizes) == it.limits.max_logits_rows == 256
 
 
 @pytest.mark.parametrize(("listed", "count"), [(-1, VOCAB), (20, 20)])
@@ -290,44 +300,47 @@ def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypat
 def test_nobody_asks_nothing_runs(monkeypatch):
     """And a step with one row that asks runs what that row needs."""
     ran = []
-    monkeypatch.setattr(LogitsProcessors, "process", lambda self, logits, *rest: ran.append("process") or logits)
+    monkeypatch.setattr(LogitsProcessors, "process", lambda self, logits, *rest, **flags: ran.append("process") or logits)
     monkeypatch.setattr(LogitsProcessors, "record", lambda self, *rest: ran.append("record"))
     monkeypatch.setattr(LogitsProcessors, "fill", lambda self, *rest: ran.append("fill"))
     scores = logprobs.token_logprobs
     monkeypatch.setattr(sampling_stages, "token_logprobs", lambda *a, **k: ran.append("logprobs") or scores(*a, **k))
-    monkeypatch.setattr(sampling_stages.CpuGpuBuffer, "send", lambda self, count=None: ran.append("send"))
     it, _ = engine()
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, temperature=t, top_k=3)) for t in (0.0, 0.9)])
     assert ran == []
     own = SamplingParams(max_tokens=2, logprobs=0, ignore_eos=True)
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2)), (0, [1, 2], own)])
-    assert ran == ["send", "logprobs"] * 2
+    assert ran == ["logprobs"] * 2
     del ran[:]
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2, presence_penalty=1.0, ignore_eos=True))])
-    assert ran == ["send", "fill", "process", "record", "send", "process", "record"]
+    assert ran == ["fill", "process", "record", "process", "record"]
     del ran[:]
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))])
-    assert ran == ["send", "fill", "process", "record", "send", "process", "record"], "min_tokens is over after two steps"
+    assert ran == ["fill", "process", "record", "process", "record"], "min_tokens is over after two steps"
 
 
 def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     """The LM head writes none, and `sample` reads its row maxima."""
-    cache = engine()[1]
-    runner = Runner(
-        Mock(), cache, torch.device("cpu"), vocab_size=VOCAB, max_num_seqs=2, max_seq_len=64, max_num_batched_tokens=64,
-        cuda_graphs=False,
-    )  # fmt: skip
-    asked, maxima = [], torch.zeros(1, 1, dtype=torch.int64)
-    monkeypatch.setattr(runner, "_scores", lambda chunks, needed: asked.append(needed) or (torch.zeros(1, VOCAB), maxima))
+    runner = Runner(Mock(), engine()[1], torch.device("cpu"), EngineLimits(64, 2, 64), vocab_size=VOCAB)
+    asked, maxima, forward, send = [], torch.zeros(1, 1, dtype=torch.int64), runner._forward, runner._buffers.send
+    monkeypatch.setattr(runner._buffers, "send", lambda plan, logits_needed: asked.append(logits_needed) or send(plan))
+    monkeypatch.setattr(runner, "_forward", lambda plan: forward(plan)._replace(row_maxima=maxima))
     used = []
-    monkeypatch.setattr(sampling_stages, "sample", lambda logits, batch, row_maxima, **named: used.append(row_maxima is maxima))
-    greedy, chunk = {"temperature": 0.0}, Chunk([1], 0, [0])
-    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}):
-        own = resolve(SamplingParams(**(greedy | options)), None)
-        sequence = Sequence(0, array("q", [1]), 1, 9, slot=0)
-        runner.start([chunk], [sampling_stages.Row.of(own, sequence, Rules.of(own, (), ()))])
-    row = sampling_stages.Row.of(resolve(SamplingParams(**greedy), None), sequence, None)
-    runner.start([chunk], [row], lambda masks: masks.fill_(-1))
+
+    def sample(logits, batch, row_maxima, out, **named):
+        used.append(row_maxima is maxima)
+        return out
+
+    monkeypatch.setattr(sampling_stages, "sample", sample)
+    greedy = {"temperature": 0.0}
+    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}, None):
+        own = resolve(SamplingParams(**(greedy | (options or {}))), None)
+        sequence = Sequence(0, array("i", [1]), 1, 9, slot=0, pages=array("i", [0]))
+        settings = Settings(own, Rules.of(own, (), ()), constrained=options is None)
+        work = [Work(sequence, PlannedSequence(0, 0, 1, 1, 1, 1))]
+        if runner.start(plan_step(work, [settings], runner.columns, VOCAB)) is None:
+            runner.masks(1).fill_(-1)
+            runner.draw()
     assert asked == [False, True, True, True, True]
     assert used == [True, True, True, False, False], "row maxima are those of the logits before penalties and masks"
 

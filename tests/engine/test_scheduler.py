@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
-from minirt.engine.scheduler import Sequence
+from minirt.engine.sequence import Sequence
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -46,9 +46,9 @@ class Watched:
         def schedule():
             work = inner()
             running = set(self.it._scheduler.running)
-            assert running >= {sequence.id for sequence, _ in work}
-            assert len({sequence.id for sequence, _ in work}) == len(work) <= self.it.max_num_seqs
-            assert sum(len(chunk.tokens) for _, chunk in work) <= self.it.max_num_batched_tokens
+            assert running >= {sequence.id for sequence, *_ in work}
+            assert len({sequence.id for sequence, *_ in work}) == len(work) <= self.it.limits.max_num_seqs
+            assert sum(planned.num_tokens for _, planned, _ in work) <= self.it.limits.max_num_batched_tokens
             self._check(before, running)
             return work
 
@@ -176,10 +176,10 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
     first = {}
     inner = it._runner.start
 
-    def start(chunks, sampled, fill=None):
-        for chunk, sequence in zip(chunks, it._scheduler.running.values(), strict=False):
-            first.setdefault(sequence.id, len(chunk.tokens))
-        return inner(chunks, sampled)
+    def start(plan):
+        for planned, sequence in zip(plan.sequences, it._scheduler.running.values(), strict=False):
+            first.setdefault(sequence.id, planned.num_tokens)
+        return inner(plan)
 
     it._runner.start = start
     while it.has_work:
@@ -196,7 +196,7 @@ def test_without_the_prefix_cache_samples_do_not_wait():
     for _ in range(4):
         watched.add([30] * 9, 3, group=0)
     watched.step()
-    assert it._model.tokens_per_step == [36]
+    assert it._runner._model.tokens_per_step == [36]
 
 
 def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
@@ -209,7 +209,7 @@ def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
     watched.abort(0)  # in the middle of the prompt
     while it.has_work:
         watched.step()
-    steps = it._model.tokens_per_step[:3]
+    steps = it._runner._model.tokens_per_step[:3]
     assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
     assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
     assert cache.allocator.num_free == cache.num_pages
@@ -229,14 +229,14 @@ def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
     draw, queue, model = random.Random(0), WaitingQueue(), {}
     for arrival in range(20_000):
-        sequence = Sequence(draw.randrange(400), array("q", [1]), 1, 2)
+        sequence = Sequence(draw.randrange(400), array("i", [1]), 1, 2)
         if sequence.id not in model:  # ids are used again
             sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
-        queue.remove(Sequence(draw.randrange(400), array("q", [1]), 1, 2))  # one with an id in use, but another sequence
+        queue.remove(Sequence(draw.randrange(400), array("i", [1]), 1, 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
             first = min(model.values(), key=lambda sequence: sequence.rank)
             assert queue.first() is first

@@ -181,15 +181,15 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     without constraints keep their order."""
     it, _ = bound_engine(lookahead=1)
     it._runner._model, order = Noisy(), []
-    start, collect, fill = it._runner._scores, it._collect, it._constraints.fill
-    it._runner._scores = lambda *args: order.append("forward") or start(*args)
+    start, collect, fill = it._runner._forward, it._collect, it._constraints.fill
+    it._runner._forward = lambda *args: order.append("forward") or start(*args)
     it._collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
-    send = it._runner._stages._send
-    it._runner._stages._send = lambda *args: order.append("send") or send(*args)
+    slots = it._runner._stages.fill_slots
+    it._runner._stages.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)
     monkeypatch.setattr(sampling_stages, "sample", lambda *args, **own: order.append("draw") or sample(*args, **own))
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND))])
-    assert order == ["forward", "send", "masks", "draw", *["forward", "send", "collect", "masks", "draw"] * 2, "collect"]
+    assert order == ["forward", "slots", "masks", "draw", *["forward", "collect", "masks", "draw"] * 2, "collect"]
     del order[:]
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))])
     assert order == ["forward", "draw", *["forward", "draw", "collect"] * 2, "collect"]

@@ -18,14 +18,6 @@ def test_rows_are_copied_exactly(case, dtype, device, make, nan):
     assert torch.equal(out, table[tokens])
 
 
-def test_tokens_of_the_step_before(dtype, device, make, nan):
-    """~r stands for row r of `previous`. A failed row (-1) gives row 0 of the table, not the memory before the table."""
-    table, previous = make(30, 40, dtype=dtype), torch.tensor([7, 29, -1], device=device)
-    tokens = torch.tensor([~1, 3, ~0, ~2, 0], device=device)
-    out = kernel.embedding(tokens, table, nan(5, 40, dtype=dtype), previous)
-    assert torch.equal(out, table[[29, 3, 7, 0, 0]])
-
-
 def test_no_tokens(device, make):
     out = kernel.embedding(torch.empty(0, dtype=torch.int64, device=device), make(3, 8, dtype=torch.float32))
     assert out.shape == (0, 8)

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from minirt.kernels.regimes import SPECIAL_KERNELS, TABLES
+from minirt.kernels.regimes import SPECIAL_KERNELS, TABLES, up_to
 
 
 def test_special_kernels_are_those_of_the_tables():
@@ -12,3 +12,20 @@ def test_special_kernels_are_those_of_the_tables():
         if regime.capability is not None:
             found.setdefault(regime.capability, set()).add(regime.kernel)
     assert {capability: set(kernels) for capability, kernels in SPECIAL_KERNELS.items()} == found
+
+
+UNDECLARED = {"EARLY", "PREFILL_SEQUENCES"}  # tables of sizes, not of kernels
+
+
+def test_each_kernel_declares_its_limits_and_its_order():
+    """`quantize` adds nothing."""
+    kernels = [
+        regime for module, name in TABLES if name not in UNDECLARED for regime in getattr(import_module(module), name)
+    ]
+    assert [regime.kernel for regime in kernels if regime.limits is None] == []
+    assert [regime.kernel for regime in kernels if regime.sums is None] == ["quantize"]
+
+
+def test_the_end_of_a_variant():
+    """Sizes on an end belong to it, and the last interval has none."""
+    assert [up_to(2, 5)(size) for size in (1, 2, 3, 5, 6)] == [2, 2, 5, 5, None]

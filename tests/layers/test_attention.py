@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minirt import Generator, LoadOptions, SamplingParams, models
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import UnsupportedError
 from minirt.gpus import find_gpu
 from minirt.layers import Attention, LayerContext, implementation
 from minirt.loading.load import plan_load
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 EPS, HIDDEN, LENGTH = 1e-5, 96, 160

@@ -14,14 +14,14 @@ import torch
 from support.cli import caller
 
 from minirt import Generator, device, kernels, models
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import launch
 from minirt.layers import base, has_implementation, implementation, register
 from minirt.loading import checkpoint as weights
 from minirt.modeling.model import Model
 from minirt.modeling.plan import parse_impl
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = {

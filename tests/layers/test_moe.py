@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from minirt import models
-from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.layers import MoE, implementation, register
@@ -17,6 +16,7 @@ from minirt.loading import checkpoint
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch
 
 SIZES = {
     "model_type": "qwen2_moe", "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 1, "vocab_size": 61,
@@ -384,8 +384,8 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
 
 def test_random_weights_route_about_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks with random weights read about as many experts as `expected_experts` says, in every layer."""
-    from minirt.engine.kv_cache import KVCache
-    from minirt.engine.step_input import Chunk
+    from minirt.step.batch import Chunk
+    from minirt.step.kv_cache import KVCache
 
     chosen: list[torch.Tensor] = []
     route = reference.route

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from minirt import Generator, SamplingParams, models
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import NumericsError
 from minirt.layers import Attention
 from minirt.loading import checkpoint as weights
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SIZES = {

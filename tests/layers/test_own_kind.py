@@ -18,8 +18,7 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
-from minirt.engine.step_input import Batch, Chunk
+from minirt.engine.limits import EngineLimits
 from minirt.errors import ConfigError, InputError
 from minirt.kernels.compile.tuning import Case, Family
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
@@ -27,6 +26,8 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
 from minirt.sampling_params import resolve
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DECAY = 0.75
@@ -314,9 +315,7 @@ def test_states_stay_with_their_sequences(model, requests, aborts, pages, seqs, 
     for layer in cache.layers:
         for tensor in layer.tensors():
             tensor.fill_(float("nan"))
-    engine = Engine(
-        it, cache, vocab_size=211, max_model_len=48, max_num_seqs=seqs, max_num_batched_tokens=budget, lookahead=lookahead
-    )
+    engine = Engine(it, cache, EngineLimits(48, seqs, budget), vocab_size=211, lookahead=lookahead)
     ids, tokens, ended = {}, [[] for _ in requests], set()
     for step in range(2000):
         for i, (arrival, which, count) in enumerate(requests):

@@ -4,23 +4,22 @@ Catches rows off by one, a gather that is skipped or comes too early, later laye
 rows, and kernels for the kept rows that are not compiled.
 """
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minirt import models
-from minirt.engine.buckets import Bucket, Buckets
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, PagesSpec
-from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, Layout, Ranges, pack_chunks
+from minirt.engine.limits import EngineLimits
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import PAGE_SIZE, KVCache
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 CONFIG = models.parse_config({
@@ -87,13 +86,10 @@ def test_every_row_is_no_copy(chunks, gather):
 
 def test_as_many_rows_as_tokens_in_another_order(gather):
     """A static batch with room for as many sequences as tokens."""
-    layout = Layout(4, 4, 4, 4)
-    flat, tables = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32, device=DEVICE)
-    pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [0]), Chunk([8], 3, [1])], PAGE_SIZE)
-    flat = flat.to(DEVICE)
-    batch = Batch.static(flat, layout, tables, 64, 4, decode=False, previous=flat, logits=flat)
+    batch = Batch.build([Chunk([5, 6, 7], 0, [0]), Chunk([8], 3, [1])], PAGE_SIZE)
+    batch = replace(batch, logits_indices=torch.tensor([2, 3, 2, 3])).to(DEVICE)
     x = torch.arange(4.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
-    assert gather(x, batch, None)[:2, 0].tolist() == [2, 3]
+    assert gather(x, batch, None)[:, 0].tolist() == [2, 3, 2, 3]
 
 
 # ── its place ──
@@ -222,7 +218,7 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
         model = build()
         rows = watch(model.layers[-1])
         cache = KVCache(model.cache_specs, 4, DEVICE)
-        engine = Engine(model, cache, vocab_size=211, max_model_len=128, max_num_batched_tokens=budget, device=DEVICE)
+        engine = Engine(model, cache, EngineLimits(128, 64, budget), vocab_size=211, device=DEVICE)
         sampling = resolve(SamplingParams(max_tokens=6, temperature=0.0), None)
         for number, prompt in enumerate((TOKENS[:30], TOKENS[30:55])):
             engine.add(Request(number, prompt, sampling))
@@ -252,26 +248,3 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
     rows = {layer.kind: watch(layer) for layer in model.unique_layers()}
     model.dry_run(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.cache_specs, 1, DEVICE))
     assert rows == {"embedding": [0], "attention": [5], "mlp": [5, 1], "select": [5], "head": [1]}
-
-
-# ── in CUDA graphs ──
-
-
-@pytest.mark.parametrize(("bucket", "tokens", "rows"), [
-    (Bucket(1, 512), 512, 1),
-    (Bucket(1, 16, short=True), 16, 1),
-    (Bucket(64, 16), 16, 16),
-    (Bucket(64, 2048), 2048, 64),
-    (Bucket(8, short=True), 8, 8),
-])  # fmt: skip
-def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
-    model = SimpleNamespace(row_maxima_tiles=lambda rows: 7)
-    previous, sizes = torch.zeros(64, dtype=torch.int64), {"max_seq_len": 512, "vocab_size": 211}
-    buffers = StepBuffers(model, KVCache([PagesSpec(1, 64)], 70), Buckets(64, 2048), previous, Ranges(), **sizes)
-    batch = buffers.batch(bucket)
-    assert batch.num_tokens == tokens
-    assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows
-    assert batch.num_seqs == bucket.seqs
-    most = [Chunk([1] * (tokens - rows + 1), 0, range(40)), *[Chunk([2], 3, [50])] * (rows - 1)]
-    pack_chunks(batch.layout, batch.flat, most, PAGE_SIZE)
-    assert batch.logits_indices.tolist() == list(range(tokens - rows, tokens))

@@ -5,16 +5,20 @@ Runs on a GPU if there is one, else in Triton's interpreter.
 Planted faults show that the comparison can fail.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+from engine.test_step_buffers import plan_of
 
 from minirt import models
-from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
-from minirt.kernels.block_tables import expand_block_tables
+from minirt.engine.limits import EngineLimits
+from minirt.engine.step_buffers import StepBuffers
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import FP8, FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
 
 pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -165,23 +169,23 @@ def test_a_padded_batch(tokens, seqs):
         return torch.randint(0, 211, (n,), generator=random).tolist()
 
     cached = [Chunk(prompt(70), 0, [3, 1]), Chunk(prompt(3), 0, [6])]
-    chunks = [Chunk(prompt(9), 3, [6]), Chunk([~1], 70, [3, 1]), Chunk(prompt(4), 0, [0], num_logits=0)][:seqs]
-    sampled = torch.tensor([5, 77] + [0] * (seqs - 1), device=DEVICE)
+    chunks = [Chunk(prompt(9), 3, [6]), Chunk([77], 70, [3, 1]), Chunk(prompt(4), 0, [0], num_logits=0)][:seqs]
     results = []
     for padded in (False, True):
         cache = KVCache(model.cache_specs, 9, DEVICE, model.kv_dtype)
         for layer in cache.layers:
             layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
         model(Batch.build(cached, cache.page_size), cache)
-        batch = Batch.build(chunks, cache.page_size).after(sampled)
+        batch = Batch.build(chunks, cache.page_size)
         if padded:
-            layout = Layout(tokens, seqs, seqs, 4 * seqs)
-            flat = torch.full((layout.words,), 9, dtype=torch.int32)
-            pack_chunks(layout, flat, chunks, cache.page_size)
+            buffers = StepBuffers(cache, EngineLimits(256, seqs, tokens), DEVICE, 211, seqs, tokens)
+            step = buffers.tensors(tokens, seqs, seqs, 0)
+            for tensor in step:
+                tensor.fill_(8)
+            buffers.send(plan_of(chunks, buffers, following=(1,) if seqs > 1 else ()))
+            buffers.prepare(step, one_token=False)
             logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
-            tables = torch.full((seqs, 4), 8, dtype=torch.int32, device=DEVICE)
-            batch = Batch.static(flat.to(DEVICE), layout, tables, 256, 40, decode=False, previous=sampled, logits=logits)
-            expand_block_tables(batch.pages, batch.page_starts, batch.block_tables)
+            batch = replace(Batch.of(step, (tokens,) * seqs, (256,) * seqs, 256, 40, every_row=False), logits=logits)
         out = model(batch, cache)[: sum(c.num_logits for c in chunks)]
         results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
     (plain, pages), (out, own) = results

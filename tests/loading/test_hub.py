@@ -410,7 +410,7 @@ def test_cache_read_offline(tmp_path: Path) -> None:
     for kind, text, has_cause in results[6:9]:
         assert kind == "ModelNotFoundError"
         assert "HF_HUB_OFFLINE is set" in text
-        assert "--random-weights" in text
+        assert "give the folder" in text
         assert has_cause
     assert results[9][0] == "ModelNotFoundError"
     assert "not a Hub id" in results[9][1]
@@ -516,12 +516,12 @@ CAUSES = [
     (refusal(errors.GatedRepoError), ("restricted", "HF_TOKEN")),
     (refusal(errors.RepositoryNotFoundError), ("does not exist, or is private", "spelling")),
     (refusal(errors.RevisionNotFoundError), ("no revision 'v2'", "branch")),
-    (refusal(errors.HfHubHTTPError), ("refused: first line", "--random-weights")),
-    (errors.LocalEntryNotFoundError("Got: ConnectError"), ("the Hub cannot be reached (check", "--random-weights")),
+    (refusal(errors.HfHubHTTPError), ("refused: first line", "give the folder")),
+    (errors.LocalEntryNotFoundError("Got: ConnectError"), ("the Hub cannot be reached (check", "give the folder")),
     (errors.LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known"),
      ("not in the cache, and the Hub cannot be reached: Name or service not known (check",)),
     (ConnectionError("no route"), ("cannot be reached: no route", "network")),
-    (TimeoutError("too slow"), ("TimeoutError: too slow", "--random-weights")),
+    (TimeoutError("too slow"), ("TimeoutError: too slow", "give the folder")),
     (OSError(28, "No space left on device"), ("No space left on device", "folder")),
 ]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minirt import Generator, LoadOptions
-from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
+from minirt.engine.limits import EngineLimits
 from minirt.engine.warmup import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
@@ -14,6 +14,7 @@ from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, ou
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.sizes import format_size
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 MB = 1 << 20
 GPU = torch.device("cuda", 0)
@@ -81,17 +82,19 @@ def test_pages_that_were_asked_for(free):
     assert made.context == LENGTH
 
 
+def needed(model, limits, **_):
+    return 100 * MB + limits.max_num_batched_tokens * MB // 16
+
+
 def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
     free(400)
-    monkeypatch.setattr(
-        "minirt.engine.step_memory.measure_step_bytes", lambda model, *, tokens, **_: 100 * MB + tokens * MB // 16
-    )
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
     with pytest.warns(
         RuntimeWarning, match=r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
     ):
         made = measured_plan(Model(), MemoryOptions())
     assert made.measured
-    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, **_: None)
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: None)
     with pytest.raises(OutOfMemoryError, match=r"weights 1,?000MiB.*expected .*found 1\.32GiB, 90% of 1\.46GiB free"):
         measured_plan(Model(), MemoryOptions())
 
@@ -132,9 +135,7 @@ def test_what_other_processes_hold_is_said(free, monkeypatch):
     assert (made.total, made.held_by_others, made.budget) == (4096 * MB, 2500 * MB, 1350 * MB)
     with pytest.raises(OutOfMemoryError, match=rf"found 1\.32GiB, 90% of 1\.46GiB free \({words}\)"):
         raise does_not_fit(made, "cuda:0", "use --fp8")
-    monkeypatch.setattr(
-        "minirt.engine.step_memory.measure_step_bytes", lambda model, *, tokens, **_: 100 * MB + tokens * MB // 16
-    )
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
     with pytest.warns(RuntimeWarning, match=rf"so the context is that instead of 6,400.*; {words}"):
         measured_plan(Model(), MemoryOptions())
     for others in (0, None):
@@ -177,11 +178,13 @@ def test_torch_errors_do_not_leak():
     ("tokens", "longest", "seqs"), [(8192, 131072, 64), (1024, 256, 1), (7, 5, 3), (2048, 32768, 64), (1, 1, 1)]
 )
 def test_largest_steps(tokens, longest, seqs):
-    steps = largest_steps(tokens, longest, seqs)
-    for chunks in steps:
+    limits = EngineLimits(longest, seqs, tokens)
+    steps = largest_steps(limits)
+    for number, chunks in enumerate(steps):
         assert sum(len(chunk.tokens) for chunk in chunks) == tokens
         assert all(chunk.start >= 0 and chunk.start + len(chunk.tokens) <= longest for chunk in chunks)
-        assert sum(chunk.num_logits for chunk in chunks) == min(len(chunks), seqs)
+        first = 1 if number else min(limits.max_logits_rows, len(chunks[0].tokens))
+        assert sum(chunk.num_logits for chunk in chunks) == first + min(len(chunks), seqs) - 1
     assert max(chunk.start + len(chunk.tokens) for chunks in steps for chunk in chunks) == longest
     widened = [sum(chunk.start + len(chunk.tokens) for chunk in chunks) for chunks in steps]
     assert max((total for total in widened if total <= MAX_WIDENED_TOKENS), default=0) >= min(longest, MAX_WIDENED_TOKENS)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from minirt.layers import MLP, Attention, Embedding, Head, MoE
-from minirt.models import ARCHITECTURES, build, parse_config, preset, preset_names, presets
+from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
 from minirt.models.presets import COLUMNS, raw_configs
 
 TINY = {
@@ -128,13 +128,6 @@ PUBLISHED = {
 
 def test_every_preset_has_a_published_size() -> None:
     assert {entry.name.removesuffix("-Instruct") for entry in presets()} == set(PUBLISHED)
-
-
-def test_names_of_presets_in_messages() -> None:
-    """Each preset once, also one that exists only as -Instruct."""
-    both, one = (sorted(name for name in preset_names() if name.endswith("[-Instruct]") == both) for both in (True, False))
-    forms = [name.replace("[-Instruct]", end) for name in both for end in ("", "-Instruct")]
-    assert sorted(forms + one) == sorted(entry.name for entry in presets())
 
 
 @pytest.mark.parametrize("entry", presets(), ids=lambda entry: entry.name)

@@ -318,12 +318,14 @@ def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ({"regex": "(a"}, InputError, r"\.regex: the grammar is wrong; .*unclosed group"),
+        ({"regex": "(a"}, InputError, r'\.regex: the grammar is wrong; found invalid regex "\(a": unclosed group$'),
+        ({"regex": "a{1,8("}, InputError, r'found invalid regex "a\{1,8\(": unclosed counted repetition$'),
+        ({"json": {"type": "string", "pattern": "(a"}}, InputError, r"/pattern: .* found invalid regex \(a: unclosed group$"),
         ({"regex": "(?=a)"}, UnsupportedError, r"\.regex: .*look-around"),
         ({"regex": r"(a)\1"}, UnsupportedError, "backreferences"),
         ({"grammar": "start: limit"}, InputError, "the grammar is wrong; .*unknown name"),
-        ({"grammar": "start: x"}, InputError, r'\.grammar: .*at 1\(8\).*unknown name: "x"'),
-        ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found 2\(5\)"),
+        ({"grammar": "start: x"}, InputError, r'\.grammar: .*found line 1, column 8: unknown name: "x"'),
+        ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found line 2, column 5: "),
         ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
         ({"grammar": "start: <[9999]>"}, InputError, "9999"),
         ({"grammar": 'start: "a" x\nx: "b" start'}, InputError, r"\.grammar: the grammar allows only one text, which is endless"),

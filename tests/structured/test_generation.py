@@ -15,9 +15,9 @@ from support.cli import caller, refused
 from support.structured import EOS, TEXTS
 
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
-from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.engine.scheduler import Scheduler
 from minirt.errors import InputError, TokenizerError, UnsupportedError
+from minirt.step.kv_cache import PAGE_SIZE
 
 SCHEMA = {
     "type": "object",

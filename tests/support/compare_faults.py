@@ -8,8 +8,8 @@ import copy
 import torch
 
 from minirt import layers
-from minirt.engine.kv_cache import LayerKV
 from minirt.layers import implementation
+from minirt.step.kv_cache import LayerKV
 
 
 def altered(layer, **attributes):

@@ -5,7 +5,7 @@ Fences by their info string:
     console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
                     `$ echo TEXT |`. The exit code must be 0.
     console error   the same, with the expected stderr. The exit code must be 1 or 2.
-    sh WHY          commands to paste, one a line, without output. Never run.
+    sh WHY          commands to paste, one a line, without output; lines that begin with # are comments. Never run.
     python WHY, console WHY    not run; WHY is a key of `REASONS`. Python must compile, and options of `minirt` must exist.
     text and others            shown, not run.
 In expected output, `…` stands for any text.
@@ -74,7 +74,8 @@ def examples(text: str) -> list[Example]:
             found += _commands(fence, "error" if failing else "console", reason)
         elif kind == "sh" and why:
             reason, lines = _reason(fence, why), enumerate(fence.text.splitlines(), fence.line + 1)
-            found += [Example(number, "console", line, None, reason) for number, line in lines if line.strip()]
+            commands = ((number, line) for number, line in lines if line.strip() and not line.startswith("#"))
+            found += [Example(number, "console", line, None, reason) for number, line in commands]
         elif fence.info not in SHOWN:
             raise ValueError(f"line {fence.line}: unknown info string {fence.info!r}")
         elif fence.info == "text" and previous is not None and previous.info == "python" and _follows(text, previous, fence):

@@ -264,7 +264,7 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
 def test_the_cache_of_whole_steps_grows(kv_cache_dtype, monkeypatch):
     """Three sequences, then a prompt of more pages: no size shrinks. All values are finite, and scales are positive."""
     from minirt import Generator
-    from minirt.engine.kv_cache import LayerKV
+    from minirt.step.kv_cache import LayerKV
 
     monkeypatch.setattr(whole_steps, "captured", lambda work, device: None)
     monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])

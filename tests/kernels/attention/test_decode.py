@@ -2,6 +2,8 @@
 all), a sequence that ends on a split's or a page's edge, padding rows that read, write or keep garbage, the new token
 missing, doubled or in the wrong slot, a result that depends on the rest of the batch or on the size of the GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
@@ -36,11 +38,8 @@ def check(case, dtype, make, cache, nan, agrees, device):
         agrees(out[i], expected[0], decode64(q[i], pages.keys[i], pages.values[i], scale))
 
 
-def check_fused(case, normalize, dtype, make, cache, nan, agrees, device, config=None):
-    """Rotation and write against the kernel that does only these, which has a test of its own.
-
-    With a config it is not Hopper's kernel.
-    """
+def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
+    """Rotation and write against the kernel that does only these, which has a separate test."""
     Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
     lens, B = list(case["seq_lens"]), len(case["seq_lens"])
     pages = cache(lens, Nkv, D, page_size, dtype)
@@ -57,7 +56,7 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device, config
     pages.k.view(-1, Nkv, D)[new] = float("nan")
     pages.v.view(-1, Nkv, D)[new] = float("nan")
     out = dispatch.rope_paged_attention_decode(
-        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split, config=config
+        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split
     )  # fmt: skip
     eps = torch.finfo(dtype).eps
     # The compiler may fuse products and sums otherwise there.
@@ -187,10 +186,11 @@ def test_wrong_arguments_are_named(make, cache, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=str)
-def test_large(case, half_dtype, make, cache, nan, agrees, device):
+def test_large(case, half_dtype, make, cache, nan, agrees, device, monkeypatch):
     check(case, half_dtype, make, cache, nan, agrees, device)
-    for config in (None, kernel.choose_decode_config(2, False, case["split"], len(case["seq_lens"]))):
-        check_fused(case, True, half_dtype, make, cache, nan, agrees, device, config)
+    check_fused(case, True, half_dtype, make, cache, nan, agrees, device)
+    monkeypatch.setattr(dispatch, "DECODE", dispatch.DECODE[-1:])  # the kernel for any GPU
+    check_fused(case, True, half_dtype, make, cache, nan, agrees, device)
 
 
 @pytest.mark.gpu
@@ -288,11 +288,12 @@ def test_fused_on_pages_past_2_31_elements(dtype, make, device):
 
 
 @pytest.mark.gpu
-def test_partial_sums_past_2_31_values(make, device):
+def test_partial_sums_past_2_31_values(make, device, monkeypatch):
     """Those of a token behind a sequence whose splits are left to `paged_attention_prefill`, which costs next to nothing: there
     are few items, since each head of K and V has many of q, and one warp with one stage of loads passes an item over with hardly
     an access to shared memory, at which racecheck takes its time."""
     Nq, Nkv, D, page, config = 128, 8, 128, 64, kernel.DecodeConfig(32, 1, 1, 3)
+    monkeypatch.setattr(kernel, "FAMILY", replace(kernel.FAMILY, rule=lambda facts, gpu: config))
     before = 2**31 // (Nq * D)
     k, v = (make(4, page, Nkv, D, dtype=torch.float32) for _ in range(2))
     q, tables = make(3, Nq, D, dtype=torch.float32), torch.zeros(2, before, dtype=torch.int32, device=device)
@@ -304,7 +305,7 @@ def test_partial_sums_past_2_31_values(make, device):
         out = torch.full_like(q[: firsts[-1]], float("nan"))
         rest = (lens, starts, most, 0.1, workspace, out)
         pages = (k, v, tables[-len(lens) :])
-        dispatch.paged_attention_decode(q[-len(out) :], *pages, *rest, query_starts=firsts, split=page, config=config)
+        dispatch.paged_attention_decode(q[-len(out) :], *pages, *rest, query_starts=firsts, split=page)
         return out[-1]
 
     alone = last_row([170], [0, 1])

@@ -26,6 +26,8 @@ from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
+from minirt.kernels.step import kernels as step
+from minirt.kernels.step.table import Columns, Rows, StepTensors
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 LARGE = ((200, 3000), (500, INTER), (8192, INTER))  # tokens and width: every tile of the tables of `gemm`
@@ -333,9 +335,29 @@ def experts_other_tiles(calls: Calls) -> None:
                     experts_sm90.launch(product, routing, config)
 
 
+def step_table(calls: Calls) -> None:
+    """The table of slots: with and without drafts, several groups of pages, and a history."""
+    ints = calls.ints
+    for columns, B, T, one_token in (
+        (Columns(0, 1, 513, 0), 5, 5, True), (Columns(0, 1, 513, 0), 6, 300, False), (Columns(4, 2, 513, 4096), 7, 300, False),
+    ):  # fmt: skip
+        table, R, long = ints(9, columns.words), B * (1 + columns.drafts), torch.int64
+        message, rows = ints(80), Rows(*(ints(B) for _ in range(5)), ints(T))
+        floats = calls.empty(R, like=torch.float32)
+        out = StepTensors(
+            ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
+            ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long), ints(R), ints(R), floats, ints(R),
+            floats, floats, ints(R, like=long), ints(R, like=long),
+        )  # fmt: skip
+        step.edit_table(table, message.view(20, 4), message, message[:1])
+        step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)
+        step.commit(table, columns, rows, out.seq_lens, ints(R, like=long), ints(B, 2 + columns.drafts))
+
+
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     found = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
+    found["step"] = step_table
     if cc >= 89:
         found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

@@ -23,7 +23,7 @@ from triton.compiler import compiler
 from triton.runtime import JITFunction, driver
 
 from minirt import kernels
-from minirt.kernels import bandwidth, block_tables, launch, prepared
+from minirt.kernels import bandwidth, launch, prepared
 from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
@@ -166,11 +166,13 @@ def compared(kernel: Any, grid: Any, arguments: tuple[Any, ...], options: dict[s
 def changed(value: Any, constexpr: bool) -> list[Any]:
     """Other values of an argument, which Triton may specialize differently."""
     if isinstance(value, prepared.Tiled):
-        flat, (rows, columns) = value.tensor.reshape(-1), value.tensor.shape
+        flat, rows, row = value.tensor.reshape(-1), len(value.tensor), value.tensor[:1].numel()
         other = torch.empty_like(value.tensor, dtype={1: torch.int8, 2: torch.float16}.get(value.tensor.element_size()))
-        moved = flat[16 * columns :].view(-1, columns) if rows > 16 else other
-        halves = value.tensor[: rows // 2], value.tensor[: rows // 2 * 2 : 2]  # they differ only in the stride
-        return [*(value._replace(tensor=tensor) for tensor in (moved, other, *halves) if len(tensor)), None]
+        moved = flat[16 * row :].view(-1, *value.tensor.shape[1:]) if rows > 16 else other
+        half, strided = value.tensor[: rows // 2], value.tensor[: rows // 2 * 2 : 2]  # they differ only in the stride
+        tile, found = value.tile, [moved, other, half, *([strided] if value.tensor.ndim == 2 else [])]
+        narrow = () if tile._width is None else (prepared.Tile(tile._make, tile._block, *tile._layout, width=tile._width // 2),)
+        return [*(value._replace(tensor=t) for t in found if len(t)), *(value._replace(tile=t) for t in narrow), None]
     if isinstance(value, tuple):  # a record
         constant = type(value) in prepared._CONSTANTS
         fields = value._asdict().items()
@@ -216,7 +218,6 @@ def other_kernels() -> None:
 
     B, V = 3, 5000
     logits, floats, longs = torch.zeros(B, V), torch.zeros(B), ints(B, like=torch.int64)
-    block_tables.expand_block_tables(ints(9), ints(3), ints(2, 7))
     bandwidth.read_sums(torch.zeros(70000))
     # On Hopper, `gemv_int4` is left with activations of 32 bits.
     linear.norm_linear(torch.zeros(1, 577), torch.zeros(577), 1e-6, ints(131, 160, like=torch.int16), scale=ints(5, 131))

@@ -1,7 +1,7 @@
 """What the table of the linear layers declares of its kernels is true.
 
-Catches a declaration that was copied from another kernel, or that a change of the kernel has left behind. Nothing chooses by the
-declarations yet, so nothing else would notice.
+Catches a declaration that was copied from another kernel, or that a change of the kernel has left behind. Dispatch chooses by the
+formats; nothing chooses by the rest yet, so nothing else would notice.
 """
 
 from dataclasses import fields
@@ -49,16 +49,17 @@ def test_what_a_kernel_gets_is_within_its_limits(stored, capability):
     for T in TOKENS:
         for N, K in ((18944, 3584), (4608, 3581), (152, 3592)):
             product = meta(T, N, K, stored)
-            found = covering(REGIMES, T, capability)
-            chosen = next(regime for regime in found if regime.accepts(product))
+            assert product.format == stored
+            chosen = dispatch.regime(product, capability)
             assert stored in chosen.limits.formats
             row_bytes = K * product.x.element_size()
             assert row_bytes % chosen.limits.alignment == 0
-            for regime in found:
+            for regime in covering(REGIMES, T, capability, stored):
+                assert stored in regime.limits.formats
                 worthwhile = regime.kernel != "gemv_int4_sm90" or N == 18944  # it leaves small weights to others
-                if stored in regime.limits.formats and row_bytes % regime.limits.alignment == 0 and worthwhile:
+                if row_bytes % regime.limits.alignment == 0 and worthwhile:
                     assert regime.accepts(product), regime.kernel
-                if "int4" in regime.kernel and (stored not in regime.limits.formats or row_bytes % regime.limits.alignment):
+                if "int4" in regime.kernel and row_bytes % regime.limits.alignment:
                     assert not regime.accepts(product), regime.kernel
     assert not BY_NAME["gemm_sm90"].accepts(meta(128, 4608, 3581, "fp16"))
     assert not BY_NAME["gemm_sm90"].accepts(meta(128, 4608, 3584, "fp32"))
@@ -73,12 +74,11 @@ def test_no_residual_is_dropped(stored, capability):
         residual = torch.empty(T, 18944, dtype=product.out.dtype, device="meta")
         gated = product._replace(out=torch.empty_like(residual), epilogue=product.epilogue._replace(activation="silu"))
         both = gated._replace(epilogue=gated.epilogue._replace(residual=residual))
-        found = covering(REGIMES, T, capability)
-        chosen = next(regime for regime in found if regime.accepts(both))
+        chosen = dispatch.regime(both, capability)
         assert chosen.kernel != "gemm_sm90"
         assert stored in chosen.limits.formats
         if capability == 90 and T >= 65 and stored in ("fp16", "fp8", "fp8_blocks"):  # only the residual is refused
-            assert next(regime for regime in found if regime.accepts(gated)).kernel == "gemm_sm90"
+            assert dispatch.regime(gated, capability).kernel == "gemm_sm90"
 
 
 def test_the_norm_and_row_maxima_are_declared():
@@ -96,8 +96,8 @@ def test_a_split_is_declared_where_configurations_have_one():
 
 # Fields of configurations that the order of sums follows from: steps in K, parts of K, warps side by side along K.
 ORDER = {
-    "gemv_int4_sm90": ("num_warps", "chains"), "gemm_int4_small_sm90": ("num_warps", "chains"), "gemm_int4_sm90": ("split",),
-    "gemv_int4": ("num_warps",), "gemm_int4": ("split", "exact", "unroll"), "gemv": ("num_warps",),
+    "gemv_int4_sm90": ("num_warps",), "gemm_int4_small_sm90": ("num_warps", "chains"), "gemm_int4_sm90": ("split",),
+    "gemv_int4": ("num_warps",), "gemm_int4": ("split", "exact"), "gemv": ("num_warps",),
     "gemm_sm90": ("split", "promote"), "gemm_small": ("block_k", "split"), "gemm": ("block_k",),
 }  # fmt: skip
 

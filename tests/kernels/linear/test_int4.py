@@ -19,10 +19,10 @@ EPS = 1e-6
 # (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
 CASES = [
     (1, 33, 97, 128, None, Int4Config(16, 16)),
-    (3, 40, 577, 128, None, Int4Config(32, 16, split=3, unroll=2)),
+    (3, 40, 577, 128, None, Int4Config(32, 16, split=3)),
     (17, 24, 320, 64, None, Int4Config(16, 16, split=2)),
-    (5, 20, 336, 32, None, Int4Config(16, 16, split=9, unroll=2)),
-    (5, 40, 288, 32, None, Int4Config(16, 16, exact=False, unroll=2)),
+    (5, 20, 336, 32, None, Int4Config(16, 16, split=9)),
+    (5, 40, 288, 32, None, Int4Config(16, 16, exact=False)),
     (20, 24, 256, 128, "silu", Int4Config(16, 32)),
     (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
     (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
@@ -81,9 +81,9 @@ def test_packing_and_what_it_stands_for(device):
         value = (code - int(word & 15)) * (word & -16).view(torch.float32).double().item()
         assert value == exact[n, k].item()
     assert torch.equal(reference.dequantize_int4(words, scale, K, torch.float64), exact)
-    assert torch.equal(int4.unpack(words, scale, K, torch.float32), exact.float())
+    assert torch.equal(int4.unpack_weight(words, scale, K, torch.float32), exact.float())
     for dtype in (torch.float16, torch.float32):
-        assert torch.equal(int4.unpack(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
+        assert torch.equal(int4.unpack_weight(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -79,7 +79,7 @@ ONE = [
     (19, 456, 32, "silu", True, GemvInt4Sm90Config(2, 1, 1)),
     (40, 1000, 64, None, False, GemvInt4Sm90Config(1, 2, 2)),
     (17, 328, 128, "gelu_tanh", False, GemvInt4Sm90Config(2, 1, 1, None, True)),
-    (33, 577, 32, None, False, GemvInt4Sm90Config(4, 2, 2, None, True, 2)),
+    (33, 577, 32, None, False, GemvInt4Sm90Config(4, 2, 2, None, True)),
     (16, 256, 128, None, False, GemvInt4Sm90Config(8, 4, 4)),
     (20, 2000, 128, "silu", True, GemvInt4Sm90Config(2, 4, 2, 112)),
     (9, 1164, 64, "gelu_tanh", True, GemvInt4Sm90Config(1, 4, 2)),

@@ -15,7 +15,7 @@ from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
 from minirt.kernels.moe import experts_sm90
-from minirt.kernels.moe.dispatch import mixture_residual
+from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import Routing, gather, most_tiles, route
 
@@ -98,7 +98,8 @@ def uneven(x, g):
 def accepts(dtype, gate_up, down, *scales):
     """Whether the kernel accepts a mixture of these experts."""
     h = torch.empty(3, gate_up.shape[2], dtype=dtype, device=gate_up.device)
-    return experts_sm90.accepts(Mixture(h, h, gate_up, down, h, h, 1, True, "silu", None, *scales))
+    (hopper,) = (regime for regime in REGIMES if regime.kernel == "experts_sm90")
+    return hopper.accepts(Mixture(h, h, gate_up, down, h, h, 1, True, "silu", None, *scales))
 
 
 def check_products(case, x, logits, gate_up, down, quantize, config, nan, launch):

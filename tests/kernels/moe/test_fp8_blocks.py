@@ -11,7 +11,8 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.linear.product import Epilogue, Norm, Product
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
 from minirt.kernels.moe import one_token, products
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.products import ExpertsConfig
@@ -67,8 +68,7 @@ def check_products(T, sizes, dtype, make, nan, agrees, logits, first=None, secon
     gate_up, down = experts(make, E, *sizes[2:])
     routing = route(logits, k, True, products.block_t(T))
     inner, rows = nan(T * k, inter, dtype=dtype), nan(T * k, H, dtype=dtype)
-    configs = [given or products.choose_config(T, 1, gated, 80) for given, gated in ((first, True), (second, False))]
-    x, h = run_products(make(T, H, dtype=dtype), gate_up, down, routing, inner, rows, *configs)
+    x, h = run_products(make(T, H, dtype=dtype), gate_up, down, routing, inner, rows, first, second)
     expert = routing.experts.flatten().long()
     order = routing.order.long()
     truth = reference.gated(torch.stack([gate_up[2][expert[pair]] @ x[pair // k] for pair in order]), "silu")
@@ -211,4 +211,5 @@ def test_scales_that_fit_no_weight_are_named(make):
 def test_steps_stay_in_one_block():
     for T in (2, 100, 300, 2000):
         for cc in (80, 89, 90, 100, 120):
-            assert all(128 % products.choose_config(T, 1, gated, cc).block_k == 0 for gated in (False, True))
+            facts = (ProductFacts(T, 768, 2048, 1, gated, blocks=True) for gated in (False, True))
+            assert all(128 % products.rule(one, Gpu(cc, 132)).block_k == 0 for one in facts)

@@ -66,10 +66,9 @@ def test_unused_experts_are_not_read_and_every_row_is_written(T, make, nan):
     logits[:, 4], logits[:, 2] = 3, 2
     h = make(T, H, dtype=torch.float32)
     routing = route(logits, 2, True, products.block_t(T))
-    config = products.choose_config(T, 4, True, 80)
     inner = nan(2 * T, inter, dtype=torch.float32)
-    products.launch(Product(h, gate_up, inner, epilogue=Epilogue(activation="silu")), routing, config)
-    rows = products.launch(Product(inner, down, nan(2 * T, H, dtype=torch.float32)), routing, config)
+    products.launch(Product(h, gate_up, inner, epilogue=Epilogue(activation="silu")), routing)
+    rows = products.launch(Product(inner, down, nan(2 * T, H, dtype=torch.float32)), routing)
     out = products.combine(h, rows, routing.weights, nan(T, H, dtype=torch.float32))
     torch.testing.assert_close(out, expected(h, logits, gate_up, down, h, 2, True), rtol=1e-5, atol=1e-5)
     # Rows of `inner` stand in the order of experts: those of expert 2, each token's second, come first.

@@ -12,6 +12,7 @@ from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
 from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe import experts_sm90, one_token, tuning
+from minirt.kernels.moe.route import token_regime
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
@@ -60,9 +61,9 @@ def test_cases_on_hopper(device, monkeypatch):
 
 
 def test_token_regimes_follow_each_other():
-    ends = [experts_sm90.token_regime(T) for T in range(2, 3000)]
+    ends = [token_regime(T) for T in range(2, 3000)]
     assert all(a <= b for a, b in pairwise(ends))
-    assert all(experts_sm90.token_regime(end) == end for end in set(ends))
+    assert all(token_regime(end) == end for end in set(ends))
 
 
 class InBlocks(FormatChoice):

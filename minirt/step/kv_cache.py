@@ -18,7 +18,7 @@ from minirt.kernels.attention.operands import KVPages
 from minirt.modeling.formats import FP8
 
 if TYPE_CHECKING:
-    from minirt.engine.step_input import Batch
+    from minirt.step.batch import Batch
 
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
 

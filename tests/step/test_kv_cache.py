@@ -6,9 +6,9 @@ Catches scales of FP8 pages that are not counted, and what one part has written 
 import pytest
 import torch
 
-from minirt.engine.kv_cache import CacheRoom, CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
-from minirt.engine.step_input import Batch, Chunk
 from minirt.modeling.formats import FP8
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import CacheRoom, CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 
 HEADS, DIM, PAGE, PAGES = 3, 16, 4, 5
 KV = PagesSpec(HEADS, DIM)

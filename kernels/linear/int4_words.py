@@ -1,0 +1,132 @@
+"""4-bit weights inside kernels: the packed layout, words to numbers, and scale words. For Triton and for Gluon kernels.
+
+A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scale` [groups, N] int32. In each chunk of 128 columns,
+word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of
+the tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
+group's zero point in its four lowest bits; see `reference.dequantize_int4`. A group has 32, 64 or 128 columns.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.linear.product import Product
+from minirt.kernels.reference import int4_group
+
+
+@triton.jit
+def factor(words):
+    """The scale of each scale word, fp32."""
+    return (words & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def zero_point(words):
+    """The zero point of each scale word, fp32."""
+    return (words & 15).to(tl.float32)
+
+
+@triton.jit
+def offset(words, DTYPE: tl.constexpr):
+    """What `unpack` takes of scale words: −(128 + z) in bf16, −(1024 + z) in fp16. z is in the lowest bits of the mantissa."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        return ((words & 15) | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return ((words & 15) | 0xE400).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def group_words(ptrs, stride, chunk, K: tl.constexpr, GROUP: tl.constexpr, row=0):
+    """The scale words of the groups of a chunk, a tuple. Groups past the last one repeat it.
+
+    ptrs: of the first group's, for each row; `row` is added to them. stride: from a group to the next. GROUP: groups have
+    32 · GROUP columns.
+    """
+    GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
+    words = ()
+    for i in tl.static_range(4 // GROUP):
+        group = tl.minimum(chunk * (4 // GROUP) + i, GROUPS - 1)
+        words += (tl.load(ptrs + group.to(tl.int64) * stride + row),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def unpack(w, zero):
+    """Words → the four tiles q − z of their nibbles, exact in the dtype of `zero`, which is what `offset` returns."""
+    if zero.dtype == tl.bfloat16:
+        # 128 + q, then − (128 + z)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
+            shr.u32 w1, $4, 4;
+            shr.u32 w2, $4, 8;
+            shr.u32 w3, $4, 12;
+            lop3.b32 n0, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n1, w1, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n2, w2, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n3, w3, 0x000f000f, 0x43004300, 0xea;
+            mov.b32 one, 0x3f803f80;
+            fma.rn.bf16x2 $0, n0, one, $5;
+            fma.rn.bf16x2 $1, n1, one, $5;
+            fma.rn.bf16x2 $2, n2, one, $5;
+            fma.rn.bf16x2 $3, n3, one, $5;
+            }""",
+            "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # 1024 + q, then − (1024 + z); and 1024 + 16q, a sixteenth of it, then − (64 + z)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 w2, n0, n1, n2, n3, sixteenth, rest, more;
+            shr.u32 w2, $4, 8;
+            lop3.b32 n0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 n1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 n2, w2, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 n3, w2, 0x00f000f0, 0x64006400, 0xea;
+            mov.b32 sixteenth, 0x2c002c00;
+            mov.b32 more, 0x63806380;
+            add.rn.f16x2 rest, $5, more;
+            add.rn.f16x2 $0, n0, $5;
+            fma.rn.f16x2 $1, n1, sixteenth, rest;
+            add.rn.f16x2 $2, n2, $5;
+            fma.rn.f16x2 $3, n3, sixteenth, rest;
+            }""",
+            "=r,=r,=r,=r,r,r", [w, zero], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def scaled(q, scale):
+    """q · scale, rounded once to 16 bits: `scale` fp32 [rows, 1] is split into a high and a low part."""
+    high = scale.to(q.dtype)
+    low = (scale - high.to(tl.float32)).to(q.dtype)
+    high, _ = tl.broadcast(high, q)
+    low, _ = tl.broadcast(low, q)
+    if q.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 rest, zero;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 rest, $1, $3, zero;
+            fma.rn.bf16x2 $0, $1, $2, rest;
+            }""",
+            "=r,r,r,r", [q, high, low], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 rest;
+            mul.rn.f16x2 rest, $1, $3;
+            fma.rn.f16x2 $0, $1, $2, rest;
+            }""",
+            "=r,r,r,r", [q, high, low], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+def scale_words(product: Product) -> tuple[Tensor, int]:
+    """(Scale words, columns of a group) of a product with 4-bit weights. InputError if it has no scale words."""
+    scale = product.epilogue.scale
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
+    return scale, int4_group(product.x.shape[1], scale.shape[0])

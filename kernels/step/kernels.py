@@ -1,0 +1,300 @@
+"""The Triton kernels of the table of slots: `edit_table`, `derive` and `commit`, with the results of `step/table.py`.
+
+CUDA graphs hold them, so grids depend on the sizes of tensors only. How many edits, tokens and draws there are is read on the
+device. Each program of `derive` and `commit` adds up what the sequences before its own have, instead of a kernel for the sums:
+a decode step is a chain of short kernels, and one launch more takes longer.
+"""
+
+import functools
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.kernels.launch import cdiv, next_power_of_2
+from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.step import table as words
+from minirt.kernels.step.table import Columns, Rows, StepTensors
+
+_NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.NUM_NEXT, words.FINAL_LEN))
+_PROMPT_LEN, _LOGPROBS, _SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
+_TEMPERATURE, _TOP_K = map(tl.constexpr, (words.TEMPERATURE, words.TOP_K))
+_TOP_P, _MIN_P = map(tl.constexpr, (words.TOP_P, words.MIN_P))
+_NEXT_TOKENS, _RULED = tl.constexpr(words.NEXT_TOKENS), tl.constexpr(words.RULED)
+_EDITING = 32  # programs that apply edits
+_EDIT_BLOCK = 1024  # words that a program writes at a time
+_BLOCK = 256  # sequences, pages or tokens that a program handles at a time
+_MOST_PARTS = 8  # programs for each sequence, in a step with many tokens
+
+
+@compile_time
+class _Constants(NamedTuple):
+    """What `derive` and `commit` compile in: the columns of the table, and sizes of the engine.
+
+    BLOCK: see `_BLOCK`. BLOCK_DRAWS: a power of two, at least 1 + DRAFTS.
+    """
+
+    WORDS: int
+    DRAFTS: int
+    GROUPS: int
+    PAGES: int
+    PAGE_TABLES: int
+    TOKENS: int
+    HISTORY: int
+    BLOCK: int
+    PAGE_SIZE: int
+    KV_SPLIT: int
+    ONE_TOKEN: bool
+    BLOCK_DRAWS: int
+
+
+@functools.cache
+def _constants(columns: Columns, page_size: int = 1, kv_split: int = 1, one_token: bool = False) -> _Constants:
+    return _Constants(
+        columns.words, columns.drafts, columns.groups, columns.pages, columns.page_tables, columns.tokens, columns.history,
+        _BLOCK, page_size, kv_split, one_token, next_power_of_2(1 + columns.drafts),
+    )  # fmt: skip
+
+
+@prepared
+@triton.jit(do_not_specialize_on_alignment=["edits_ptr", "values_ptr", "count_ptr"])
+def _edit_kernel(table_ptr, edits_ptr, values_ptr, count_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Every n-th edit, for n programs."""
+    for edit in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        edit_ptr = edits_ptr + edit * 4
+        slot, column = tl.load(edit_ptr), tl.load(edit_ptr + 1)
+        count, first = tl.load(edit_ptr + 2), tl.load(edit_ptr + 3)
+        row_ptr = table_ptr + slot.to(tl.int64) * WORDS + column
+        for at in range(0, count, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            tl.store(row_ptr + i, tl.load(values_ptr + first + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
+def _sequences(table_ptr, rows, b, end, C):
+    """Of sequences b, one or a block: (slot, whether it goes on, start, new tokens, logits, draws). From `end` on: padding."""
+    inside = b < end
+    slot = tl.load(rows.slots + b, mask=inside, other=-1)
+    start = tl.load(rows.starts + b, mask=inside, other=0)
+    count = tl.load(rows.counts + b, mask=inside, other=0)
+    logits = tl.load(rows.logits + b, mask=inside, other=0)
+    draws = tl.load(rows.draws + b, mask=inside, other=0)
+    valid = slot >= 0
+    going_on = valid & (start < 0)
+    row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
+    cached = tl.load(row_ptr + _NUM_CACHED, mask=going_on, other=0)
+    following = tl.load(row_ptr + _NUM_NEXT, mask=going_on, other=0)
+    final = tl.load(row_ptr + _FINAL_LEN, mask=going_on, other=0)
+    most = tl.maximum(tl.minimum(count, tl.minimum(following, final - 1 - cached)), 1)
+    start = tl.where(going_on, cached, start)
+    count = tl.where(going_on, most, count)
+    return slot, going_on, start, tl.where(valid, count, 0), tl.where(valid, logits, 0), tl.where(valid, draws, 0)
+
+
+@triton.jit
+def _splits(start, count, slot, C):
+    return tl.where(slot >= 0, (start + count + C.KV_SPLIT - 1) // C.KV_SPLIT, 0)
+
+
+@triton.jit
+def _sums(table_ptr, rows, first, end, C):
+    """What the sequences of a block have, up to `end`: (tokens, given tokens, KV splits, logits, draws)."""
+    b = first + tl.arange(0, C.BLOCK)
+    slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, end, C)
+    given, splits = tl.where(going_on, 0, count), _splits(start, count, slot, C)
+    # Four sums by one reduction: each exchanges values between warps, and waits.
+    pairs = tl.split(tl.sum(tl.join(tl.join(given, splits), tl.join(logits, draws)), 0))
+    given, splits = tl.split(pairs[0])
+    logits, draws = tl.split(pairs[1])
+    return tl.sum(count, 0), given, splits, logits, draws
+
+
+@triton.jit
+def _copy_pages(table_ptr, rows, out, group_stride, b, B, group, C):
+    """The columns of a page table that a sequence uses."""
+    slot, _, start, count, _, _ = _sequences(table_ptr, rows, b, B, C)
+    used = tl.where(slot >= 0, tl.minimum((start + count + C.PAGE_SIZE - 1) // C.PAGE_SIZE, C.PAGES), 0)
+    from_ptr = table_ptr + slot.to(tl.int64) * C.WORDS + C.PAGE_TABLES + group * C.PAGES
+    to_ptr = out.block_tables + group.to(tl.int64) * group_stride + b.to(tl.int64) * C.PAGES
+    for at in range(0, used, C.BLOCK):
+        page = at + tl.arange(0, C.BLOCK)
+        tl.store(to_ptr + page, tl.load(from_ptr + page, mask=page < used), mask=page < used)
+
+
+@triton.jit
+def _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C):
+    """Every n-th block of what is behind the last token, row of logits and draw."""
+    index = tl.arange(0, C.BLOCK)
+    for at in range(first_token + part * C.BLOCK, T, parts * C.BLOCK):
+        token = at + index
+        tl.store(out.tokens + token, 0, mask=token < T)
+        tl.store(out.positions + token, 0, mask=token < T)
+        tl.store(out.slots + token, -1, mask=token < T)
+    for at in range(first_logits + part * C.BLOCK, R, parts * C.BLOCK):
+        row = at + index
+        tl.store(out.logits_indices + row, tl.minimum(row, T - 1), mask=row < R)
+    for at in range(first_draw + part * C.BLOCK, Q, parts * C.BLOCK):
+        draw = at + index
+        inside = draw < Q
+        tl.store(out.draw_rows + draw, draw, mask=inside)
+        tl.store(out.draw_slots + draw, -1, mask=inside)
+        tl.store(out.draw_logprobs + draw, -1, mask=inside)
+        tl.store(out.temperature + draw, 0.0, mask=inside)
+        tl.store(out.top_k + draw, 0, mask=inside)
+        tl.store(out.top_p + draw, 0.0, mask=inside)
+        tl.store(out.min_p + draw, 0.0, mask=inside)
+        tl.store(out.seed + draw, 0, mask=inside)
+        tl.store(out.step + draw, 0, mask=inside)
+
+
+@triton.jit
+def _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part, parts, C):
+    """What is no page: of a sequence, or the padding, if b = B. Part 0 has what is no token."""
+    slot, going_on, start, count, logits, draws = _sequences(table_ptr, rows, b, B, C)
+    valid, row_ptr = slot >= 0, table_ptr + slot.to(tl.int64) * C.WORDS
+    # Loads come before the sums, and the sums' first block before their loop, so that the memory's latencies overlap.
+    prompt_len, logprobs = tl.load(row_ptr + _PROMPT_LEN, mask=valid), tl.load(row_ptr + _LOGPROBS, mask=valid)
+    temperature, top_k = tl.load(row_ptr + _TEMPERATURE, mask=valid), tl.load(row_ptr + _TOP_K, mask=valid)
+    top_p, min_p = tl.load(row_ptr + _TOP_P, mask=valid), tl.load(row_ptr + _MIN_P, mask=valid)
+    low, high = tl.load(row_ptr + _SEED, mask=valid), tl.load(row_ptr + _SEED + 1, mask=valid)
+    ruled = tl.load(row_ptr + _RULED, mask=valid)
+    first_token, first_given, first_split, first_logits, first_draw = _sums(table_ptr, rows, 0, b, C)
+    for block in range(C.BLOCK, b, C.BLOCK):
+        sums = _sums(table_ptr, rows, block, b, C)
+        first_token, first_given, first_split = first_token + sums[0], first_given + sums[1], first_split + sums[2]
+        first_logits, first_draw = first_logits + sums[3], first_draw + sums[4]
+    if C.ONE_TOKEN:
+        first_token = b
+    if part == 0:
+        tl.store(out.query_starts + b, first_token)
+        tl.store(out.split_starts + b, first_split)
+    if b == B:
+        _pad(out, first_token, first_logits, first_draw, T, R, Q, part, parts, C)
+    else:
+        index = tl.arange(0, C.BLOCK)
+        num_following = tl.where(going_on, count, 0)
+        num_given = count - num_following
+        for at in range(part * C.BLOCK, count, parts * C.BLOCK):
+            offset = at + index
+            inside = offset < count
+            position, to = start + offset, first_token + offset
+            page = tl.load(row_ptr + C.PAGE_TABLES + position // C.PAGE_SIZE, mask=inside, other=0)
+            following = tl.load(row_ptr + _NEXT_TOKENS + offset, mask=offset < num_following, other=0)
+            given = tl.load(rows.tokens + first_given + offset, mask=offset < num_given, other=0)
+            token = tl.where(going_on, following, given)
+            tl.store(out.tokens + to, token, mask=inside)
+            tl.store(out.positions + to, position, mask=inside)
+            tl.store(out.slots + to, page.to(tl.int64) * C.PAGE_SIZE + position % C.PAGE_SIZE, mask=inside)
+            if C.HISTORY:
+                tl.store(row_ptr + C.TOKENS + position, token, mask=inside)
+        if part == 0:
+            length, last = tl.where(valid, start + count, 0), first_token + count
+            tl.store(out.seq_slots + b, slot)
+            tl.store(out.seq_lens + b, length)
+            if C.ONE_TOKEN:
+                tl.store(out.tokens + b, 0, mask=count == 0)
+                tl.store(out.positions + b, 0, mask=count == 0)
+                tl.store(out.slots + b, -1, mask=count == 0)
+            for at in range(0, logits, C.BLOCK):
+                offset = at + index
+                token = tl.minimum(last - tl.minimum(logits, count) + offset, last - 1)
+                tl.store(out.logits_indices + first_logits + offset, token, mask=offset < logits)
+            seed = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+            step = length - tl.minimum(draws, count) + 1 - prompt_len
+            for at in range(0, draws, C.BLOCK):
+                offset = at + index
+                inside, draw = offset < draws, first_draw + offset
+                tl.store(out.draw_rows + draw, first_logits + logits - draws + offset, mask=inside)
+                tl.store(out.draw_slots + draw, tl.where(ruled > 0, slot, -1), mask=inside)
+                tl.store(out.draw_logprobs + draw, logprobs, mask=inside)
+                tl.store(out.temperature + draw, temperature.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.top_k + draw, top_k, mask=inside)
+                tl.store(out.top_p + draw, top_p.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.min_p + draw, min_p.to(tl.float32, bitcast=True), mask=inside)
+                tl.store(out.seed + draw, seed, mask=inside)
+                tl.store(out.step + draw, step + offset, mask=inside)
+
+
+@prepared
+@triton.jit(do_not_specialize=["group_stride", "B", "T", "R", "Q"])
+def _derive_kernel(table_ptr, rows, out, group_stride, B, T, R, Q, C):
+    """For each sequence, one program for each page table, and the others for the rest; the last of these have the padding."""
+    b, part = tl.program_id(0), tl.program_id(1)
+    if part < C.GROUPS:
+        _copy_pages(table_ptr, rows, out, group_stride, b, B, part, C)
+    else:
+        _derive_rest(table_ptr, rows, out, b, B, T, R, Q, part - C.GROUPS, tl.num_programs(1) - C.GROUPS, C)
+
+
+@triton.jit
+def _draws_before(rows, first, end, C):
+    """The number of draws of a block's sequences, up to `end`."""
+    b = first + tl.arange(0, C.BLOCK)
+    slots = tl.load(rows.slots + b, mask=b < end, other=-1)
+    return tl.sum(tl.where(slots >= 0, tl.load(rows.draws + b, mask=b < end, other=0), 0), 0)
+
+
+@prepared
+@triton.jit
+def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
+    """One sequence."""
+    b = tl.program_id(0)
+    slot, start, draws = tl.load(rows.slots + b), tl.load(rows.starts + b), tl.load(rows.draws + b)
+    length = tl.load(seq_lens_ptr + b)
+    row_ptr = table_ptr + slot.to(tl.int64) * C.WORDS
+    valid = slot >= 0
+    cached = tl.load(row_ptr + _NUM_CACHED, mask=valid, other=0)
+    following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
+    final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
+    first = _draws_before(rows, 0, b, C)
+    for block in range(C.BLOCK, b, C.BLOCK):
+        first += _draws_before(rows, block, b, C)
+    valid = valid & ((start >= 0) | (following != 0))
+    i = tl.arange(0, C.BLOCK_DRAWS)
+    count = tl.where(valid, tl.minimum(tl.where(start < 0, length - cached, 1), draws), 0)  # of its draws, those that are valid
+    drawn = tl.load(drawn_ptr + first + i, mask=i < count, other=-1).to(tl.int32)
+    drafts = tl.load(row_ptr + _NEXT_TOKENS + 1 + i, mask=i + 1 < count, other=-1)
+    # Drafts from the first wrong one on do not count. The draw after the last valid draft has none.
+    right = tl.min(tl.where((i + 1 < count) & (drawn >= 0) & (drawn == drafts), C.BLOCK_DRAWS, i), 0)
+    token = tl.sum(tl.where(i == right, drawn, 0), 0)
+    yields = valid & (draws > 0)
+    to_ptr = result_ptr + b.to(tl.int64) * (2 + C.DRAFTS)
+    tl.store(to_ptr, tl.where(yields, right + 1, 0))
+    tl.store(to_ptr + 1 + i, tl.where(yields & (i <= right), drawn, 0), mask=i <= C.DRAFTS)
+    unusable = yields & (token < 0)
+    length = tl.where(yields, length - (count - 1 - right), length)
+    tl.store(row_ptr + _NUM_CACHED, length, mask=valid & (unusable == 0))
+    following = tl.where(unusable, 0, (length + 1 < final).to(tl.int32))
+    tl.store(row_ptr + _NUM_NEXT, following, mask=yields)
+    tl.store(row_ptr + _NEXT_TOKENS, token, mask=yields & (unusable == 0))
+    if C.HISTORY:
+        tl.store(row_ptr + C.TOKENS + length, token, mask=yields & (unusable == 0) & (length < C.HISTORY))
+
+
+def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> None:
+    """`table.edit_table`, for the first `count` [1] int32 of the edits."""
+    _edit_kernel[(_EDITING,)](table, edits, values, count, WORDS=table.shape[1], BLOCK=_EDIT_BLOCK, num_warps=4)
+
+
+def derive(
+    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool
+) -> None:
+    """`table.derive`, for tensors at multiples of 16 bytes: Triton compiles anew for each set of others.
+
+    Args:
+        out: its block tables are [groups, B, pages] of a larger tensor, or whole.
+    """
+    B, T = rows.slots.shape[0], out.tokens.shape[0]
+    parts = 1 if one_token else max(1, min(cdiv(T, _BLOCK), _MOST_PARTS))
+    R, Q, group_stride = out.logits_indices.shape[0], out.draw_rows.shape[0], out.block_tables.stride(0)
+    C = _constants(columns, page_size, kv_split, one_token)
+    _derive_kernel[(B + 1, columns.groups + parts)](table, rows, out, group_stride, B, T, R, Q, C, num_warps=4, num_stages=1)
+
+
+def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
+    """`table.commit`, for tensors at multiples of 16 bytes."""
+    B = rows.slots.shape[0]
+    C = _constants(columns)
+    if B:
+        _commit_kernel[(B,)](table, rows, seq_lens, drawn, result, C, num_warps=1, num_stages=1)

@@ -1,0 +1,247 @@
+"""The table of slots: what the device knows of each running sequence, and how a step reads and changes it.
+
+A running sequence has a slot, a row of the table, from its admission until it ends or is preempted. A row is a run of int32
+words, so that the host changes any of it by one kind of `Edit`: these words of this row are now so. The functions here are the
+eager form of the kernels in `step/kernels.py` and define their results:
+
+`edit_table`: the edits of a step. `derive`: from the table and the step's rows, the input of the layers and of the sampler.
+`commit`: the drawn tokens into the table, and the result for the host.
+
+A slot's next tokens are the tokens that its next step computes: one, or one and drafts after it. The drafts are right as long as
+the draw of the row before gives the same token, so a step yields one token and all right drafts (greedy verification as in
+speculative decoding, Leviathan et al. 2023; with seeds for each token's place, sampled tokens are the same as without drafts).
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+# The first words of a row. Numbers of tokens count from the beginning of the sequence.
+NUM_CACHED = 0  # tokens whose KV values are cached
+NUM_NEXT = 1  # number of its next tokens; 0: it yields no more tokens, because it has its last one or drew none
+FINAL_LEN = 2  # tokens of the sequence at its end
+PROMPT_LEN = 3  # tokens of its prompt
+ADAPTER = 4  # of its weights; −1: none
+LOGPROBS = 5  # number of most probable tokens to list for each token; −1: no log-probabilities
+TEMPERATURE, TOP_K, TOP_P, MIN_P = 6, 7, 8, 9  # fp32, int32, fp32, fp32; as in `SamplingBatch`
+SEED = 10  # two words, low half first
+RULED = 12  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
+NEXT_TOKENS = 13  # the first of its next tokens; drafts follow
+SETTINGS = NEXT_TOKENS  # number of words before the tokens
+
+
+class Columns(NamedTuple):
+    """The parts of a row whose sizes differ between engines.
+
+    Args:
+        drafts: maximum number of drafts of a slot.
+        groups: number of page tables, one for each group of layers that have the same pages.
+        pages: columns of one page table.
+        history: columns for the tokens of a sequence, the prompt included; 0: they are not kept.
+    """
+
+    drafts: int = 0
+    groups: int = 1
+    pages: int = 0
+    history: int = 0
+
+    @property
+    def page_tables(self) -> int:
+        """First word of the page tables, one after the other."""
+        return _aligned(NEXT_TOKENS + 1 + self.drafts)
+
+    @property
+    def tokens(self) -> int:
+        """First word of the history."""
+        return _aligned(self.page_tables + self.groups * self.pages)
+
+    @property
+    def words(self) -> int:
+        """Words of a row."""
+        return _aligned(self.tokens + self.history)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // 4) * 4
+
+
+class Rows(NamedTuple):
+    """The B sequences of a step, in order, int32. A sequence with slot −1 is padding: it has no tokens.
+
+    Args:
+        slots: [B].
+        starts: [B], the position of the first new token, whose tokens are in `tokens`. −1: the sequence goes on with the next
+            tokens of its slot.
+        counts: [B], number of new tokens; with next tokens, the maximum.
+        logits: [B], number of its last new tokens that need logits; with next tokens, the maximum.
+        draws: [B], how many of the logits, the last ones, a token is drawn from.
+        tokens: [P], the new tokens of all sequences with a start, one sequence after the other.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    logits: Tensor
+    draws: Tensor
+    tokens: Tensor
+
+
+class StepTensors(NamedTuple):
+    """The input of a step's layers and of its sampler: T tokens of B sequences, R rows of logits, Q draws.
+
+    Args:
+        tokens, positions, slots: [T] int64; `slots`: page · page_size + offset of each token's K and V; −1 for padding.
+        query_starts: [B + 1] int32, the first token of each sequence; last, the number of tokens that are no padding.
+        seq_lens: [B] int32, cached tokens after the step; 0 for padding.
+        split_starts: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
+        seq_slots: [B] int32, `Rows.slots`.
+        block_tables: [groups, B, pages] int32. Columns beyond a sequence's pages keep what they held.
+        logits_indices: [R] int64, the tokens that need logits.
+        draw_rows: [Q] int64, the rows of logits that tokens are drawn from.
+        draw_slots: [Q] int32, the slot of each draw, if it has rules; −1 without, and for padding.
+        draw_logprobs: [Q] int32; −1 for padding.
+        temperature, top_k, top_p, min_p, seed, step: [Q], as in `SamplingBatch`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    split_starts: Tensor
+    seq_slots: Tensor
+    block_tables: Tensor
+    logits_indices: Tensor
+    draw_rows: Tensor
+    draw_slots: Tensor
+    draw_logprobs: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    step: Tensor
+
+
+def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
+    """Write words into the table [S, words] int32.
+
+    Edits are absolute values, so to apply a step's edits twice does the same as once. No two edits of a step touch the same word.
+
+    Args:
+        edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values`.
+        values: [N] int32.
+    """
+    words, new = table.numpy(), values.numpy()
+    for slot, column, count, first in edits.tolist():
+        words[slot, column : column + count] = new[first : first + count]
+
+
+def derive(
+    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool
+) -> None:
+    """Write the input of a step to `out`, whose sizes may be larger: what is beyond is padding.
+
+    A sequence that goes on with the next tokens of its slot has at most FINAL_LEN − 1 − NUM_CACHED of them, and always one: if it
+    yields no more tokens, the step computes one token again, which changes nothing that is read.
+
+    Args:
+        one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
+    """
+    words, to = table.numpy(), SimpleNamespace(**{name: tensor.numpy() for name, tensor in zip(out._fields, out, strict=True)})
+    slots, starts, counts, logits, draws, given = (tensor.numpy() for tensor in rows)
+    order = np.arange(max(len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)) + 1)
+    valid, going_on = slots >= 0, starts < 0
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
+    cached, next_tokens = head[:, NUM_CACHED], head[:, NEXT_TOKENS:]
+    most = np.minimum(head[:, NUM_NEXT], head[:, FINAL_LEN] - 1 - cached)
+    start = np.where(going_on, cached, starts)
+    count = np.where(going_on, np.maximum(np.minimum(counts, most), 1), counts) * valid
+    length, ends = (start + count) * valid, count.cumsum()
+    first = order[: len(slots)] if one_token else ends - count
+    to.seq_slots[:], to.seq_lens[:] = slots, length
+    to.query_starts[0], to.split_starts[0] = 0, 0
+    to.query_starts[1:] = order[1 : len(slots) + 1] if one_token else ends
+    to.split_starts[1:] = (-(-length // kv_split)).cumsum()
+    used = -(-length // page_size)
+    for group in range(columns.groups):
+        place = columns.page_tables + group * columns.pages
+        inside = np.arange(used.max(initial=0)) < used[:, None]
+        tables = to.block_tables[group, :, : inside.shape[1]]
+        tables[inside] = words[np.maximum(slots, 0), place : place + inside.shape[1]][inside]
+    # Tokens.
+    b, offset = _expanded(count)
+    position, row, slot = start[b] + offset, first[b] + offset, slots[b]
+    to.tokens[:], to.positions[:], to.slots[:] = 0, 0, -1
+    to.positions[row] = position
+    to.slots[row] = words[slot, columns.page_tables + position // page_size].astype(np.int64) * page_size + position % page_size
+    to.tokens[row] = next_tokens[b, np.minimum(offset, columns.drafts)]
+    known = ~going_on[b]
+    to.tokens[row[known]] = given[: known.sum()]
+    if columns.history:
+        words[slot, columns.tokens + position] = to.tokens[row]
+    # Rows of logits, and draws. Of a sequence that has fewer tokens than its maximum, the first rows are the valid ones.
+    logits, draws, last = logits * valid, draws * valid, first + count
+    b, offset = _expanded(logits)
+    to.logits_indices[:] = np.minimum(order[: len(to.logits_indices)], len(to.tokens) - 1)
+    to.logits_indices[: len(b)] = np.minimum((last - np.minimum(logits, count))[b] + offset, last[b] - 1)
+    b, offset = _expanded(draws)
+    own, count_of = head[b], len(b)
+    to.draw_rows[:] = order[: len(to.draw_rows)]
+    to.draw_rows[:count_of] = (logits.cumsum() - draws)[b] + offset
+    to.draw_slots[count_of:], to.draw_logprobs[count_of:] = -1, -1
+    to.draw_slots[:count_of], to.draw_logprobs[:count_of] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
+    for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
+        target[:count_of], target[count_of:] = own[:, column].view(target.dtype), 0
+    low, high = own[:, SEED].view(np.uint32).astype(np.int64), own[:, SEED + 1].astype(np.int64)
+    to.seed[:count_of], to.seed[count_of:] = (high << 32) | low, 0
+    to.step[:count_of] = (length - np.minimum(draws, count) + 1)[b] + offset - own[:, PROMPT_LEN]
+    to.step[count_of:] = 0
+
+
+def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each of counts[b] entries of each b, in order: b, and the number of the entry."""
+    b = np.repeat(np.arange(len(counts)), counts)
+    return b, np.arange(len(b)) - (counts.cumsum() - counts)[b]
+
+
+def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
+    """Write what a step has computed and drawn into the table, and its tokens into `result`.
+
+    A sequence yields the first drawn token, and one more for each draft that equals the token drawn before it. A sequence that
+    drew −1 (unusable logits) after that commits nothing, and yields no more tokens until an edit says so.
+
+    Args:
+        seq_lens: [B] int32, from `derive`.
+        drawn: [Q] int64, the tokens; −1: none could be drawn.
+        result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
+    """
+    words, to, lens, tokens = table.numpy(), result.numpy(), seq_lens.numpy(), drawn.numpy()
+    slots, starts, _, _, draws, _ = (tensor.numpy() for tensor in rows)
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
+    going_on = starts < 0
+    live = (slots >= 0) & (~going_on | (head[:, NUM_NEXT] != 0))
+    first = (draws * (slots >= 0)).cumsum() - draws
+    yields = live & (draws > 0)
+    count = np.where(going_on, np.minimum(lens - head[:, NUM_CACHED], draws), np.minimum(draws, 1))  # draws that are valid
+    each = np.arange(1 + columns.drafts)
+    own = np.full((len(slots), 1 + columns.drafts), -1)
+    inside = yields[:, None] & (each < count[:, None])
+    own[inside] = tokens[(first[:, None] + each)[inside]]
+    equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
+    right = np.logical_and.accumulate(equal, 1).sum(1)
+    token = own[np.arange(len(slots)), right]
+    to[:, 0] = np.where(yields, right + 1, 0)
+    to[:, 1:] = np.where(yields[:, None] & (each <= right[:, None]), own, 0)
+    cached = np.where(yields, lens - (count - 1 - right), lens)
+    usable = ~yields | (token >= 0)
+    moved, drew, failed = slots[live & usable], slots[yields & usable], slots[yields & ~usable]
+    words[moved, NUM_CACHED] = cached[live & usable]
+    words[failed, NUM_NEXT] = 0
+    words[drew, NEXT_TOKENS] = token[yields & usable]
+    words[drew, NUM_NEXT] = cached[yields & usable] + 1 < head[yields & usable, FINAL_LEN]
+    if columns.history:
+        room = yields & usable & (cached < columns.history)
+        words[slots[room], columns.tokens + cached[room]] = token[room]

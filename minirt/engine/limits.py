@@ -1,0 +1,47 @@
+"""`EngineLimits`: how large an engine's steps, sequences and queue may be. One value, which every part of the engine gets."""
+
+from dataclasses import dataclass
+
+from minirt.errors import InputError
+
+# The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
+MAX_LOGITS_ROWS = 256  # rows of logits of a step, unless more sequences run at once
+MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of an engine.
+
+    Args:
+        max_model_len: tokens of the longest sequence, prompt and generated tokens together.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of the largest step. A longer prompt is computed in chunks.
+        max_waiting: requests that wait while a step computes others; further ones are refused. None: no limit.
+        max_drafts: proposed tokens of a sequence that a step verifies; set by the engine.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
+    max_waiting: int | None = None
+    max_drafts: int = 0
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Rows of logits of the largest step."""
+        return max(self.max_num_seqs * (1 + self.max_drafts), MAX_LOGITS_ROWS)
+
+
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:
+    """Raise InputError unless the limits are in range. Kernels count the sequences and tokens of a step in 32 bits."""
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value is None and name == "max_num_batched_tokens":
+            continue
+        if type(value) is not int or not 1 <= value <= MOST:
+            where = "--" + name.replace("_", "-")
+            raise InputError("not an acceptable value", where=where, expected=f"an integer from 1 to {MOST}", found=repr(value))
+    if max_waiting is not None and (type(max_waiting) is not int or max_waiting < 0):
+        expected, found = "an integer >= 0, or None", repr(max_waiting)[:80]
+        raise InputError("not an acceptable value", where="--max-waiting", expected=expected, found=found)

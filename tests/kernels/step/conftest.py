@@ -1,0 +1,30 @@
+"""Fixtures of the tests of the table of slots."""
+
+import pytest
+import torch
+
+from minirt.kernels.step.table import StepTensors
+
+
+@pytest.fixture
+def garbage():
+    """garbage(columns, B, T, R, Q, device): a step's tensors with NaN and numbers that no step writes."""
+
+    def build(columns, B, T, R, Q, device="cpu"):
+        def filled(*shape, dtype=torch.int32):
+            return torch.full(shape, float("nan") if dtype.is_floating_point else -77, dtype=dtype, device=device)
+
+        def long(n):
+            return filled(n, dtype=torch.int64)
+
+        def floats(n):
+            return filled(n, dtype=torch.float32)
+
+        return StepTensors(
+            tokens=long(T), positions=long(T), slots=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
+            split_starts=filled(B + 1), seq_slots=filled(B), block_tables=filled(columns.groups, B, columns.pages),
+            logits_indices=long(R), draw_rows=long(Q), draw_slots=filled(Q), draw_logprobs=filled(Q), temperature=floats(Q),
+            top_k=filled(Q), top_p=floats(Q), min_p=floats(Q), seed=long(Q), step=long(Q),
+        )  # fmt: skip
+
+    return build
