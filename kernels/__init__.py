@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from minirt.kernels.moe.dispatch import mixture_residual as mixture_residual
     from minirt.kernels.norm import rms_norm as rms_norm
     from minirt.kernels.norm import rms_norm_quantize as rms_norm_quantize
+    from minirt.kernels.rope import norm_rope as norm_rope
+    from minirt.kernels.rope import qk_norm_rope as qk_norm_rope
     from minirt.kernels.sampling.sample import sample as sample
 
 __all__ = sorted(EXPORTED)

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.launch import require_fp8
 from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_NORM = 1 << 20  # columns of a norm: a program holds a row, and Triton's tensors have no more values
+MAX_HEAD = 1024  # channels of a head that is rotated
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -94,3 +97,84 @@ def check_scale(name: str, scale: Tensor, rows: int, K: int, gated: bool) -> Non
         raise InputError(what, where=name, expected=expected, found=list(scale.shape))
     if tuple(scale.shape) != (rows,):
         raise InputError("wrong shape", where=name, expected=f"[{rows}]", found=list(scale.shape))
+
+
+def check_norm(name: str, weight: Tensor | None, x: Tensor) -> None:
+    """Raise InputError unless `weight`, if given, has a value for each column of x, and x has at most `MAX_NORM` columns."""
+    if weight is not None:
+        check_tensor(name, weight, (x.shape[-1],), x.dtype, x.device)
+        if x.shape[-1] > MAX_NORM:
+            raise InputError("too many columns for a norm", where="x", expected=f"at most {MAX_NORM}", found=x.shape[-1])
+
+
+def check_heads(name: str, x: Tensor, cos: Tensor, sin: Tensor, norm_name: str, norm: Tensor | None) -> None:
+    """Raise InputError unless heads x [B, N, T, D] with any strides, cos and sin [B or 1, T, D] and a norm [D] fit together."""
+    if x.ndim != 4:
+        raise InputError("wrong shape", where=name, expected="[B, heads, T, D]", found=list(x.shape))
+    if x.dtype not in DTYPES:
+        raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=x.dtype)
+    B, _, T, D = x.shape
+    if not 0 < D <= MAX_HEAD or D % 2:
+        raise InputError("unsupported head size", where=name, expected=f"an even number up to {MAX_HEAD}", found=D)
+    for where, table in (("cos", cos), ("sin", sin)):
+        dtype = torch.float32 if table.dtype == torch.float32 else x.dtype
+        check_tensor(where, table, (1 if cos.ndim == 3 and cos.shape[0] == 1 else B, T, D), dtype, x.device)
+    if cos.dtype != sin.dtype:
+        raise InputError("wrong dtype", where="sin", expected=cos.dtype, found=sin.dtype)
+    if norm is not None:
+        check_tensor(norm_name, norm, (D,), x.dtype, x.device)
+
+
+def check_qk_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+) -> None:
+    """Raise InputError unless q and k fit together, and each with the others, see `check_heads`."""
+    if (q_norm is None) != (k_norm is None):
+        raise InputError("a norm of one of q and k only", where="q_norm, k_norm", expected="both or none")
+    check_heads("q", q, cos, sin, "q_norm", q_norm)
+    B, _, T, D = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
+        raise InputError("wrong shape", where="k", expected=f"[{B}, heads, {T}, {D}]", found=list(k.shape))
+    if k.dtype != q.dtype:
+        raise InputError("wrong dtype", where="k", expected=q.dtype, found=k.dtype)
+    if k.device != q.device:
+        raise InputError("wrong device", where="k", expected=q.device, found=k.device)
+    if k_norm is not None:
+        check_tensor("k_norm", k_norm, (D,), q.dtype, q.device)
+
+
+def check_mixture(
+    h: Tensor,
+    E: int,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor,
+    top_k: int,
+    activation: str,
+    norm_weight: Tensor | None,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+) -> None:
+    """Raise InputError unless the operands of a mixture of E experts fit together. The logits are not looked at."""
+    (_, H), dtype, device = h.shape, h.dtype, h.device
+    if not 1 <= top_k <= E:
+        raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
+    if activation not in ACTIVATIONS:
+        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
+    check_norm("norm_weight", norm_weight, h)
+    if (gate_up_scale is None) != (down_scale is None):
+        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
+    stored = dtype if gate_up_scale is None else torch.float8_e4m3fn
+    check_tensor("down", down, (E, H, None), stored, device)
+    inter = down.shape[2]
+    check_tensor("gate_up", gate_up, (E, 2 * inter, H), stored, device)
+    check_tensor("residual", residual, tuple(h.shape), dtype, device)
+    if gate_up_scale is not None and down_scale is not None:
+        require_fp8(device)
+        if gate_up_scale.ndim != down_scale.ndim:
+            found = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
+            raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
+        for name, scale, rows, K in (("gate_up_scale", gate_up_scale, 2 * inter, H), ("down_scale", down_scale, H, inter)):
+            rest = (None,) * (scale.ndim - 1)
+            check_tensor(name, scale, (E, *rest), torch.float32, device)
+            check_scale(f"{name}[0]", scale[0], rows, K, name == "gate_up_scale")

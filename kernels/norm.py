@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_activations, check_norm, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import launch_options, next_power_of_2, require_fp8
 from minirt.kernels.pdl import wait_for_input
@@ -106,7 +106,7 @@ def rms_norm_quantize(
 
 def _check(x: Tensor, weight: Tensor) -> None:
     check_activations("x", x)
-    check_tensor("weight", weight, (x.shape[1],), x.dtype, x.device)
+    check_norm("weight", weight, x)
 
 
 def _launch(

@@ -287,6 +287,18 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of each head (with `norm_weight` [D]), then rotary embedding as in transformers' `apply_rotary_pos_emb`.
+
+    x is [B, heads, T, D], cos and sin are [B or 1, T, D]; they are rounded to x's dtype.
+    """
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] of any float dtype → values [..., K] e4m3 and scales [...] fp32, with values · scale ≈ x.
 

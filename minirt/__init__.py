@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
     from minirt.outputs import Completion, Piece, Samples, Score
+    from minirt.patching.model import patch, unpatch
     from minirt.sampling_params import SamplingParams
     from minirt.structured.params import StructuredOutputsParams
 
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams", "Score",
-    "StructuredOutputsParams", "__version__",
+    "StructuredOutputsParams", "__version__", "patch", "unpatch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -34,6 +35,8 @@ _HOMES = {
     "SamplingParams": "minirt.sampling_params",
     "Score": "minirt.outputs",
     "StructuredOutputsParams": "minirt.structured.params",
+    "patch": "minirt.patching.model",
+    "unpatch": "minirt.patching.model",
 }
 
 # In a checkout these three are symbolic links to folders next to this one. In an installed package they are real folders.

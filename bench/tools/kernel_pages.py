@@ -131,9 +131,16 @@ def attention_kernels() -> str:
     return _table(head, rows)
 
 
+def ops() -> str:
+    """The schemas of the ops, and why an operation has none."""
+    schemas = [f"{own.name}{own.schema}" for own in OPERATIONS.values() if own.schema is not None]
+    others = [f"- `{own.name}`: {own.no_op}" for own in OPERATIONS.values() if own.no_op is not None]
+    return "\n".join(["```text", *schemas, "```", "", "Operations without an op:", "", *others])
+
+
 BLOCKS = {
-    "operations": operations, "signatures": signatures, "linear kernels": linear_kernels, "expert kernels": expert_kernels,
-    "attention kernels": attention_kernels,
+    "operations": operations, "signatures": signatures, "ops": ops, "linear kernels": linear_kernels,
+    "expert kernels": expert_kernels, "attention kernels": attention_kernels,
 }  # fmt: skip
 
 

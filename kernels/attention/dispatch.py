@@ -24,8 +24,9 @@ from minirt.kernels.attention import (
     rope_write,
     widen_kv,
 )
+from minirt.kernels.attention.checks import check_attention, check_decode
 from minirt.kernels.attention.combine import combine
-from minirt.kernels.attention.limits import FORMATS, HEAD_DIMS, KV_SPLIT, MAX_GROUP, MAX_WIDENED_TOKENS
+from minirt.kernels.attention.limits import ANY, KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
     AttentionInput,
     KVPages,
@@ -35,16 +36,14 @@ from minirt.kernels.attention.operands import (
     decode_lookup_size,
     prefill_lookup_size,
 )
-from minirt.kernels.attention.rope_write import check_pages, check_rope
 from minirt.kernels.attention.work_items_sm90 import LONGEST, MOST_SEQUENCES
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
 
-# What all kernels take. Those of one new token also take raw heads, and have a longest split.
-_ANY = AttentionLimits(FORMATS, HEAD_DIMS, raw=False, page_size=16, group=MAX_GROUP)
-_DECODE = replace(_ANY, raw=None, split=1024)
-_HOPPER = replace(_ANY, raw=True, split=LONGEST, alignment=16)  # of decoding
+# Kernels for one new token also take raw heads, and limit the split.
+_DECODE = replace(ANY, raw=None, split=1024)
+_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16)  # of decoding
 _SPLITS = SumOrder("steps", splits=True)
 
 
@@ -57,7 +56,7 @@ class AttentionRegime(Regime):
     sums: SumOrder = _SPLITS
 
     def accepts(self, a: AttentionInput) -> bool:
-        """Whether operands that `_check` has not refused are within the kernel's limits."""
+        """Whether operands that `check_attention` has not refused are within the kernel's limits."""
         limits = self.limits
         if a.format not in limits.formats or limits.raw is (a.rope is None):
             return False
@@ -85,12 +84,12 @@ DECODE = (
 )  # fmt: skip
 _SM90 = AttentionRegime(
     "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
-    limits=replace(_ANY, formats=("fp16",), alignment=16), sums=SumOrder("steps"),
+    limits=replace(ANY, formats=("fp16",), alignment=16), sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
     replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128,))),
     replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
-    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=_ANY, sums=SumOrder("steps")),
+    AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps")),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
 # Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device
@@ -98,7 +97,7 @@ PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefi
 # last size is `partial`'s bound.
 PARTIAL = (
     AttentionRegime(
-        "partial", "tokens", 2, partial.MOST.value, launch=partial.launch, limits=_ANY,
+        "partial", "tokens", 2, partial.MOST.value, launch=partial.launch, limits=ANY,
         sums=replace(_SPLITS, by_tokens=True),
     ),
 )  # fmt: skip
@@ -171,7 +170,7 @@ def paged_attention_decode(
         Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
-        _check_decode(a)
+        check_decode(a)
     return _decode(a)
 
 
@@ -219,9 +218,7 @@ def rope_paged_attention_decode(
         rope, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, split=split, pdl=pdl,
     )  # fmt: skip
     if check:
-        _check_decode(a, Nq)
-        check_tensor("qkv", qkv, (None, (Nq + 2 * a.pages.num_kv_heads) * D), qkv.dtype, qkv.device)
-        check_rope(rope, D, qkv)
+        check_decode(a, Nq)
     return _decode(a)
 
 
@@ -267,7 +264,7 @@ def paged_attention_prefill(
         Scores(scale), out, workspace=workspace, max_splits=max_splits, split=split, shortest=shortest,
     )  # fmt: skip
     if check:
-        _check(a)
+        check_attention(a)
         check_tensor("query_starts", query_starts, (a.num_seqs + 1,), torch.int32, q.device)
         if workspace is not None and max_splits < 1:
             raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
@@ -320,46 +317,3 @@ def _prefill(a: AttentionInput) -> Tensor:
         a = widen_kv.widen(a)
     regime.launch(a)
     return a.out
-
-
-def _check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
-    """`_check`, and what only `decode` needs."""
-    _check(a, raw_queries)
-    x, (_, seq_lens, split_starts, query_starts) = a.heads, a.sequences
-    for where, starts in (("split_starts", split_starts), ("query_starts", query_starts)):
-        if starts is not None:
-            check_tensor(where, starts, (a.num_seqs + 1,), torch.int32, x.device)
-    if query_starts is None:
-        check_tensor("seq_lens", seq_lens, (x.shape[0],), torch.int32, x.device)
-    if not 64 <= a.split <= 1024 or a.split & (a.split - 1):
-        raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
-
-
-def _check(a: AttentionInput, raw_queries: int | None = None) -> None:
-    """Raise InputError unless pages, tables, lengths and `out` fit each other, and the dtype and device of `heads`.
-
-    Args:
-        raw_queries: number of query heads among raw heads.
-    """
-    x, pages, sequences = a.heads, a.pages, a.sequences
-    if raw_queries is None:
-        check_activations("q", x, 3)
-        _, Nq, D = x.shape
-    else:
-        check_activations("qkv", x)
-        Nq, D = raw_queries, pages.k.shape[-1]
-    if not a.scores.scale > 0:
-        raise InputError("not positive", where="scale", found=a.scores.scale)
-    if D not in _ANY.head_dims:
-        raise InputError("unsupported head size", where="q", expected=" or ".join(map(str, _ANY.head_dims)), found=D)
-    check_pages(pages, None, D, x)
-    page_size, Nkv = pages.page_size, pages.num_kv_heads
-    if page_size < _ANY.page_size or page_size & (page_size - 1):
-        expected = f"a power of two from {_ANY.page_size}"
-        raise InputError("unsupported page size", where="k_pages", expected=expected, found=page_size)
-    if Nq % Nkv or Nq // Nkv > MAX_GROUP:
-        what = f"a multiple of {Nkv} KV heads, at most {MAX_GROUP} times as many"
-        raise InputError("unsupported number of query heads", where="q", expected=what, found=Nq)
-    check_tensor("seq_lens", sequences.seq_lens, (None,), torch.int32, x.device)
-    check_tensor("block_tables", sequences.block_tables, (a.num_seqs, None), torch.int32, x.device)
-    check_tensor("out", a.out, (x.shape[0], Nq, D), x.dtype, x.device)

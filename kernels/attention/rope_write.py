@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.attention.checks import check_kv_write
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import FORMATS, HEAD_DIMS
 from minirt.kernels.attention.operands import KVPages, Rope
-from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.checks import check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import capability, cdiv, launch_options
+from minirt.kernels.launch import cdiv, launch_options
 from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder
 
@@ -110,36 +110,6 @@ def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
     return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
 
 
-def check_pages(pages: KVPages, Nkv: int | None, D: int, x: Tensor) -> None:
-    """Check pages [P, page_size, Nkv, D]: on x's device; of x's dtype, or with scales for each token and head of float8_e4m3fn.
-
-    Raises:
-        InputError: they are not.
-        UnsupportedError: the GPU has no float8_e4m3fn.
-    """
-    k, v, k_scale, v_scale = pages
-    if (k_scale is None) != (v_scale is None):
-        raise InputError("scales for one of K and V only", where="k_scales, v_scales", expected="both or none")
-    check_tensor("k_pages", k, (None, None, Nkv, D), x.dtype if k_scale is None else torch.float8_e4m3fn, x.device)
-    check_tensor("v_pages", v, tuple(k.shape), k.dtype, x.device)
-    if k_scale is not None and v_scale is not None:
-        if x.device.type == "cuda" and capability(x.device) < 89:
-            raise UnsupportedError(
-                "no fp8 KV pages on this GPU", expected="compute capability 8.9 or later", found=capability(x.device) / 10,
-                hint="use pages of the activations' dtype",
-            )  # fmt: skip
-        check_tensor("k_scales", k_scale, tuple(k.shape[:3]), torch.float32, x.device)
-        check_tensor("v_scales", v_scale, tuple(k.shape[:3]), torch.float32, x.device)
-
-
-def check_rope(rope: Rope, D: int, x: Tensor) -> None:
-    """Raise InputError unless the rotary table and the norms' weights fit heads of size D and of x's dtype and device."""
-    check_tensor("cos_sin", rope.cos_sin, (None, D), torch.float32, x.device)
-    for name, norm in (("q_norm", rope.q_norm), ("k_norm", rope.k_norm)):
-        if norm is not None:
-            check_tensor(name, norm, (D,), x.dtype, x.device)
-
-
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -180,14 +150,7 @@ def qk_norm_rope_kv_write(
     T, D = qkv.shape[0], k_pages.shape[-1]
     rope, pages = Rope(cos_sin, q_norm, k_norm, eps), KVPages(k_pages, v_pages, k_scales, v_scales)
     if check:
-        check_activations("qkv", qkv)
-        if D not in HEAD_DIMS:
-            raise InputError("unsupported head size", where="k_pages", expected=" or ".join(map(str, HEAD_DIMS)), found=D)
-        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
-        check_tensor("positions", positions, (T,), torch.int64, qkv.device)
-        check_tensor("slots", slots, (T,), torch.int64, qkv.device)
-        check_pages(pages, Nkv, D, qkv)
-        check_rope(rope, D, qkv)
+        check_kv_write(qkv, rope, pages, positions, slots, Nq, Nkv)
     if q_out is None:
         q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
     elif check:

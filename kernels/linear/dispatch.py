@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import check_linear, check_tensor
+from minirt.kernels.checks import check_linear, check_norm, check_tensor
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import gemm as tiled
@@ -303,7 +303,7 @@ def _check(product: Product) -> None:
     if ep.x_scale is not None:
         raise InputError("x is quantized later", where="epilogue.x_scale", expected="None", found="given")
     if norm is not None:
-        check_tensor("norm_weight", norm.weight, (x.shape[1],), x.dtype, x.device)
+        check_norm("norm_weight", norm.weight, x)
     if ep.row_maxima is None:
         return
     values, tiles = ep.row_maxima, row_maxima_tiles(x.shape[0], weight, x.dtype, ep.scale)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import ACTIVATIONS, check_activations, check_scale, check_tensor
-from minirt.kernels.launch import Workspace, capability, require_fp8
+from minirt.kernels.checks import check_activations, check_mixture, check_tensor
+from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear.dispatch import norm_linear
 from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import experts_sm90, one_token, products, router
@@ -198,29 +198,11 @@ def _check(m: Mixture) -> None:
     else:
         check_tensor("logits", m.logits, (T, None), dtype, device)
         E = m.logits.shape[1]
-    if not 1 <= m.top_k <= E:
-        raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=m.top_k)
-    if m.activation not in ACTIVATIONS:
-        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=m.activation)
-    if m.norm is not None:
-        check_tensor("norm_weight", m.norm.weight, (H,), dtype, device)
-    if (m.gate_up_scale is None) != (m.down_scale is None):
-        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
-    stored = dtype if m.gate_up_scale is None else torch.float8_e4m3fn
-    check_tensor("down", m.down, (E, H, None), stored, device)
-    inter = m.down.shape[2]
-    check_tensor("gate_up", m.gate_up, (E, 2 * inter, H), stored, device)
-    for name, tensor in (("residual", m.residual), ("out", m.out)):
-        check_tensor(name, tensor, (T, H), dtype, device)
-    if m.gate_up_scale is not None and m.down_scale is not None:
-        require_fp8(device)
-        if m.gate_up_scale.ndim != m.down_scale.ndim:
-            found = f"{list(m.gate_up_scale.shape)}, {list(m.down_scale.shape)}"
-            raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
-        for name, scale, rows, K in (("gate_up_scale", m.gate_up_scale, 2 * inter, H), ("down_scale", m.down_scale, H, inter)):
-            rest = (None,) * (scale.ndim - 1)
-            check_tensor(name, scale, (E, *rest), torch.float32, device)
-            check_scale(f"{name}[0]", scale[0], rows, K, name == "gate_up_scale")
+    check_mixture(
+        m.h, E, m.gate_up, m.down, m.residual, m.top_k, m.activation, None if m.norm is None else m.norm.weight, m.gate_up_scale,
+        m.down_scale,
+    )  # fmt: skip
+    check_tensor("out", m.out, (T, H), dtype, device)
     if (m.shared is None) != (m.shared_gate is None):
         raise InputError("a shared expert has an output and a gate", where="shared, shared_gate", found="one of them")
     if m.shared is not None and m.shared_gate is not None:

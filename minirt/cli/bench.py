@@ -1,6 +1,6 @@
 """`minirt bench decode | prefill | latency | throughput`: options and output. minirt.bench measures.
 
-`minirt bench kernels` is in bench_kernels.py, `minirt bench serve` in bench_serve.py.
+`minirt bench kernels` is in bench_kernels.py, `minirt bench patch` in bench_patch.py, `minirt bench serve` in bench_serve.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.bench_kernels import kernels
+from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
 from minirt.cli.files import check_target
 from minirt.cli.options import (
@@ -65,7 +66,8 @@ _measure_options = option_group(
 
 @click.group()
 def bench() -> None:
-    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; its kernels alone; or a server.
+    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; its kernels alone, or in
+    transformers; or a server.
 
     Prompts are random token ids, so no tokenizer is needed. Generation continues after an end-of-sequence token. Before
     anything is timed, the model is compared with its eager layers (but not by `serve`, which may measure any server).
@@ -73,6 +75,7 @@ def bench() -> None:
 
 
 bench.add_command(kernels)
+bench.add_command(patch)
 bench.add_command(serve)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.files import check_target, read_text
+from minirt.cli.files import check_picture, read_text
 from minirt.cli.options import (
     debug_option,
     model_name,
@@ -80,8 +80,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if layer is not None and options["num_tokens"] is not None:
         raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
     quiet, picture = options["quiet"], options["picture"]
-    if picture is not None:
-        _check_picture(picture)
+    check_picture(picture)
     options["model"] = model_name(options, quiet)
     text = None if options["text"] is None else read_text(options["text"], "--text")
     from minirt.device import pick_device
@@ -117,16 +116,6 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if result.faults:
         more = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
         raise NumericsError(f"exceeds its error bound{more}: {result.faults[0]}", where="compare")
-
-
-def _check_picture(picture: str) -> None:
-    from minirt.bench.compare.picture import SUFFIXES, require_matplotlib
-
-    path = Path(picture)
-    if path.suffix not in SUFFIXES:
-        raise click.BadParameter(f"{picture!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")
-    check_target(picture, "--picture")
-    require_matplotlib()
 
 
 def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":

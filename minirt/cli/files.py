@@ -73,3 +73,15 @@ def check_target(target: str | None, flag: str) -> None:
     """Fail before any work if the folder of an output file does not exist."""
     if target is not None and not Path(target).absolute().parent.is_dir():
         raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
+
+
+def check_picture(target: str | None) -> None:
+    """Fail before any work if `--picture` names no picture, or matplotlib is missing."""
+    if target is None:
+        return
+    from minirt.bench.compare.picture import SUFFIXES, require_matplotlib
+
+    if Path(target).suffix not in SUFFIXES:
+        raise click.BadParameter(f"{target!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")
+    check_target(target, "--picture")
+    require_matplotlib()

@@ -11,6 +11,7 @@ from support.decode import decode64, plan
 
 from minirt.errors import InputError
 from minirt.kernels.attention import dispatch, partial, rope_write
+from minirt.kernels.attention.checks import check_attention, check_decode
 from minirt.kernels.attention.dispatch import DECODE, PARTIAL, PREFILL
 from minirt.kernels.attention.limits import FORMATS
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
@@ -87,16 +88,16 @@ def test_what_no_kernel_takes_is_refused_before():
         limits = table[-1].limits
         assert limits == replace(PARTIAL[0].limits, raw=limits.raw, split=limits.split)
         for size in (limits.page_size, 8 * limits.page_size):
-            dispatch._check(least(limits, page_size=size, group=limits.group))
+            check_attention(least(limits, page_size=size, group=limits.group))
         least_page, most = limits.page_size, limits.group
         for one in ({"page_size": least_page // 2}, {"page_size": least_page + 8}, {"group": most + 1}, {"D": 32}):
             with pytest.raises(InputError, match="unsupported"):
-                dispatch._check(least(limits, **one))
+                check_attention(least(limits, **one))
     for split in (64, DECODE[-1].limits.split):
-        dispatch._check_decode(operands(split=split))
+        check_decode(operands(split=split))
     for split in (32, 96, 2 * DECODE[-1].limits.split):
         with pytest.raises(InputError, match="split"):
-            dispatch._check_decode(operands(split=split))
+            check_decode(operands(split=split))
 
 
 # In the interpreter: one sequence, beside others.

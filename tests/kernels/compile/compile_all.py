@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from minirt.kernels import embedding, launch, norm
+from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
@@ -132,12 +132,19 @@ class Calls:
 
 
 def linear_16(calls: Calls) -> None:
-    """Weights of the activations' dtype (16 or 32 bits), and the embedding and the norm."""
+    """Weights of the activations' dtype (16 or 32 bits), and the embedding, the norm and rotary embedding."""
     empty, ints, workspace, pdl = calls.empty, calls.ints, calls.workspace, calls.pdl
     norm_weight, bias = empty(HIDDEN), empty(4608)
     qkv, gate_up, down = empty(4608, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER)
     embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
     norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
+    for T in (1, 100, 2000):
+        packed, norms = empty(1, T, 36, 128), (empty(128), empty(128))
+        q, k = packed[:, :, :28].transpose(1, 2), packed[:, :, 28:32].transpose(1, 2)
+        for table in (empty(1, T, 128), empty(1, T, 128, like=torch.float32)):
+            rope.qk_norm_rope(q, k, table, table)
+            rope.qk_norm_rope(q, k, table, table, *norms)
+    rope.norm_rope(empty(2, 3, 5, 6), empty(2, 5, 6), empty(2, 5, 6))  # heads whose halves are no power of two
     linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # unaligned rows: a thread loads single values
     for T in (1, 5, 100, 300):  # one output, as in the gate of shared experts: Triton makes its number a constant
         linear.norm_linear(empty(T, 577), None, 1e-6, empty(1, 577))

@@ -1,0 +1,185 @@
+"""The operations of `minirt.nn` as functions: RMSNorm, linear layers with what is fused around them, rotary embedding, experts.
+
+Tensors are of bf16, fp16 or fp32. Activations may have any leading dimensions and any strides: the linear layers and the norm
+copy activations that are not contiguous. Weights must be contiguous. Sizes, dtypes and devices are checked, and an error names
+the argument.
+
+In eager code the functions call the kernels directly, without PyTorch's dispatcher. While PyTorch compiles, exports or traces
+they call `torch.ops.minirt.*` (`minirt.kernels.ops`). Both give the same bits. `torch.autocast` changes nothing: the dtype of a
+result is that of the activations, and weights of another dtype are an error.
+
+Raises, in each function:
+    InputError: an argument has a wrong shape, dtype or device, or needs a gradient while the grad mode is on.
+    UnsupportedError: a GPU that the kernels are not for (an AMD GPU, compute capability below 8.0), FP8 weights on a GPU without
+        FP8, or no Triton on a GPU.
+"""
+
+from math import prod
+
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.ops import call
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension.
+
+    Args:
+        x: [..., H].
+        weight: [H], of x's dtype.
+        eps: added to the mean square, under the root.
+    Returns:
+        [..., H], contiguous.
+    """
+    return call("rms_norm", _rows("x", x), weight, eps).view(x.shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias; arguments as those of `norm_linear`."""
+    return norm_linear(x, None, 0.0, weight, bias, scale)
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x) · weightᵀ + bias.
+
+    Args:
+        x: [..., K].
+        norm_weight: [K], or None: x is not normalized.
+        eps: that of the norm.
+        weight: [N, K] of x's dtype; or with `scale` float8_e4m3fn [N, K], or int16 words of 4-bit weights
+            (`minirt.kernels.reference.pack_int4`).
+        bias: [N].
+        scale: of FP8 weights fp32 [N], or [⌈N / g⌉, ⌈K / 128⌉] for blocks of g rows; of 4-bit weights int32 words [groups, N].
+            FP8 weights quantize the activations of two or more tokens, each token with its own scale.
+    Returns:
+        [..., N].
+    """
+    return _like(call("norm_linear", _rows("x", x), norm_weight, eps, weight, bias, scale), x)
+
+
+def norm_gate_up(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    activation: str,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """act(gate) · up of rms_norm(x) (SwiGLU: Shazeer 2020).
+
+    Args:
+        weight: [2N, K], the rows of gate, then those of up. `bias`: [2N]. The others are those of `norm_linear`.
+        activation: "silu", "gelu" or "gelu_tanh".
+    Returns:
+        [..., N].
+    """
+    return _like(call("norm_gate_up", _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
+
+
+def linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """x · weightᵀ + bias + residual: residual [..., N] → [..., N]. The other arguments are those of `norm_linear`."""
+    if residual.shape[:-1] != x.shape[:-1]:
+        expected = f"the leading dimensions {list(x.shape[:-1])} of x"
+        raise InputError("wrong shape", where="residual", expected=expected, found=list(residual.shape))
+    out = call("linear_residual", _rows("x", x), weight, _rows("residual", residual), bias, scale)
+    return out.view(residual.shape)
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotary embedding (Su et al. 2021) of q and k in one kernel, half-split as in transformers' `apply_rotary_pos_emb`.
+
+    Args:
+        q: [B, Nq, T, D] with any strides; D is even. With `unsqueeze_dim` 2: [B, T, Nq, D].
+        k: [B, Nk, T, D], or [B, T, Nk, D].
+        cos, sin: [B, T, D], or [1, T, D] for all sequences; of q's dtype or fp32.
+        unsqueeze_dim: the dimension of the heads, 1 or 2.
+    Returns:
+        q and k, rotated, in new tensors of the same shapes, whose dimensions are in the order of the given ones in memory.
+    """
+    return qk_norm_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of q and k whose heads are normalized first, as in Qwen3: RMSNorm and rotary embedding in one kernel.
+
+    Args:
+        q_norm, k_norm: [D] of q's dtype; None: no norm. The others are those of `apply_rotary`.
+        eps: that of the norms.
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise InputError("unsupported dimension of the heads", where="unsqueeze_dim", expected="1 or 2", found=unsqueeze_dim)
+    if unsqueeze_dim == 1:
+        return call("qk_norm_rope", q, k, cos, sin, q_norm, k_norm, eps)
+    q, k = call("qk_norm_rope", _swapped("q", q), _swapped("k", k), cos, sin, q_norm, k_norm, eps)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def fused_rmsnorm_rope(x: Tensor, norm_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm of each head, then rotary embedding: x [B, heads, T, D] → the same shape. Arguments as those of `qk_norm_rope`."""
+    return call("norm_rope", x, cos, sin, norm_weight, eps)
+
+
+def mixture_residual(
+    h: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor,
+    top_k: int,
+    normalize: bool,
+    activation: str,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """residual + Σ_j w_j · expert_j(h), with the k best experts of each token (Shazeer et al. 2017).
+
+    Args:
+        h: [..., H]; normalized by `norm_weight` [H], unless it is None.
+        logits: [..., E], of the router.
+        gate_up: [E, 2I, H], gate rows first. `down`: [E, H, I].
+        residual: [..., H].
+        top_k: experts of a token. `normalize`: whether their weights are divided by their sum.
+        activation: "silu", "gelu" or "gelu_tanh".
+        gate_up_scale, down_scale: of FP8 experts, fp32 [E, 2I] and [E, H].
+    Returns:
+        [..., H].
+    """
+    rows = (_rows("h", h), _rows("logits", logits), gate_up, down, _rows("residual", residual))
+    rest = (top_k, normalize, activation, norm_weight, eps, gate_up_scale, down_scale)
+    return call("mixture_residual", *rows, *rest).view(residual.shape)
+
+
+def _rows(name: str, x: Tensor) -> Tensor:
+    """x [..., K] as a contiguous [T, K], copied only if it is not contiguous."""
+    if x.ndim == 0:
+        raise InputError("wrong shape", where=name, expected="[..., any]", found=[])
+    x = x.contiguous()
+    return x if x.ndim == 2 else x.view(prod(x.shape[:-1]), x.shape[-1])  # the size of -1 is ambiguous if K is 0
+
+
+def _like(out: Tensor, x: Tensor) -> Tensor:
+    """out [T, N] with the leading dimensions of x."""
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _swapped(name: str, x: Tensor) -> Tensor:
+    if x.ndim != 4:
+        raise InputError("wrong shape", where=name, expected="[B, T, heads, D]", found=list(x.shape))
+    return x.transpose(1, 2)

@@ -1,0 +1,117 @@
+"""`RMSNorm`, and `RMSNormLinear`: a norm and the linear layer after it as one module."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from minirt.errors import InputError
+from minirt.kernels import reference
+from minirt.kernels.checks import DTYPES, check_tensor
+from minirt.nn import functional
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension, with the parameter `weight` [H] of transformers' norms.
+
+    Args:
+        weight: [H], bf16, fp16 or fp32. A parameter is kept, and not copied.
+        eps: added to the mean square, under the root.
+    Raises:
+        InputError: `weight` has another shape or dtype.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        check_weight("weight", weight, (None,))
+        self.weight, self.eps = parameter(weight), float(eps)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> Self:
+        """The norm of transformers' `LlamaRMSNorm` (also Mistral, Qwen2, Qwen3) or `torch.nn.RMSNorm`; shares its parameter.
+
+        The module computes one row, to see that it is this norm: Gemma's has the same attributes and multiplies by 1 + weight.
+        A module on the meta device computes nothing, and is taken as it is.
+
+        Args:
+            module: with a `weight`, and `variance_epsilon` or `eps`.
+        Raises:
+            InputError: `module` has no such weight or epsilon, or is another norm.
+        """
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor):
+            raise InputError("not an RMSNorm with a weight", where="module", found=type(module).__name__)
+        if eps is None and isinstance(module, nn.RMSNorm):
+            eps = torch.finfo(weight.dtype).eps
+        if not isinstance(eps, float | int):
+            raise InputError("no epsilon", where="module", expected="variance_epsilon or eps", found=type(module).__name__)
+        own = cls(weight, eps)
+        if not weight.is_meta and not _agree(own, module):
+            what = "not an RMSNorm: its output is not that of the normalized input times its weight"
+            raise InputError(what, where="module", found=type(module).__name__)
+        return own
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] of the weight's dtype → [..., H]. Errors: see `minirt.nn.functional`."""
+        return functional.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+@torch.no_grad()
+def _agree(own: RMSNorm, module: nn.Module) -> bool:
+    """Whether both compute the same for one row of values of both signs, with a mean that is not 0 (LayerNorm subtracts it)."""
+    x = torch.linspace(-1.0, 2.0, own.weight.shape[0], device=own.weight.device).to(own.weight.dtype).unsqueeze(0)
+    found, expected = module(x), reference.rms_norm(x, own.weight, own.eps)
+    far = 4 * torch.finfo(x.dtype).eps * expected.abs().amax().float() + 1e-6
+    return found.shape == x.shape and bool((found.float() - expected.float()).abs().amax() <= far)
+
+
+class RMSNormLinear(nn.Module):
+    """linear(rms_norm(x)) as one operation: one kernel for a single token, two kernels for more.
+
+    Its state dict has `norm_weight`, `weight` and, if there is one, `bias`.
+
+    Args:
+        norm_weight: [K]. `eps`: as in `RMSNorm`.
+        weight: [N, K] of the same dtype. `bias`: [N], or None. Parameters are kept, and not copied.
+    Raises:
+        InputError: a tensor has another shape, dtype or device.
+    """
+
+    def __init__(self, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        check_weight("weight", weight, (None, None))
+        check_weight("norm_weight", norm_weight, (weight.shape[1],), weight)
+        if bias is not None:
+            check_weight("bias", bias, (weight.shape[0],), weight)
+        self.norm_weight, self.eps, self.weight = parameter(norm_weight), float(eps), parameter(weight)
+        self.bias = None if bias is None else parameter(bias)
+
+    @classmethod
+    def from_modules(cls, norm: nn.Module, linear: nn.Linear) -> Self:
+        """The norm (see `RMSNorm.from_module`) and the linear layer after it; shares their parameters."""
+        own = RMSNorm.from_module(norm)
+        return cls(own.weight, own.eps, linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] of the weight's dtype → [..., N]. Errors: see `minirt.nn.functional`."""
+        return functional.norm_linear(x, self.norm_weight, self.eps, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    """The tensor as a parameter: itself if it is one, else one that needs no gradient and shares its memory."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def check_weight(name: str, weight: Tensor, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:
+    """Raise InputError unless `weight` is contiguous, of this shape (None: any size) and bf16, fp16 or fp32, or like `like`."""
+    if like is None and weight.dtype not in DTYPES:
+        raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=weight.dtype)
+    other = weight if like is None else like
+    check_tensor(name, weight, shape, other.dtype, other.device)

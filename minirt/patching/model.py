@@ -1,0 +1,180 @@
+"""`patch` and `unpatch`: replace the forward of a model's modules by minirt's kernels, and restore it."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from minirt.errors import InputError, UnsupportedError, shortened
+from minirt.patching.rules import FAMILIES, PARTS, Options, Record, Rule, rule_of
+from minirt.patching.table import Change, PatchTable
+from minirt.patching.weights import Weights
+
+# Why modules with weights that have no rule are left alone, by the class. Others: there is no rule.
+_LEFT_ALONE = {
+    "Linear": "one product with nothing to fuse: nothing to gain",
+    "TopKRouter": "the logits of the experts, which transformers can return",
+    "RotaryEmbedding": "computes cos and sin once for all layers",
+    "Embedding": "one lookup for each token: nothing to gain",
+}
+
+
+def patch(
+    model: nn.Module, fp8: bool = False, keep_original: bool = False, parts: Sequence[str] = PARTS
+) -> PatchTable:
+    """Compute a model of transformers with minirt's kernels, in place: norms, attention's projections and rope, and MLPs.
+
+    Inference only. Parameters stay the same objects with the same names. Weights that one kernel multiplies (q, k and v; gate and
+    up) are packed into one storage, of which the parameters become views, so no memory is needed and the `state_dict` does not
+    change. On a GPU the Triton kernels run, on a CPU the PyTorch code that defines them.
+
+    Args:
+        model: of the families Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, or with modules of theirs, such as a multimodal model.
+        fp8: replace the weights of attention's and the MLPs' products by FP8 weights with a scale for each output. Not those of
+            experts, embeddings and the LM head. The parameters become e4m3, with a buffer `weight_scale` beside each.
+        keep_original: with `fp8`: keep the original weights, so that `unpatch` can restore them. The table says how many bytes.
+        parts: what to replace, of "norms", "attention", "rope" (needs "attention") and "mlp".
+    Returns:
+        what was replaced, what not, and why.
+    Raises:
+        InputError: an argument is wrong, the model is patched already, or it is in training mode.
+        UnsupportedError: nothing in the model can be replaced; the error says why.
+    """
+    _check(model, fp8, keep_original, parts)
+    uses = Counter(id(own) for _, own in model.named_parameters(remove_duplicate=False))
+    options = Options(fp8, keep_original, tuple(parts), frozenset(own for own, count in uses.items() if count > 1))
+    changes: dict[str, Change] = {}
+    covered: set[int] = set()
+    try:
+        for name, module in reversed(list(model.named_modules())):  # a decoder layer after its attention and its MLP
+            rule = rule_of(module)
+            if rule is None:
+                continue
+            record = rule.record(module, options)
+            if isinstance(record, Record):
+                _install(module, rule, record, options)
+                covered.update(id(own) for product in record.linears for own in product.values())
+                covered.update(id(own) for own in record.covers)
+                changes[name] = Change(name, type(module).__name__, True, record.how)
+            else:
+                changes[name] = Change(name, type(module).__name__, False, record)
+    except BaseException:
+        _restore(model)
+        raise
+    for name, module in model.named_modules():
+        if name not in changes and id(module) not in covered and (why := _why(module)) is not None:
+            changes[name] = Change(name, type(module).__name__, False, why)
+    records = [record for _, record in _patched(model)]
+    if any(own.lost for record in records for own in record.weights) and "_apply" not in vars(model):
+        model._apply = MethodType(_check_and_apply, model)  # type: ignore[method-assign]
+    table = PatchTable(
+        tuple(changes[name] for name, own in model.named_modules() if name in changes and id(own) not in covered), fp8,
+        sum(own.fp8_bytes for record in records for own in record.weights),
+        sum(own.original_bytes for record in records for own in record.weights),
+    )  # fmt: skip
+    if not table.replaced:
+        expected = f"modules of transformers' {', '.join(FAMILIES.values())}"
+        found = shortened("; ".join(dict.fromkeys(f"{change.kind}: {change.what}" for change in table.kept)), 600)
+        raise UnsupportedError("nothing in this model can be replaced", where="model", expected=expected, found=found)
+    return table
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: the original forward functions, and the original weights bit for bit, each in storage of its own.
+
+    Raises:
+        InputError: the model is not patched, or it was patched with `fp8` and without `keep_original`. Then nothing changes.
+    """
+    if not isinstance(model, nn.Module) or not any(True for _ in _patched(model)):
+        raise InputError("the model is not patched", where="model", found=type(model).__name__)
+    if any(own.lost for _, record in _patched(model) for own in record.weights):
+        hint = "patch with keep_original=True, or load the model again"
+        raise InputError("the original weights were replaced by FP8 weights", where="model", hint=hint)
+    _restore(model)
+
+
+def _check(model: Any, fp8: Any, keep_original: Any, parts: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError("not a model", where="model", expected="a torch.nn.Module", found=type(model).__name__)
+    for name, value in (("fp8", fp8), ("keep_original", keep_original)):
+        if not isinstance(value, bool):
+            raise InputError("not a bool", where=name, found=type(value).__name__)
+    if keep_original and not fp8:
+        raise InputError("has no meaning without fp8: the weights are the original ones", where="keep_original", expected="False")
+    if isinstance(parts, str) or not parts or set(parts) - set(PARTS):
+        raise InputError("unknown parts", where="parts", expected=f"some of {', '.join(PARTS)}", found=parts)
+    if "rope" in parts and "attention" not in parts:
+        raise InputError("'rope' needs 'attention'", where="parts", found=parts)
+    if any(True for _ in _patched(model)):
+        raise InputError("the model is patched already", where="model", hint="call minirt.unpatch(model) first")
+    if model.training:
+        what, hint = "the model is in training mode, and the kernels have no backward", "call model.eval()"
+        raise InputError(what, where="model.training", expected="False", found="True", hint=hint)
+
+
+def _why(module: nn.Module) -> str | None:
+    """Why a module without a rule is left alone; None: it has nothing to replace."""
+    kind = type(module).__name__
+    known = next((why for ending, why in _LEFT_ALONE.items() if kind.endswith(ending)), None)
+    return known or (f"no rule for {kind}" if module._parameters else None)
+
+
+def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, Record]]:
+    for module in model.modules():
+        record = vars(module).get("_minirt")
+        if isinstance(record, Record):
+            yield module, record
+
+
+def _install(module: Any, rule: Rule, record: Record, options: Options) -> None:
+    """Replace a module's forward, and what moves, casts or loads its weights."""
+    record.weights = tuple(Weights(own, options.fp8, options.keep_original) for own in record.linears)
+    module._minirt, module.forward = record, MethodType(rule.forward, module)
+    if record.weights:
+        module._apply = MethodType(_apply, module)
+        record.hooks = (
+            module.register_load_state_dict_pre_hook(_before_load), module.register_load_state_dict_post_hook(_after_load),
+        )  # fmt: skip
+
+
+def _restore(model: nn.Module) -> None:
+    """Undo `_install` wherever the original weights are still there."""
+    for module, record in list(_patched(model)):
+        if any(own.lost for own in record.weights):
+            continue
+        for own in record.weights:
+            own.restore()
+        for hook in record.hooks:
+            hook.remove()
+        for name in ("_minirt", "forward", "_apply"):
+            vars(module).pop(name, None)
+
+
+def _apply(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which moves and casts parameters one by one; then the products follow."""
+    for own in self._minirt.weights:
+        own.check_cast(fn)
+    type(self)._apply(self, fn, recurse)
+    for own in self._minirt.weights:
+        own.refresh()
+    return self
+
+
+def _check_and_apply(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
+    """`Module._apply` of a whole model with FP8 weights: it refuses a cast before any parameter is cast."""
+    for _, record in _patched(self):
+        for own in record.weights:
+            own.check_cast(fn)
+    return type(self)._apply(self, fn, recurse)
+
+
+def _before_load(module: Any, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    for own in module._minirt.weights:
+        own.quantize_loaded(state_dict, prefix)
+
+
+def _after_load(module: Any, incompatible: Any) -> None:
+    for own in module._minirt.weights:
+        own.refresh()

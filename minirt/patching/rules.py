@@ -1,0 +1,303 @@
+"""`RULES`: one for each kind of module: which classes, what replaces their forward, and when it cannot.
+
+The classes of all families differ only in their prefix: `LlamaAttention`, `Qwen3Attention`. A rule looks at a module and returns
+a record, which the module keeps as `_minirt`, or the reason why the module is left alone.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from minirt.device import compute_capability, is_nvidia, triton_installed
+from minirt.kernels.checks import DTYPES
+from minirt.patching import forwards
+from minirt.patching.weights import Weights
+
+# Of transformers: the folder below `transformers.models` and the prefix of its classes.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+PARTS = ("norms", "attention", "rope", "mlp")
+
+# Classes of activations and what the kernels call them.
+_ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
+}  # fmt: skip
+# transformers' own hooks read only outputs that a patched module still has.
+_RECORDING = "transformers.utils.output_capturing"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `patch` was asked for, and the ids of parameters that several modules share."""
+
+    fp8: bool
+    keep_original: bool
+    parts: tuple[str, ...]
+    shared: frozenset[int]
+
+
+@dataclass
+class Record:
+    """What a patched module keeps for its forward and for `unpatch`.
+
+    Attributes:
+        how: what computes the module now, for the table.
+        linears: the linears of each product, by their names; `patch` makes `weights` of them.
+        covers: submodules that have no row in the table, because the kernels compute them too.
+        hooks: handles of hooks that `unpatch` removes.
+        dtype: that of the weights, before they are FP8.
+    """
+
+    how: str
+    linears: tuple[dict[str, nn.Linear], ...] = ()
+    covers: tuple[nn.Module, ...] = ()
+    weights: tuple[Weights, ...] = ()
+    hooks: tuple[RemovableHandle, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(kw_only=True)
+class MLPRecord(Record):
+    activation: str
+
+
+@dataclass(kw_only=True)
+class AttentionRecord(Record):
+    """Attributes:
+    heads: of q, k and v.
+    rotate: QK-norm and rotary embedding: (module, q, k, cos, sin) → q, k.
+    cache: the name of the cache's argument, "cache", or until transformers 5.23 "past_key_values".
+    interface: from the config to transformers' attention function.
+    options: its arguments that differ between families.
+    """
+
+    heads: tuple[int, ...]
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    cache: str
+    interface: Callable[[Any], Callable[..., Any]]
+    options: Callable[[Any], dict[str, Any]]
+
+
+@dataclass(kw_only=True)
+class LayerRecord(Record):
+    """Attributes:
+    attention, mlp: whether the norm before it and the residual after it are computed with its products.
+    cache: as that of `AttentionRecord`.
+    """
+
+    cache: str
+    attention: bool
+    mlp: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Attributes:
+    kind: the name of the class without the family's prefix.
+    part: the part of `PARTS` that it belongs to.
+    arguments: of the class's `forward`; "cache" may be called "past_key_values". In a version of transformers with others, the
+        module is left alone.
+    prepare: (module, options) → a record, or the reason why the module is left alone.
+    forward: what replaces the module's `forward`.
+    """
+
+    kind: str
+    part: str
+    arguments: str
+    prepare: Callable[[Any, Options], Record | str]
+    forward: Callable[..., Any]
+
+    def record(self, module: nn.Module, options: Options) -> Record | str:
+        """The record of a module of this kind, or the reason why it is left alone."""
+        if self.part not in options.parts:
+            return f"parts has no {self.part!r}"
+        if "forward" in vars(module):
+            return "another library has replaced its forward"
+        arguments = " ".join(_arguments(module))
+        if arguments.replace("past_key_values", "cache") != self.arguments:
+            version = getattr(sys.modules.get("transformers"), "__version__", "unknown")
+            return f"its forward in transformers {version} has other arguments: {arguments}"
+        return self.prepare(module, options)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule for a module's class, or None."""
+    return _CLASSES.get(f"{type(module).__module__}.{type(module).__name__}")
+
+
+def family_of(module: nn.Module) -> str:
+    """The folder of the module's class below `transformers.models`."""
+    return type(module).__module__.split(".")[2]
+
+
+def _norm(module: Any, options: Options) -> Record | str:
+    return _weight_fault("weight", module.weight, options) or Record("RMSNorm kernel")
+
+
+def _mlp(module: Any, options: Options) -> Record | str:
+    products = _named(module, "gate_proj", "up_proj"), _named(module, "down_proj")
+    if fault := _linears_fault(products, options):
+        return fault
+    activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
+    if activation is None or _hooked(module.act_fn):
+        return f"no kernel computes its activation {type(module.act_fn).__name__}"
+    how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
+    return MLPRecord(how, products, activation=activation, dtype=module.gate_proj.weight.dtype)
+
+
+def _attention(module: Any, options: Options) -> Record | str:
+    products = _named(module, "q_proj", "k_proj", "v_proj"), _named(module, "o_proj")
+    if fault := _linears_fault(products, options):
+        return fault
+    heads = tuple(linear.out_features // module.head_dim for linear in products[0].values())
+    fused = "rope" in options.parts
+    if fused and hasattr(module, "q_norm"):
+        q, k = module.q_norm, module.k_norm
+        if _hooked(q) or _hooked(k) or q.variance_epsilon != k.variance_epsilon or q.weight.dtype != module.q_proj.weight.dtype:
+            return "q_norm and k_norm have hooks, two epsilons, or another dtype than the weights"
+    source = vars(sys.modules[type(module).__module__])
+    interfaces, eager = source["ALL_ATTENTION_FUNCTIONS"], source["eager_attention_forward"]
+
+    def interface(config: Any) -> Callable[..., Any]:
+        return interfaces.get_interface(config._attn_implementation, eager)
+
+    covers = (module.q_norm, module.k_norm) if fused and hasattr(module, "q_norm") else ()
+    rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
+    return AttentionRecord(
+        f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, covers,
+        heads=heads, cache=_cache(module), dtype=module.q_proj.weight.dtype, interface=interface,
+        options=_window(family_of(module)),
+        rotate=forwards.fused_rotate if fused else _rotate_as(source["apply_rotary_pos_emb"]),
+    )  # fmt: skip
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """The names of the arguments of the class's `forward`."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _cache(module: nn.Module) -> str:
+    return "cache" if "cache" in _arguments(module) else "past_key_values"
+
+
+def _window(family: str) -> Callable[[Any], dict[str, Any]]:
+    """How a family's attention gets its sliding window."""
+    if family == "llama":
+        return lambda module: {}
+    if family == "mistral":
+        return lambda module: {"sliding_window": getattr(module.config, "sliding_window", None)}
+    return lambda module: {"sliding_window": module.sliding_window}
+
+
+def _rotate_as(apply_rotary: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """transformers' own QK-norm and rotary embedding."""
+
+    def rotate(module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if hasattr(module, "q_norm"):
+            q, k = module.q_norm(q), module.k_norm(k)
+        return apply_rotary(q, k, cos, sin)
+
+    return rotate
+
+
+def _mixture(module: Any, options: Options) -> Record | str:
+    experts = module.experts
+    if type(experts).__name__ != type(module).__name__.replace("SparseMoeBlock", "Experts") or _hooked(experts):
+        return f"its experts are {type(experts).__name__}, or have hooks"
+    for name in ("gate_up_proj", "down_proj"):
+        if fault := _weight_fault(f"experts.{name}", getattr(experts, name), options):
+            return fault
+    activation = _ACTIVATIONS.get(type(experts.act_fn).__name__)
+    if activation is None:
+        return f"no kernel computes its activation {type(experts.act_fn).__name__}"
+    how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
+    return MLPRecord(how, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
+
+
+def _layer(module: Any, options: Options) -> Record | str:
+    halves = {"attention": (module.input_layernorm, module.self_attn), "mlp": (module.post_attention_layernorm, module.mlp)}
+    fused = {name: all(hasattr(own, "_minirt") and not _hooked(own) for own in pair) for name, pair in halves.items()}
+    for name, (norm, inner) in halves.items():
+        fused[name] = fused[name] and inner._minirt.dtype == norm.weight.dtype
+    if not any(fused.values()):
+        return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
+    covers = tuple(norm for name, (norm, _) in halves.items() if fused[name])
+    names = " and ".join(name for name, own in fused.items() if own)
+    how = f"with the products' kernels: norm and residual of {names}"
+    return LayerRecord(how, covers=covers, cache=_cache(module), attention=fused["attention"], mlp=fused["mlp"])
+
+
+_LAYER_ARGUMENTS = "hidden_states attention_mask position_ids cache use_cache position_embeddings kwargs"
+RULES = (
+    Rule("RMSNorm", "norms", "hidden_states", _norm, forwards.rms_norm),
+    Rule("MLP", "mlp", "x", _mlp, forwards.mlp),
+    Rule("SparseMoeBlock", "mlp", "hidden_states", _mixture, forwards.mixture),
+    Rule(
+        "Attention", "attention", "hidden_states position_embeddings attention_mask cache kwargs", _attention, forwards.attention,
+    ),
+    Rule("DecoderLayer", "norms", _LAYER_ARGUMENTS, _layer, forwards.decoder_layer),
+)  # fmt: skip
+_CLASSES = {
+    f"transformers.models.{folder}.modeling_{folder}.{prefix}{rule.kind}": rule
+    for folder, prefix in FAMILIES.items()
+    for rule in RULES
+}
+
+
+def _fp8(options: Options) -> str:
+    return ", FP8 weights" if options.fp8 else ""
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether hooks expect that the module is called, or its usual input and output."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(getattr(hook, "__module__", "") != _RECORDING for hooks in kinds for hook in hooks.values())
+
+
+def _named(module: nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str | None:
+    """Why the linears of these products cannot be computed by kernels, or None."""
+    first = next(iter(products[0].values()))
+    for linears in products:
+        for name, linear in linears.items():
+            if type(linear) is not nn.Linear:
+                return f"{name} is {type(linear).__name__}, not torch.nn.Linear"
+            if "forward" in vars(linear) or _hooked(linear):
+                return f"{name} has hooks, or another library has replaced its forward"
+            for what in ("weight", "bias"):
+                if (own := getattr(linear, what)) is not None and (fault := _weight_fault(f"{name}.{what}", own, options)):
+                    return fault
+            if (linear.weight.dtype, linear.weight.device) != (first.weight.dtype, first.weight.device):
+                return f"{name} has another dtype or device than the other weights"
+        if len({linear.bias is None for linear in linears.values()}) > 1:
+            return f"only some of {', '.join(linears)} have a bias"
+    return None
+
+
+def _weight_fault(name: str, weight: Any, options: Options) -> str | None:
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"{name} is {type(getattr(weight, 'data', weight)).__name__}, not a plain tensor"
+    if id(weight) in options.shared:
+        return f"{name} is shared by several modules"
+    if weight.dtype not in DTYPES:
+        return f"{name} is {weight.dtype}, not bfloat16, float16 or float32"
+    return _device_fault(weight.device, options.fp8)
+
+
+def _device_fault(device: torch.device, fp8: bool) -> str | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or not is_nvidia(device):
+        return f"its weights are on {device}: the kernels are for NVIDIA GPUs, and run as PyTorch code on a CPU"
+    if not triton_installed():
+        return "Triton is not installed (pip install triton)"
+    lowest, found = (8, 9) if fp8 else (8, 0), compute_capability(device)
+    return None if found >= lowest else f"compute capability {found[0]}.{found[1]} is below {lowest[0]}.{lowest[1]}"

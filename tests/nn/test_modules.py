@@ -1,0 +1,312 @@
+"""The modules of `minirt.nn` beside the modules that they replace: `torch.nn`'s, and transformers' as the independent reference.
+
+Catches: another epsilon or weight, gate and up mixed up, a bias or residual left out, a state dict that does not fit, a packed
+weight that is a second copy or is not what the given modules hold, quantized weights that are far off, silent use without
+gradients.
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import minirt.nn as mn
+from minirt.errors import InputError, MinirtError
+from minirt.kernels import reference
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.fixture
+def t(generator):
+    return lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.fixture
+def linear(t):
+    """linear(K, N, bias): a layer with values of our own generator."""
+
+    def make(K, N, bias=False, dtype=torch.float32):
+        own = nn.Linear(K, N, bias, dtype=dtype)
+        for parameter in own.parameters():
+            parameter.copy_(t(*parameter.shape, dtype=dtype) * 0.3)
+        return own
+
+    return make
+
+
+def norm(t, H, dtype=torch.float32):
+    own = LlamaRMSNorm(H, eps=1e-4).to(dtype)
+    own.weight.copy_(t(H, dtype=dtype))
+    return own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3), (2, 1, 5), (0, 3)])
+def test_rms_norm(shape, dtype, t):
+    """Equal bits in 16 bits: the rounding order is transformers'."""
+    theirs = norm(t, 13, dtype)
+    ours, x = mn.RMSNorm.from_module(theirs), t(*shape, 13, dtype=dtype) * 0.01
+    assert ours.weight is theirs.weight
+    torch.testing.assert_close(ours(x), theirs(x), **({} if dtype == torch.float32 else {"rtol": 0, "atol": 0}))
+
+
+def test_rms_norm_of_strided_values(t):
+    """Heads inside a packed projection: rows are contiguous, the tensor is not."""
+    theirs, packed = norm(t, 16), t(2, 5, 48)
+    x = packed[..., 16:].unflatten(-1, (2, 16))
+    torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x), theirs(x))
+    torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x.mT.contiguous().mT), theirs(x))
+
+
+def test_rms_norm_of_torch(t):
+    theirs = nn.RMSNorm(16)  # its epsilon is that of the dtype
+    theirs.weight.copy_(t(16))
+    x = t(3, 16) * 1e-4
+    torch.testing.assert_close(mn.RMSNorm.from_module(theirs)(x), theirs(x))
+
+
+def test_a_module_that_is_no_norm_is_refused(linear):
+    with pytest.raises(InputError, match="module: no epsilon; expected variance_epsilon or eps; found Linear"):
+        mn.RMSNorm.from_module(linear(3, 4))
+    with pytest.raises(InputError, match="module: not an RMSNorm with a weight; found ReLU"):
+        mn.RMSNorm.from_module(nn.ReLU())
+    with pytest.raises(InputError, match="module: not an RMSNorm: its output"):
+        mn.RMSNorm.from_module(GemmaRMSNorm(8))
+    with pytest.raises(InputError, match="module: not an RMSNorm: its output"):
+        mn.RMSNorm.from_module(nn.LayerNorm(8))
+    with torch.device("meta"):
+        assert mn.RMSNorm.from_module(LlamaRMSNorm(8)).weight.is_meta
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
+def test_norm_linear(shape, bias, t, linear):
+    first, second = norm(t, 19), linear(19, 11, bias)
+    ours, x = mn.RMSNormLinear.from_modules(first, second), t(*shape, 19)
+    torch.testing.assert_close(ours(x), second(first(x)))
+    assert ours.weight is second.weight
+    assert [name for name, _ in ours.named_parameters()] == ["norm_weight", "weight"] + ["bias"] * bias
+
+
+def mlp(linear, bias=False, dtype=torch.float32):
+    return linear(19, 11, bias, dtype), linear(19, 11, bias, dtype), linear(11, 19, bias, dtype)
+
+
+@pytest.mark.parametrize(("activation", "name"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(activation, name, bias, t, linear):
+    """With transformers' activation functions; one token, several, and with a residual and a norm."""
+    gate, up, down = mlp(linear, bias)
+    own_norm = norm(t, 19)
+
+    def theirs(x):
+        return down(ACT2FN[name](gate(x)) * up(x))
+
+    for shape in ((1,), (7,), (2, 3)):
+        x, residual = t(*shape, 19), t(*shape, 19)
+        expected, normalized = theirs(x), theirs(own_norm(x))
+        ours = mn.GatedMLP.from_linears(gate, up, down, activation)
+        torch.testing.assert_close(ours(x), expected)
+        torch.testing.assert_close(ours(x, residual), expected + residual)
+        ours = mn.GatedMLP.from_linears(gate, up, down, activation, mn.RMSNorm.from_module(own_norm))
+        torch.testing.assert_close(ours(x, x), normalized + x)
+
+
+def test_packing_makes_views(linear):
+    """No second copy; the modules keep their parameters, values and state dict; a change of one is a change of both."""
+    layers = q, k, v = linear(19, 8, True), linear(19, 4, True), linear(19, 3, True)
+    before = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]
+    parameters = [layer.weight for layer in layers]
+    weight, bias = mn.pack_linears(layers)
+    assert (weight.shape, bias.shape) == ((15, 19), (15,))
+    assert all(layer.weight is own for layer, own in zip(layers, parameters, strict=True))
+    assert {layer.weight.untyped_storage().data_ptr() for layer in layers} == {weight.untyped_storage().data_ptr()}
+    for layer, saved in zip(layers, before, strict=True):
+        assert all(torch.equal(layer.state_dict()[name], value) for name, value in saved.items())
+    k.load_state_dict({"weight": torch.ones(4, 19), "bias": torch.ones(4)})
+    assert bool((weight[8:12] == 1).all())
+    assert torch.equal(weight[12:], v.weight)
+    assert torch.equal(weight[:8], before[0]["weight"])
+    assert q.weight.is_contiguous()
+
+
+def test_what_cannot_be_packed_is_named_and_unchanged(linear):
+    first = linear(19, 8)
+    pointer = first.weight.data_ptr()
+    for other, message in (
+        (linear(18, 8), r"linears\[1\]\.weight: wrong shape"),
+        (linear(19, 8, dtype=torch.float16), r"linears\[1\]\.weight: wrong dtype"),
+        (linear(19, 8, True), r"linears\[1\]\.bias: a bias in some layers only"),
+    ):
+        with pytest.raises(InputError, match=message):
+            mn.pack_linears([first, other])
+    with pytest.raises(InputError, match="linears: nothing to pack"):
+        mn.pack_linears([])
+    with pytest.raises(InputError, match=r"linears\[1\]\.weight: the same parameter twice"):
+        mn.pack_linears([first, first])
+    assert first.weight.data_ptr() == pointer
+
+
+def test_a_failed_from_linears_changes_nothing(linear):
+    gate, up, _ = mlp(linear)
+    pointers = gate.weight.data_ptr(), up.weight.data_ptr()
+    for down, activation in ((linear(12, 19), "silu"), (linear(11, 19), "relu"), (linear(11, 19, dtype=torch.float16), "silu")):
+        with pytest.raises(InputError, match=r"down\.weight: wrong|activation: unknown"):
+            mn.GatedMLP.from_linears(gate, up, down, activation)
+    with pytest.raises(InputError, match=r"up.weight: wrong number of rows; expected 11; found 12"):
+        mn.GatedMLP.from_linears(gate, linear(19, 12), linear(11, 19), "silu")
+    assert (gate.weight.data_ptr(), up.weight.data_ptr()) == pointers
+
+
+def test_state_dict_of_a_gated_mlp(t, linear):
+    """The names and shapes of the three modules, in both directions, inside a model, and strictly."""
+    gate, up, down = mlp(linear)
+    theirs = nn.ModuleDict({"gate_proj": gate, "up_proj": up, "down_proj": down})
+    saved = {name: value.clone() for name, value in theirs.state_dict().items()}
+    model = nn.Sequential(mn.GatedMLP(t(22, 19), t(19, 11), "silu"))
+    model.load_state_dict({f"0.{name}": value for name, value in saved.items()})
+    found = model.state_dict()
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        f"0.{name}": tuple(value.shape) for name, value in saved.items()
+    }
+    assert all(torch.equal(found[f"0.{name}"], value) for name, value in saved.items())
+    assert found["0.gate_proj.weight"].untyped_storage().data_ptr() == model[0].gate_up_weight.untyped_storage().data_ptr()
+    x = t(3, 19)
+    torch.testing.assert_close(model(x), down(nn.functional.silu(gate(x)) * up(x)))
+    for name in saved:
+        rest = {f"0.{key}": value for key, value in saved.items() if key != name}
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(rest)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({f"0.{name}": value[:, 1:] for name, value in saved.items()})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({f"0.{name}": value for name, value in saved.items()} | {"0.gate_proj.bias": torch.ones(11)})
+
+
+def test_a_moved_module_computes_the_same(t, linear):
+    """`.to(dtype)` changes all weights, the packed ones included."""
+    ours, x = mn.GatedMLP.from_linears(*mlp(linear), "silu"), t(3, 19)
+    expected = ours(x)
+    torch.testing.assert_close(ours.to(torch.float16).to(torch.float32)(x), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(mn.FP8Linear, 0.05), (mn.Int4Linear, 0.15)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_quantized(kind, most, bias, t, linear):
+    """The error is that of the format. The output is exactly that of the dequantized weights, and of quantized activations."""
+    theirs = linear(130, 23, bias)
+    ours = kind.from_linear(theirs)
+    for shape in ((1,), (3,), (2, 5)):
+        x = t(*shape, 130)
+        expected, found = theirs(x), ours(x)
+        assert found.shape == expected.shape
+        assert ((found - expected).norm() / expected.norm()).item() < most
+        if kind is mn.Int4Linear:
+            weight = reference.dequantize_int4(ours.weight, ours.weight_scale, 130)
+            values = x
+        else:
+            weight = reference.dequantize_fp8(ours.weight, ours.weight_scale)
+            rows = x.reshape(-1, 130)
+            values = rows if len(rows) == 1 else reference.dequantize_fp8(*reference.quantize_fp8(rows))
+            values = values.view(x.shape)
+        torch.testing.assert_close(found, nn.functional.linear(values, weight, theirs.bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [mn.FP8Linear, mn.Int4Linear])
+def test_state_dict_of_a_quantized_linear(kind, t, linear):
+    """Its own, and that of the layer that it replaces, which is quantized while it is loaded. Neither is taken for the other."""
+    theirs, x = linear(130, 23, True), t(3, 130)
+    expected = kind.from_linear(theirs)
+    for saved in (theirs.state_dict(), expected.state_dict()):
+        ours = nn.Sequential(kind.from_linear(linear(130, 23, True)))
+        ours.load_state_dict({f"0.{name}": value for name, value in saved.items()})
+        assert torch.equal(ours(x), expected(x))
+    with pytest.raises(InputError, match="weight: wrong shape"):
+        ours[0].load_state_dict(linear(131, 23, True).state_dict())
+    mixed = {**theirs.state_dict(), "weight_scale": expected.weight_scale}
+    with pytest.raises(InputError, match="weight: wrong dtype"):
+        ours[0].load_state_dict(mixed)
+
+
+def test_a_converted_fp8_weight_is_refused(linear, t):
+    """`.to(dtype)` of a model converts float8 parameters, too: then the values have lost their scale."""
+    ours = mn.FP8Linear.from_linear(linear(16, 8)).to(torch.float32)
+    with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
+        ours(t(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t: mn.RMSNorm(t(2, 3), 1e-6), "weight: wrong shape"),
+        (lambda t: mn.RMSNorm(t(3).double(), 1e-6), "weight: unsupported dtype"),
+        (lambda t: mn.RMSNorm(t(6)[::2], 1e-6), "weight: not contiguous"),
+        (lambda t: mn.RMSNormLinear(t(4), 1e-6, t(5, 3)), "norm_weight: wrong shape"),
+        (lambda t: mn.RMSNormLinear(t(3), 1e-6, t(5, 3), t(3)), "bias: wrong shape"),
+        (lambda t: mn.GatedMLP(t(7, 3), t(3, 3), "silu"), "gate_up_weight: odd number of rows"),
+        (lambda t: mn.GatedMLP(t(8, 3), t(3, 3), "silu"), "down_weight: wrong shape"),
+        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "swish"), "activation: unknown activation"),
+        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "silu", mn.RMSNorm(t(4), 1e-6)), "norm.weight: wrong shape"),
+        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "silu", down_bias=t(2)), "down_bias: wrong shape"),
+        (lambda t: mn.FP8Linear(t(6, 3), t(6), None, 3), "weight: wrong dtype"),
+        (lambda t: mn.FP8Linear.from_linear(nn.Linear(3, 4).double()), "weight: unsupported dtype"),
+        (lambda t: mn.RotaryEmbedding(t(2, 3)), "inv_freq: wrong tensor"),
+    ],
+)
+def test_wrong_weights_are_named(make, message, t):
+    with pytest.raises(InputError, match=message):
+        make(t)
+
+
+def test_wrong_inputs_are_named(t, linear):
+    """Another dtype, width, device and residual; a value without dimensions."""
+    ours = mn.GatedMLP.from_linears(*mlp(linear), "silu")
+    for x, residual, message in (
+        (t(3, 18), None, "weight: wrong shape"),
+        (t(3, 19).half(), None, "weight: wrong dtype"),
+        (t(3, 19).double(), None, "x: unsupported dtype"),
+        (t(3, 19).to("meta"), None, "x: unsupported device"),
+        (t(2, 3, 19), t(3, 2, 19), "residual: wrong shape"),
+        (t(3, 19), t(3, 18), "residual: wrong shape"),
+        (t(1).squeeze(), None, "x: wrong shape"),
+    ):
+        with pytest.raises(MinirtError, match=message):
+            ours(x, residual)
+
+
+def test_gradients_are_refused(t, linear):
+    """Of inputs and of parameters, as a model of transformers has them by default."""
+    ours, x = mn.GatedMLP.from_linears(*mlp(linear), "silu"), t(3, 19)
+    with torch.enable_grad(), pytest.raises(InputError, match="x: needs a gradient"):
+        ours(x.clone().requires_grad_())
+    ours = mn.RMSNorm.from_module(norm(t, 19))
+    with torch.enable_grad(), pytest.raises(InputError, match=r"weight: needs a gradient.*inference only"):
+        ours(x)
+    with torch.enable_grad():
+        ours.requires_grad_(False)(x)
+    with torch.inference_mode():
+        ours(x)
+
+
+def test_compiled_and_exported(t, linear):
+    """Whole graphs of modules, with the ops in them, and the same bits as eager code."""
+    first = mn.RMSNormLinear.from_modules(norm(t, 19), linear(19, 19, True))
+    model = nn.Sequential(first, mn.GatedMLP.from_linears(*mlp(linear), "gelu"), mn.FP8Linear.from_linear(linear(19, 8)))
+    x = t(2, 3, 19)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+    assert sum("minirt" in str(node.target) for node in program.graph.nodes) == 4
