@@ -128,7 +128,7 @@ def _array(tensor: Any) -> np.ndarray:
     return tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
 
 
-def _arrays(record: Any) -> Any:
+def arrays(record: Any) -> Any:
     """A record of tensors as one of arrays that share their memory."""
     return record if isinstance(record[0], np.ndarray) else record._make([tensor.numpy() for tensor in record])
 
@@ -148,8 +148,9 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
 
 
 def derive(
-    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool
-) -> None:
+    table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool,
+    settings: bool = True
+) -> None:  # fmt: skip
     """Write the input of a step to `out`, whose sizes may be larger: what is beyond is padding.
 
     A sequence that goes on with the next tokens of its slot has at most FINAL_LEN − 1 − NUM_CACHED of them, and always one: if it
@@ -157,60 +158,68 @@ def derive(
 
     Args:
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
+        settings: whether somebody reads what `out` has for each draw.
     """
-    words, to = _array(table), _arrays(out)
-    slots, starts, counts, logits, draws, given = _arrays(rows)
-    order = np.arange(max(len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)) + 1)
+    words, to = _array(table), arrays(out)
+    slots, starts, counts, logits, draws, given = arrays(rows)
+    B, T, R, Q = len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)
     valid, going_on = slots >= 0, starts < 0
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
-    cached, next_tokens = head[:, NUM_CACHED], head[:, NEXT_TOKENS:]
+    cached = head[:, NUM_CACHED]
     most = np.minimum(head[:, NUM_NEXT], head[:, FINAL_LEN] - 1 - cached)
     start = np.where(going_on, cached, starts)
     count = np.where(going_on, np.maximum(np.minimum(counts, most), 1), counts) * valid
     length, ends = (start + count) * valid, count.cumsum()
-    first = order[: len(slots)] if one_token else ends - count
+    first = np.arange(B) if one_token else ends - count
     to.seq_slots[:], to.seq_lens[:] = slots, length
     to.query_starts[0], to.split_starts[0] = 0, 0
-    to.query_starts[1:] = order[1 : len(slots) + 1] if one_token else ends
+    to.query_starts[1:] = np.arange(1, B + 1) if one_token else ends
     to.split_starts[1:] = (-(-length // kv_split)).cumsum()
     used = -(-length // page_size)
+    inside = np.arange(used.max(initial=0)) < used[:, None]
     for group in range(columns.groups):
         place = columns.page_tables + group * columns.pages
-        inside = np.arange(used.max(initial=0)) < used[:, None]
-        tables = to.block_tables[group, :, : inside.shape[1]]
-        tables[inside] = words[np.maximum(slots, 0), place : place + inside.shape[1]][inside]
+        pages = words[np.maximum(slots, 0), place : place + inside.shape[1]]
+        np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)
     # Tokens.
     b, offset = _expanded(count)
+    if len(b) < T:
+        to.tokens[:], to.positions[:], to.slots[:] = 0, 0, -1
     position, row, slot = start[b] + offset, first[b] + offset, slots[b]
-    to.tokens[:], to.positions[:], to.slots[:] = 0, 0, -1
-    to.positions[row] = position
-    to.slots[row] = words[slot, columns.page_tables + position // page_size].astype(np.int64) * page_size + position % page_size
-    to.tokens[row] = next_tokens[b, np.minimum(offset, columns.drafts)]
+    page = words[slot, columns.page_tables + position // page_size].astype(np.int64)
+    to.positions[row], to.slots[row] = position, page * page_size + position % page_size
+    to.tokens[row] = head[b, NEXT_TOKENS + np.minimum(offset, columns.drafts)]
     known = ~going_on[b]
-    to.tokens[row[known]] = given[: known.sum()]
+    if known.any():
+        to.tokens[row[known]] = given[: known.sum()]
     if columns.history:
         words[slot, columns.tokens + position] = to.tokens[row]
     # Rows of logits, and draws. Of a sequence that has fewer tokens than its maximum, the first rows are the valid ones.
     logits, draws, last = logits * valid, draws * valid, first + count
-    b, offset = (b, offset) if np.array_equal(logits, count) else _expanded(logits)
-    to.logits_indices[:] = np.minimum(order[: len(to.logits_indices)], len(to.tokens) - 1)
+    b, offset = (b, offset) if (logits == count).all() else _expanded(logits)
+    if len(b) < R:
+        to.logits_indices[:] = np.minimum(np.arange(R), T - 1)
     to.logits_indices[: len(b)] = np.minimum((last - np.minimum(logits, count))[b] + offset, last[b] - 1)
-    b, offset = (b, offset) if np.array_equal(draws, logits) else _expanded(draws)
-    own, count_of = head[b], len(b)
-    to.draw_rows[:] = order[: len(to.draw_rows)]
-    to.draw_rows[:count_of] = (logits.cumsum() - draws)[b] + offset
-    to.draw_slots[count_of:], to.draw_logprobs[count_of:] = -1, -1
-    to.draw_slots[:count_of], to.draw_logprobs[:count_of] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
+    if not settings:
+        return
+    b, offset = (b, offset) if (draws == logits).all() else _expanded(draws)
+    own, drawn = head[b], len(b)
+    if drawn < Q:
+        to.draw_rows[:] = np.arange(Q)
+        for target, padding in zip(to[to._fields.index("draw_slots") :], (-1, -1, 0, 0, 0, 0, 0, 0), strict=True):
+            target[drawn:] = padding
+    to.draw_rows[:drawn] = (logits.cumsum() - draws)[b] + offset
+    to.draw_slots[:drawn], to.draw_logprobs[:drawn] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
     for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
-        target[:count_of], target[count_of:] = own[:, column].view(target.dtype), 0
-    low, high = own[:, SEED].view(np.uint32).astype(np.int64), own[:, SEED + 1].astype(np.int64)
-    to.seed[:count_of], to.seed[count_of:] = (high << 32) | low, 0
-    to.step[:count_of] = (length - np.minimum(draws, count) + 1)[b] + offset - own[:, PROMPT_LEN]
-    to.step[count_of:] = 0
+        target.view(np.int32)[:drawn] = own[:, column]
+    to.seed.view(np.int32).reshape(-1, 2)[:drawn] = own[:, SEED : SEED + 2]
+    to.step[:drawn] = (length - np.minimum(draws, count) + 1)[b] + offset - own[:, PROMPT_LEN]
 
 
 def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each of counts[b] entries of each b, in order: b, and the number of the entry."""
+    if (counts == 1).all():  # as in most steps
+        return np.arange(len(counts)), np.zeros_like(counts)
     b = np.repeat(np.arange(len(counts)), counts)
     return b, np.arange(len(b)) - (counts.cumsum() - counts)[b]
 
@@ -227,7 +236,7 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
     words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
-    slots, starts, _, _, draws, _ = _arrays(rows)
+    slots, starts, _, _, draws, _ = arrays(rows)
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     going_on = starts < 0
     live = (slots >= 0) & (~going_on | (head[:, NUM_NEXT] != 0))
@@ -235,21 +244,20 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     yields = live & (draws > 0)
     count = np.where(going_on, np.minimum(lens - head[:, NUM_CACHED], draws), np.minimum(draws, 1))  # draws that are valid
     each = np.arange(1 + columns.drafts)
-    own = np.full((len(slots), 1 + columns.drafts), -1)
     inside = yields[:, None] & (each < count[:, None])
+    own = np.full(inside.shape, -1)
     own[inside] = tokens[(first[:, None] + each)[inside]]
-    equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
-    right = np.logical_and.accumulate(equal, 1).sum(1)
+    right = np.zeros_like(count)
+    if columns.drafts:
+        equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
+        right = np.logical_and.accumulate(equal, 1).sum(1)
     token = own[np.arange(len(slots)), right]
-    to[:, 0] = np.where(yields, right + 1, 0)
-    to[:, 1:] = np.where(yields[:, None] & (each <= right[:, None]), own, 0)
-    cached = np.where(yields, lens - (count - 1 - right), lens)
-    usable = ~yields | (token >= 0)
-    moved, drew, failed = slots[live & usable], slots[yields & usable], slots[yields & ~usable]
-    words[moved, NUM_CACHED] = cached[live & usable]
-    words[failed, NUM_NEXT] = 0
-    words[drew, NEXT_TOKENS] = token[yields & usable]
-    words[drew, NUM_NEXT] = cached[yields & usable] + 1 < head[yields & usable, FINAL_LEN]
+    to[:, 0], to[:, 1:] = (right + 1) * yields, own * (yields[:, None] & (each <= right[:, None]))
+    cached, usable = lens - (count - 1 - right) * yields, ~yields | (token >= 0)
+    moved, drew = live & usable, yields & usable
+    words[slots[moved], NUM_CACHED] = cached[moved]
+    words[slots[drew], NEXT_TOKENS] = token[drew]
+    words[slots[yields], NUM_NEXT] = (usable & (cached + 1 < head[:, FINAL_LEN]))[yields]
     if columns.history:
-        room = yields & usable & (cached < columns.history)
+        room = drew & (cached < columns.history)
         words[slots[room], columns.tokens + cached[room]] = token[room]

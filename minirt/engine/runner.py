@@ -217,7 +217,7 @@ class Runner:
             self._buffers.sent(plan)
             logits = self._buffers.logits
         else:
-            batch = self._eager(plan)
+            batch = self._eager(plan, settings=needed)
             self._buffers.sent(plan)
             logits = self._model(batch, self._cache) if self._observer is None else self._observed(batch)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
@@ -229,7 +229,7 @@ class Runner:
             raise UnsupportedError("only a Model's layers can be observed", where="observe")
         return self._model(batch, self._cache, self._observer)
 
-    def _eager(self, plan: StepPlan) -> Batch:
+    def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
 
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
@@ -237,7 +237,7 @@ class Runner:
         sequences, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
         counts, lens = tuple([s.num_tokens for s in sequences]), tuple([s.seq_len for s in sequences])
         step = self._buffers.tensors(tokens, len(sequences), logits, plan.num_draws)
-        self._buffers.prepare(step, one_token=max(counts) == 1)
+        self._buffers.prepare(step, one_token=max(counts) == 1, settings=settings)
         if not self._cuda:  # what the host knew were upper bounds
             starts, lens = step.query_starts.tolist(), tuple(step.seq_lens.tolist())
             counts, tokens = tuple(b - a for a, b in pairwise(starts)), starts[-1]

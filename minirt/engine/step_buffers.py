@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
 _MOST_VIEWS = 512
+_SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed
 
@@ -130,8 +131,11 @@ class StepBuffers:
         parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
         return StepTensors(*parts)._replace(block_tables=tables)
 
-    def prepare(self, step: StepTensors, *, one_token: bool) -> None:
-        """Apply the message's edits to the table, and derive the input of the step."""
+    def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
+        return eager.arrays(self.tensors(tokens, seqs, logits, draws))
+
+    def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
+        """Apply the message's edits to the table, and derive the input of the step. `one_token`, `settings`: as in `derive`."""
         rows, message = self.rows(len(step.seq_lens)), self._message.device
         if is_nvidia(self._device):
             from minirt.kernels.step import kernels
@@ -142,7 +146,9 @@ class StepBuffers:
         else:
             count = int(message[0])
             eager.edit_table(self.table, message[self._edits_at : self._edits_at + 4 * count].view(-1, 4), message)
-            eager.derive(self.table, self.columns, rows, step, self._page_size, KV_SPLIT, one_token=one_token)
+            arrays = self._kept(self._arrays_of, *(len(step[i]) for i in _SIZED))
+            sizes = self._page_size, KV_SPLIT
+            eager.derive(self.table, self.columns, rows, arrays, *sizes, one_token=one_token, settings=settings)
 
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""

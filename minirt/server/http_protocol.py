@@ -72,7 +72,8 @@ class HTTPProtocol(HttpToolsProtocol):
             else:
                 self._refuse(HTTPError(400, "the request is not HTTP"))
             return
-        if self._rest is None and head is not None and self._deadline is head:  # these bytes are all of one head, which goes on
+        # Whether these bytes are all of one head, which goes on. (The rest of a refused body has the same deadline.)
+        if not self._ended and self._rest is None and head is not None and self._deadline is head:
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
                 self._refuse(HTTPError(431, "the head of the request is too long", expected=f"at most {MAX_HEAD:,} bytes"))

@@ -621,7 +621,7 @@ def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
     """Offline, `--model Qwen3-4B` was told to give the name of a preset. Other Hub models have no random weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("qwen3-4B", "Qwen/Qwen3-4B"):
-        hint = "give the folder; --model Qwen3-4B --random-weights needs no download)"
+        hint = "give the folder; --model Qwen3-4B --random-weights needs no download, and takes token ids in place of text)"
         refused(run("generate", "-m", name, "hi"), "Hub model Qwen/Qwen3-4B: is missing", hint)
     refused(run("generate", "-m", "nobody/model", "hi"), "download it elsewhere and give the folder)")
 

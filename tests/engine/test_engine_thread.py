@@ -99,7 +99,7 @@ def spread(count, work):
     for each in threads:
         each.start()
     for each in threads:
-        each.join(20)
+        each.join(90)
         assert not each.is_alive(), "a caller waits for ever"
     if raised:
         raise raised[0]
@@ -473,7 +473,7 @@ def test_exactly_max_waiting_requests_wait(thread):
     submitted.wait(20)
     gate.set()
     for each in threads:
-        each.join(20)
+        each.join(90)
     assert sum(error is None for error in results) == 5
     assert [type(error) for error in results if error is not None] == [QueueFullError] * 16
     assert at_rest(it, cache)

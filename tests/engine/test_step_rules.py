@@ -90,16 +90,16 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     runner, wrong, seen = it._runner, [], []
     eager = runner._eager
 
-    def as_on_a_gpu(plan):
+    def as_on_a_gpu(plan, **options):
         runner._cuda = True
         try:
-            batch = eager(plan)
+            batch = eager(plan, **options)
         finally:
             runner._cuda = False
         seen.append(batch.every_row)
         if batch.every_row and batch.logits_indices.tolist() != list(range(batch.num_tokens)):
             wrong.append(plan)
-        return eager(plan)
+        return eager(plan, **options)
 
     runner._eager = as_on_a_gpu
     for prompt in ([50, 51], [60, 61]):

@@ -245,6 +245,25 @@ def test_the_rest_has_a_bound(refused, monkeypatch):
     run(scenario, max_body_size=1000)
 
 
+def test_the_end_of_a_refused_body_is_no_head():
+    """A last piece longer than a head may be was answered again, after the connection's end: a traceback in the log."""
+
+    async def scenario(this, engine, ask):
+        errors = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        for last in (1000, 200_000):
+            head = message(b"", TOKENS).replace(b"content-length: 0", b"content-length: 500000")
+            reader, writer = await ask(head + b"a" * (500_000 - last))
+            assert (await answer(reader))[0] == 413
+            writer.write(b"a" * last)
+            assert await reader.read() == b""
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert errors == []
+
+    run(scenario, max_body_size=1000)
+
+
 def test_the_rest_has_a_time(monkeypatch):
     """A client that has its answer and sends no more of its body does not keep the connection."""
     monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.05)
