@@ -116,7 +116,7 @@ def test_texts_that_are_not_allowed(schema, text):
         ('3 "x"', InputError, "1: not a JSON schema"),
         ('{"type": "null"}\nx: %json {"if": {}}', UnsupportedError, '2: .* found "if"'),
         ('true\nx: "a" # %json {\ny: /%json {/ "%json {" %lark {\nstart: %json {"if": 1}}', UnsupportedError, '4: .*"if"'),
-        ('{"type":\n\n"null"} x\nx: nope', InputError, r'found at 4\(\d+\): unknown name: "nope"$'),
+        ('{"type":\n\n"null"} x\nx: nope', InputError, r'found line 4, column \d+: unknown name: "nope"$'),
         ('{"multipleOf": 60000} %json {"multipleOf": 50000}', UnsupportedError, "remainders"),
     ],
 )
