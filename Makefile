@@ -43,10 +43,10 @@ demo: $(VENV)/runtime
 dev: $(VENV)/dev
 
 # One process for each core, each with one thread of arithmetic. The second run is under python -O. Another test finds every `assert`
-# in the code itself, so a few folders are enough here.
+# in the code itself, so a few files are enough here.
 test: $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0
-	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n auto --dist loadgroup --max-worker-restart 0 -q -m "not slow" tests/engine tests/loading tests/cli tests/test_generator.py
+	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n auto --dist loadgroup --max-worker-restart 0 -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
