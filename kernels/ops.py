@@ -42,7 +42,7 @@ LEAST = 80  # compute capability of the kernels, as `launch.capability` returns 
 
 
 class Scratch(Workspace):
-    """A workspace for a single launch, which asks once: it allocates what is asked for, and nothing in vain."""
+    """A workspace for a single launch, which asks once: it allocates just what is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
