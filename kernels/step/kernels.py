@@ -1,8 +1,8 @@
 """The Triton kernels of the table of slots: `edit_table`, `derive` and `commit`, with the results of `step/table.py`.
 
-CUDA graphs hold them, so grids depend on the sizes of tensors only. How many edits, tokens and draws there are is read on the
-device. Each program of `derive` and `commit` adds up what the sequences before its own have, instead of a kernel for the sums:
-a decode step is a chain of short kernels, and one launch more takes longer.
+CUDA graphs hold the first two, so grids depend on the sizes of tensors only. How many edits, tokens and draws there are is read
+on the device. Each program of `derive` and `commit` adds up what the sequences before its own have, instead of a kernel for the
+sums: a decode step is a chain of short kernels, and one launch more takes longer.
 """
 
 import functools

@@ -28,7 +28,6 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = 6, 7, 8, 9  # fp32, int32, fp32, fp32; as in 
 SEED = 10  # two words, low half first
 RULED = 12  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
 NEXT_TOKENS = 13  # the first of its next tokens; drafts follow
-SETTINGS = NEXT_TOKENS  # number of words before the tokens
 
 
 class Columns(NamedTuple):
@@ -92,7 +91,8 @@ class StepTensors(NamedTuple):
 
     Args:
         tokens, positions, slots: [T] int64; `slots`: page · page_size + offset of each token's K and V; −1 for padding.
-        query_starts: [B + 1] int32, the first token of each sequence; last, the number of tokens that are no padding.
+        query_starts: [B + 1] int32, the first token of each sequence; last, the number of tokens that are no padding; with one
+            token each, B.
         seq_lens: [B] int32, cached tokens after the step; 0 for padding.
         split_starts: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
         seq_slots: [B] int32, `Rows.slots`.

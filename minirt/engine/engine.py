@@ -202,7 +202,7 @@ class Engine:
             with self._device_errors:
                 return self._runner.replay_times(plan, repeats)
         finally:
-            for sequence, *_ in work:
+            for sequence, _ in work:
                 allocator.release(sequence.pages)
 
     def check(
@@ -339,10 +339,10 @@ class Engine:
             while work and (problem := self._start(work, outputs, deliver)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
-                tokens = sum(planned.num_tokens for _, planned, _ in work)
+                tokens = sum(planned.num_tokens for _, planned in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
-                    outputs += [self._fail(sequence.id, failure) for sequence, *_ in work if sequence.id in self]
+                    outputs += [self._fail(sequence.id, failure) for sequence, _ in work if sequence.id in self]
                     break
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
@@ -376,13 +376,13 @@ class Engine:
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
         """
-        requests = [self._requests[sequence.id] for sequence, *_ in work]
+        requests = [self._requests[sequence.id] for sequence, _ in work]
         settings = [_settings(request) for request in requests]
         plan = plan_step(work, settings, self._runner.columns, self._vocab_size)
         try:
             step = self._runner.start(plan)
             if step is None:
-                drawn = [r for r, (_, planned, _) in zip(requests, work, strict=True) for _ in range(planned.num_draws)]
+                drawn = [r for r, (_, planned) in zip(requests, work, strict=True) for _ in range(planned.num_draws)]
                 self._fill_masks(drawn, outputs, deliver)
                 step = self._runner.draw()
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
@@ -392,7 +392,7 @@ class Engine:
         self._scheduler.started(work)
         self._in_flight.append(_InFlight(step, work))
         self._scheduler.relax_limit()
-        self._while_it_runs([sequence for sequence, planned, _ in work if planned.num_tokens > 1 and planned.start >= 0])
+        self._while_it_runs([sequence for sequence, planned in work if planned.num_tokens > 1 and planned.start >= 0])
         return None
 
     def _while_it_runs(self, prompts: Seq[Sequence]) -> None:
@@ -420,8 +420,9 @@ class Engine:
         """
         outputs, ends, result = [], {}, ended.step.result()
         rows, first = iter(result.scored), 0
-        for (sequence, planned, num_scored), tokens in zip(ended.work, result.tokens, strict=True):
-            scored = next(rows) if num_scored else None
+        for item, tokens in zip(ended.work, result.tokens, strict=True):
+            sequence, planned = item
+            scored = next(rows) if item.num_scored else None
             logprobs = (result.logprobs or ())[first : first + planned.num_draws]
             first += planned.num_draws
             request = self._requests.get(sequence.id)
@@ -440,7 +441,7 @@ class Engine:
                 outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
         if deliver is not None:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        for sequence, planned, _ in ended.work:
+        for sequence, planned in ended.work:
             output = ends.get(sequence.id)
             if output is None or output.error is None:
                 computed = len(sequence.tokens) - 1 if planned.num_draws else planned.start + planned.num_tokens

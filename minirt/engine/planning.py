@@ -31,7 +31,8 @@ def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab:
         vocab: columns of the logits.
     """
     tokens, edits, rules, scored = array("i"), list[Edit](), list[SlotRules](), list[Scored]()
-    for index, ((sequence, planned, num_scored), own) in enumerate(zip(work, settings, strict=True)):
+    for index, (item, own) in enumerate(zip(work, settings, strict=True)):
+        sequence, planned = item
         if sequence.num_sent < 0:
             edits.append(_admission(sequence, own, planned.start, vocab))
             if own.rules is not None:
@@ -46,12 +47,12 @@ def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab:
         if planned.start >= 0:
             stop = planned.start + planned.num_tokens
             tokens.extend(sequence.tokens[planned.start : stop])
-            if num_scored:
+            if num_scored := item.num_scored:
                 after = stop - planned.num_logits + 1  # the place of the first target
                 targets = None if sequence.logits_only else sequence.tokens[after : after + num_scored]
                 scored.append(Scored(index, num_scored, targets, num_top(sequence.prompt_logprobs or 0, vocab)))
-    drawing = [own for (_, planned, _), own in zip(work, settings, strict=True) for _ in range(planned.num_draws)]
-    sequences = tuple([planned for _, planned, _ in work])
+    drawing = [own for (_, planned), own in zip(work, settings, strict=True) for _ in range(planned.num_draws)]
+    sequences = tuple([planned for _, planned in work])
     return StepPlan(sequences, tokens, tuple(edits), tuple(rules), tuple(scored), _sampling(drawing, vocab))
 
 

@@ -25,11 +25,15 @@ STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are 
 
 
 class Work(NamedTuple):
-    """A sequence of the next step. `num_scored`: so many of its rows of logits, the first ones, are for the caller."""
+    """A sequence of the next step."""
 
     sequence: Sequence
     planned: PlannedSequence
-    num_scored: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        """How many of its rows of logits, the first ones, are for the caller."""
+        return self.planned.num_logits - self.planned.num_draws
 
     @property
     def splits(self) -> int:
@@ -219,15 +223,15 @@ class Scheduler:
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         planned = PlannedSequence(sequence.slot, start, stop - start, scored + draws, draws, stop)
-        return Work(sequence, planned, scored)
+        return Work(sequence, planned)
 
     def started(self, work: Iterable[Work]) -> None:
         """A step with these sequences was started."""
-        for sequence, planned, scored in work:
+        for sequence, planned in work:
             sequence.num_sent = len(sequence.pages)
             if planned.start >= 0:
                 sequence.num_prefilled += planned.num_tokens
-                sequence.num_scored += scored
+                sequence.num_scored += planned.num_logits - planned.num_draws
             if planned.num_draws:
                 sequence.steps += 1
                 sequence.unread += planned.num_draws

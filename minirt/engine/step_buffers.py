@@ -30,8 +30,8 @@ class StepBuffers:
     """One of each buffer. It serves all steps, which run one after the other.
 
     The host sends a message for each step: its sequences, and edits of the table. On the device, `prepare` applies the edits and
-    derives the step's input, and `commit` writes what was drawn into the table. Both run in CUDA graphs: nothing on the host
-    depends on the values.
+    derives the step's input, and `commit` writes what was drawn into the table. CUDA graphs begin with `prepare`: nothing that
+    it does on the host depends on the values.
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
@@ -46,7 +46,11 @@ class StepBuffers:
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
         row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
     ) -> None:  # fmt: skip
-        self._page_size, self._device = cache.page_size, device
+        self._page_size, self._device, self._kernels = cache.page_size, device, None
+        if is_nvidia(device):
+            from minirt.kernels.step import kernels
+
+            self._kernels = kernels
         self._views: dict[tuple[Any, ...], Any] = {}
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
@@ -137,9 +141,7 @@ class StepBuffers:
     def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
         """Apply the message's edits to the table, and derive the input of the step. `one_token`, `settings`: as in `derive`."""
         rows, message = self.rows(len(step.seq_lens)), self._message.device
-        if is_nvidia(self._device):
-            from minirt.kernels.step import kernels
-
+        if (kernels := self._kernels) is not None:
             edits = message[self._edits_at : self._values_at].view(-1, 4)
             kernels.edit_table(self.table, edits, message, message[:1])
             kernels.derive(self.table, self.columns, rows, step, self._page_size, KV_SPLIT, one_token=one_token)
@@ -154,10 +156,8 @@ class StepBuffers:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
         own = self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, self._result[:seqs]
-        if is_nvidia(self._device):
-            from minirt.kernels.step import kernels
-
-            kernels.commit(*own)
+        if self._kernels is not None:
+            self._kernels.commit(*own)
         else:
             eager.commit(*own)
         return self._result[:seqs]

@@ -19,7 +19,7 @@ from minirt.kernels.checks import DTYPES
 from minirt.patching import forwards
 from minirt.patching.weights import Weights
 
-# Of transformers: the folder below `transformers.models` and the prefix of its classes.
+# The folder below `transformers.models`, and the prefix of its classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 PARTS = ("norms", "attention", "rope", "mlp")
 

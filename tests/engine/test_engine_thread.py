@@ -279,7 +279,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
-            before = {sequence.id for step in it.engine._in_flight for sequence, planned, _ in step.work if planned.num_draws}
+            before = {sequence.id for step in it.engine._in_flight for sequence, planned in step.work if planned.num_draws}
             if batch.num_seqs == 2:
                 together.set()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

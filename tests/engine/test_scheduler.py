@@ -46,9 +46,9 @@ class Watched:
         def schedule():
             work = inner()
             running = set(self.it._scheduler.running)
-            assert running >= {sequence.id for sequence, *_ in work}
-            assert len({sequence.id for sequence, *_ in work}) == len(work) <= self.it.limits.max_num_seqs
-            assert sum(planned.num_tokens for _, planned, _ in work) <= self.it.limits.max_num_batched_tokens
+            assert running >= {sequence.id for sequence, _ in work}
+            assert len({sequence.id for sequence, _ in work}) == len(work) <= self.it.limits.max_num_seqs
+            assert sum(planned.num_tokens for _, planned in work) <= self.it.limits.max_num_batched_tokens
             self._check(before, running)
             return work
 

@@ -21,7 +21,7 @@ def problem(seed, B, columns, page_size, *, one_token=False, padding=0.3, most=9
     rng = random.Random(seed)
     S, longest = B + 3, columns.pages * page_size
     words = torch.randint(-(1 << 31), 1 << 31, (S, columns.words), generator=torch.Generator().manual_seed(seed)).int()
-    settings = words[:, : table.SETTINGS]
+    settings = words[:, : table.NEXT_TOKENS]
     settings[:, table.TEMPERATURE :][:, :4] = torch.rand(S, 4, generator=torch.Generator().manual_seed(seed)).view(torch.int32)
     words[:, table.NEXT_TOKENS : table.NEXT_TOKENS + 1 + columns.drafts] &= 0x3FF
     words[::3, table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + min(2, 1 + columns.drafts)] = -1  # a draft that is no token
