@@ -104,7 +104,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     launch._INTERPRETER, launch._INTERPRETER_SMS = cc, SMS[cc]  # on a CPU, kernels are configured for this GPU
     for module in (logits_processors, logprobs, sampler, step_buffers):
         module.is_nvidia = lambda device: True  # type: ignore[attr-defined]
-    runner.CudaGraphs = lambda *_: None  # type: ignore[assignment, misc]  # nothing is captured
+    runner.CudaGraphs = lambda *_: object()  # type: ignore[assignment, misc]  # nothing is captured
     lists, run = _Lists(), JITFunction.run
 
     def list_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -330,9 +330,10 @@ class Runner:
         seqs, longest = limits.max_num_seqs, limits.max_model_len
         steps = warm_up_steps(limits)
         if self._graphs is None:
-            # Decode steps with a short and with the longest context: only the second combines KV splits.
-            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, longest - 1}]
-            steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
+            # Decode steps with short contexts, and with one of the longest: only that has several KV splits to combine.
+            short, long = (Chunk([0], end - 1, range(self._cache.pages_for(end))) for end in (1, longest))
+            for size in {batch_bucket(n + 1) for n in range(seqs)}:
+                steps += [[first] + [short] * (size - 1) for first in (short, long)]
         for chunks in steps:
             self._run_dry(model, chunks)
         for bucket in [Bucket(1), Bucket(1, 1)] if self._graphs is None else self._buckets.all():

@@ -139,6 +139,7 @@ class LayerKV(KVPages):
     """The pages of one attention layer, as its kernels take them, with the methods of a `LayerCache`."""
 
     __slots__ = ()
+    _fields = KVPages._fields  # Triton finds the names of a record's fields in the class itself, not in its base
 
     def tensors(self) -> list[Tensor]:
         return [tensor.flatten(0, 1) for tensor in self if tensor is not None]

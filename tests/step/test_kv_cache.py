@@ -6,6 +6,7 @@ Catches scales of FP8 pages that are not counted, and what one part has written 
 import pytest
 import torch
 
+from minirt.kernels.attention.operands import KVPages
 from minirt.modeling.formats import FP8
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import CacheRoom, CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
@@ -23,6 +24,12 @@ def test_bytes_are_those_allocated(specs, dtype, row):
     assert state_bytes(specs) == (0 if len(specs) == 1 else 7 * 4 + 6 * 4)
     cache = KVCache(specs, PAGES, dtype=dtype, page_size=PAGE, num_slots=2)
     assert cache.nbytes == PAGES * page_bytes(specs, dtype, PAGE) + 2 * state_bytes(specs)
+
+
+@pytest.mark.parametrize("record", [KVPages, *KVPages.__subclasses__()])
+def test_kernels_find_the_fields_of_pages(record):
+    """Triton looks for a record's `_fields` in the class itself. If they are its base's, only a GPU would tell."""
+    assert vars(record)["_fields"] == ("k", "v", "k_scale", "v_scale")
 
 
 def test_specs_of_equal_parts_are_equal():
