@@ -98,21 +98,24 @@ def test_cuda_graphs_change_no_token():
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED, RULED], ids=["greedy", "sampled", "ruled"])
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_decode_steps_neither_wait_nor_allocate(warm, count, options):
-    engine = warm._engine.engine  # its thread waits for commands
     sampling = warm.effective_sampling(SamplingParams(max_tokens=200, ignore_eos=True, **options))
-    ids = [add(engine, [5 + i] * (i + 1), sampling) for i in range(count)]
-    for _ in range(10):
-        engine.step()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outputs = [output for _ in range(40) for output in engine.step()]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    assert len(outputs) == 40 * count
-    for request in ids:
-        engine.abort(request)
+
+    def run(engine):  # in the engine's thread, which may still be busy with the requests of the test before
+        ids = [add(engine, [5 + i] * (i + 1), sampling) for i in range(count)]
+        for _ in range(10):
+            engine.step()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outputs = [output for _ in range(40) for output in engine.step()]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert len(outputs) == 40 * count
+        for request in ids:
+            engine.abort(request)
+
+    warm._engine.call(run)
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])

@@ -154,7 +154,7 @@ def test_the_kernels_take_what_a_patched_model_gives_them(make, name, fp8, monke
         found = ran.logits, model(IDS[:, 3:4].to(device), past_key_values=ran.past_key_values).logits
     own = {"mixture_residual"} if "moe" in name else {"norm_gate_up"}
     assert device == "cuda" or launched == own | {"rms_norm", "norm_linear", "qk_norm_rope", "linear_residual"}
-    limit = floor(torch.float32, quantized_activations=True).relative if fp8 else 1e-5
+    limit = 2 * floor(torch.float32, quantized_activations=True).relative if fp8 else 1e-5  # two residual layers
     for mine, theirs in zip(found, expected, strict=True):
         assert relative(mine.cpu(), theirs) < limit
 
