@@ -14,6 +14,7 @@ from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Clock, announce, check_room, random_prompts, silent, timed_run
+from minirt.bench.replay import replay_times
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
@@ -171,6 +172,6 @@ def run(
 def replay_time(generator: Generator, batch_size: int, context_len: int) -> float | None:
     """Return the median seconds of replaying a decode step's CUDA graph, or None if the step has no CUDA graph."""
     try:
-        return statistics.median(generator.replay_times(batch_size, context_len))
+        return statistics.median(replay_times(generator, batch_size, context_len))
     except UnsupportedError:
         return None

@@ -91,7 +91,7 @@ class AsyncGenerator:
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
         call = await self._prepare(prompts, params, priority, single=is_single(prompts))
-        async with aclosing(self._run(call)) as pieces:
+        async with aclosing(self._run(call, final_only=True)) as pieces:
             async for _ in pieces:
                 pass
         return call.result()
@@ -118,7 +118,7 @@ class AsyncGenerator:
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
         call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
-        async with aclosing(self._run(call)) as pieces:
+        async with aclosing(self._run(call, final_only=True)) as pieces:
             async for _ in pieces:
                 pass
         return call.scores()
@@ -177,16 +177,19 @@ class AsyncGenerator:
             return self.generator._prepare(prompts, params, priority, single)
         return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single)
 
-    async def _run(self, call: Call, limit: int | None = None) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
+    async def _run(
+        self, call: Call, limit: int | None = None, *, final_only: bool = False
+    ) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
         """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.
 
         Args:
             limit: outputs that may wait for the reader. None: the caller reads at once.
+            final_only: see `Call.start`.
         """
         client = self._client()
         reader = _Reader(limit)
         try:
-            client.submit(call, reader)
+            client.submit(call, reader, final_only)
             while call.open:
                 output = await reader.get()
                 if output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
@@ -251,9 +254,9 @@ class _LoopClient:
 
         self._client = thread.connect(deliver)
 
-    def submit(self, call: Call, reader: _Reader) -> None:
+    def submit(self, call: Call, reader: _Reader, final_only: bool) -> None:
         """Queue a call's requests, whose outputs go to `reader`."""
-        requests = call.start()
+        requests = call.start(final_only=final_only)
         if requests:
             self._calls |= {request.id: (call, reader) for request in requests}
             self._client.submit(requests)

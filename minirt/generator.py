@@ -39,7 +39,6 @@ from minirt.text.tokenizer import Tokenizer
 
 # A caller that needs only the outputs of requests that have ended gets those of some steps together, because each delivery makes
 # the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
-_HELD_STEPS, _LEAST_HELD, _MOST_HELD = 4, 16, 256
 
 # Argument names that belong to another call.
 _OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
@@ -200,7 +199,7 @@ class Generator:
         """
         call = self._prepare(prompts, params, priority, is_single(prompts))
         bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, hold=_hold(call))) as pieces, bar as advance:
+        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
             for stream, piece in pieces:
                 if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
@@ -216,7 +215,7 @@ class Generator:
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
-        return Completions(call, self._run(call, hold=_hold(call)))
+        return Completions(call, self._run(call, final_only=True))
 
     @_check_names
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
@@ -282,7 +281,7 @@ class Generator:
         self._engine.wake()
         call = self._processor.prepare_scores(prompts, completions, priority)
         bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, hold=_hold(call))) as pieces, bar as advance:
+        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
             for stream, _ in pieces:
                 if advance is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
@@ -313,7 +312,7 @@ class Generator:
         Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
-        self._live.check_logits(tokens)
+        self._live.checks.check_logits(tokens)
         nothing = replace(resolve(None, None), max_tokens=0)
         with self._engine.connect() as client:
             client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
@@ -373,17 +372,6 @@ class Generator:
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
-
-    def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
-        """Seconds of `repeats` replays of a decode step's CUDA graph, without the rest of the step.
-
-        Each sequence has `context_len` cached tokens.
-
-        Raises:
-            UnsupportedError: there is no CUDA graph: on a CPU, or with a layer that is not on Triton.
-            ContextLengthError: the cache has no room for that many tokens.
-        """
-        return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
 
     @contextmanager
     def observing(self, observer: Callable[[Layer, torch.Tensor], None]) -> Iterator[None]:
@@ -455,27 +443,21 @@ class Generator:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single)
 
-    def _run(self, call: Call, hold: int = 0) -> Generation[tuple[CompletionStream, Piece], None, None]:
+    def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
-        `hold`: see `EngineThread.connect`. Without effect if there are stop strings, at which a request ends here.
+        `final_only`: see `Call.start`.
         """
-        stops = any(request.sampling.stop for request in call.requests)
-        with self._engine.connect(hold=0 if stops else hold) as client:
+        with self._engine.connect() as client:
             if call.requests:
-                client.submit(call.start())
+                client.submit(call.start(final_only=final_only))
             while call.open:
-                for output, known in client.receive_timed():
+                for output in client.receive():
                     if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
-                        stream, piece = call.push(output, known)
+                        stream, piece = call.push(output)
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
-
-
-def _hold(call: Call) -> int:
-    """How many outputs may wait for others if the caller needs only those of requests that have ended."""
-    return min(max(_HELD_STEPS * len(call.requests), _LEAST_HELD), _MOST_HELD)
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:

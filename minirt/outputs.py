@@ -169,8 +169,8 @@ class CompletionStream:
     sample: int = 0
     started: float = 0.0
 
-    def push(self, output: TokenOutput, known: float | None = None) -> Piece:
-        """Add the tokens of one output, up to a stop string. Returns the new piece. `known`: when it came; None: now."""
+    def push(self, output: TokenOutput) -> Piece:
+        """Add the tokens of one output, up to a stop string. Returns the new piece."""
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
@@ -178,10 +178,11 @@ class CompletionStream:
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
-        now, text, i = (time.perf_counter() if known is None else known) - self.started, "", 0
+        now, text, i = time.perf_counter() - self.started, "", 0
         finish_reason, last = output.finish_reason, len(output.token_ids)
+        times = [known - self.started for known in output.times] or [now] * last
         for i, token in enumerate(output.token_ids, 1):
-            done.token_times_s.append(now)
+            done.token_times_s.append(times[i - 1])
             done.token_ids.append(token)
             if self.decoder is None:
                 continue

@@ -328,21 +328,24 @@ class Call:
     single: bool
     open: dict[int, CompletionStream] = field(default_factory=dict)
 
-    def start(self) -> list[Request]:
-        """The requests, to be submitted now."""
+    def start(self, *, final_only: bool = False) -> list[Request]:
+        """The requests, to be submitted now.
+
+        Args:
+            final_only: nobody reads tokens before a request ends. Without effect on one with stop strings, which ends here.
+        """
+        if final_only:
+            self.requests = [request if request.sampling.stop else replace(request, final_only=True) for request in self.requests]
         started = time.perf_counter()
         for stream in self.streams:
             stream.started = started
         self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
         return self.requests
 
-    def push(self, output: TokenOutput, known: float | None = None) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended.
-
-        `known`: see `CompletionStream.push`.
-        """
+    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
         stream = self.open[output.request_id]
-        piece = stream.push(output, known)
+        piece = stream.push(output)
         if piece.finish_reason is not None:
             del self.open[output.request_id]
         return stream, piece

@@ -24,6 +24,7 @@ from minirt import Generator
 from minirt.bench import check, decode, prefill
 from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
+from minirt.bench.replay import replay_times
 from minirt.bench.report import context
 from minirt.bench.tools.stored_format import FORMATS, write_config
 from minirt.device import pick_device
@@ -81,7 +82,7 @@ def by_kernel(generator: Generator, batch: int) -> dict[str, Any]:
     """Microseconds of each kernel in a replay of a decode step's CUDA graph, by PyTorch's profiler."""
     seconds = decode.replay_time(generator, batch, CONTEXT)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        generator.replay_times(batch, CONTEXT, 5)
+        replay_times(generator, batch, CONTEXT, 5)
         torch.cuda.synchronize()
     rows = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     replays = next(e.count for e in rows if "embedding" in e.key)  # once in a step

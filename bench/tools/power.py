@@ -126,6 +126,7 @@ def measure(model: str) -> list[dict[str, Any]]:
     from minirt import Generator, SamplingParams
     from minirt.bench.decode import step_times
     from minirt.bench.flops import linear_flops, prompt_flops
+    from minirt.bench.replay import replay_times
 
     meter = Meter(torch.device("cuda", 0))
     rows = ceilings(meter)
@@ -137,7 +138,7 @@ def measure(model: str) -> list[dict[str, Any]]:
             times: list[float] = []
 
             def step(batch: int = batch, times: list[float] = times) -> None:
-                times += generator.replay_times(batch, CONTEXT)
+                times += replay_times(generator, batch, CONTEXT)
 
             run = sustained(step, meter)._replace(seconds=statistics.median(times[len(times) // 2 :]))
             flops = linear_flops(generator.config, batch, batch)

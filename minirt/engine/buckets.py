@@ -105,9 +105,9 @@ class Buckets:
     def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
         sequences, tokens = plan.sequences, plan.num_tokens
-        if all(sequence.num_tokens == sequence.num_logits == sequence.num_draws == 1 for sequence in sequences):
+        if tokens == len(sequences) == plan.num_draws == plan.num_logits:
             return _for_lengths(self._batches[len(sequences)], 0, plan)
-        if tokens > self.max_tokens or plan.scored or max([sequence.num_logits for sequence in sequences]) > 1:
+        if tokens > self.max_tokens or plan.scored or sequences.num_logits.max() > 1:
             return None
         return _for_lengths(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens], plan)
 
@@ -123,5 +123,5 @@ def _has_short_graph(seqs: int, tokens: int) -> bool:
 
 def _for_lengths(seqs: int, tokens: int, plan: StepPlan) -> Bucket:
     """The bucket of these sizes, short if all sequences of the step are."""
-    short = _has_short_graph(seqs, tokens) and max([sequence.seq_len for sequence in plan.sequences]) <= KV_SPLIT
+    short = _has_short_graph(seqs, tokens) and plan.sequences.seq_lens.max() <= KV_SPLIT
     return Bucket(seqs, tokens, short)

@@ -1,7 +1,6 @@
 """`CudaGraphs`: captures and replays a device's work, so the host launches one CUDA graph per step, not some 200 kernels."""
 
 from collections.abc import Callable, Hashable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,15 +30,3 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         """Queue a captured graph."""
         self._graphs[key].replay()
-
-    def replay_times(self, key: Hashable, repeats: int) -> list[float]:
-        """Seconds of each of `repeats` replays, by CUDA events, after the same number of uncounted replays."""
-        for _ in range(repeats):
-            self.replay(key)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.replay(key)
-            event.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]

@@ -9,7 +9,6 @@ import atexit
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,24 +30,10 @@ _MOST_FRUITLESS = 3
 class _Outbox:
     """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    put: Callable[[Any], None]  # takes outputs, or what `held` is; must not keep the client alive
-    hold: int = 0  # outputs that may wait for others, unless a request has ended; see `EngineThread.connect`
+    put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
-    held: list[tuple[float, list[TokenOutput]]] = field(default_factory=list)  # with the time at which they were known
-    num_held: int = 0
     unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
-
-    def add(self, outputs: list[TokenOutput]) -> None:
-        """Deliver the outputs of a step, or hold them back."""
-        if self.hold:
-            self.held.append((time.perf_counter(), outputs))
-            self.num_held += len(outputs)
-            if self.num_held >= self.hold or any(output.finish_reason is not None for output in outputs):
-                held, self.held, self.num_held = self.held, [], 0
-                self.put(held)
-        else:
-            self.put(outputs)
 
 
 @dataclass(eq=False)
@@ -134,8 +119,8 @@ class EngineThread:
         return 0 if (engine := self._engine) is None else engine.peak_memory()
 
     def check(self, request: Request, compiles: bool = True) -> None:
-        """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `Engine.check`."""
-        self.engine.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
+        """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `RequestChecks`."""
+        self.engine.checks.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
 
     def new_id(self) -> int:
         """An id for a request. Any thread may ask for one."""
@@ -146,16 +131,14 @@ class EngineThread:
         if self._thread is not None and self._ended is None and not self._outboxes:
             self._inbox.put(_Wake())
 
-    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0) -> "EngineClient":
+    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
         """A client for the calling thread.
 
         Args:
             deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
                 return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
-            hold: how many outputs may wait for others. A request that has ended delivers all. For callers that need the tokens
-                only then: each delivery wakes a thread, which competes with the engine's for the interpreter's lock.
         """
-        return EngineClient(self, deliver, hold)
+        return EngineClient(self, deliver)
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` between two steps, after the commands that came before.
@@ -283,7 +266,7 @@ class EngineThread:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
                 mail.setdefault(outbox, []).append(output)
         for outbox, own in mail.items():
-            outbox.add(own)
+            outbox.put(own)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -330,7 +313,7 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.add([TokenOutput(request_id, (), "error", _for_request(error))])
+        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
@@ -354,14 +337,12 @@ class EngineClient:
     A client that is dropped without `close` is closed at garbage collection.
     """
 
-    def __init__(
-        self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0
-    ) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()  # gets what `_Outbox.put` takes
-        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put, hold)
+    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
+        self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
+        """Queue requests; all are added before the next step. They must have passed `EngineThread.check`.
 
         Raises:
             MinirtError: the engine has ended.
@@ -377,17 +358,11 @@ class EngineClient:
         Raises:
             EngineError: the generator is closed.
         """
-        return [output for output, _ in self.receive_timed()]
-
-    def receive_timed(self) -> list[tuple[TokenOutput, float]]:
-        """Like `receive`, with the `time.perf_counter` at which each output was known here, or held back."""
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
         outputs = self._queue.get()
-        held = outputs if self._outbox.hold else [(time.perf_counter(), outputs)]
-        timed = [(output, known) for known, own in held for output in own]
-        self._outbox.unfinished -= sum([output.finish_reason is not None for output, _ in timed])
-        return timed
+        self._outbox.unfinished -= sum([output.finish_reason is not None for output in outputs])
+        return outputs
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""

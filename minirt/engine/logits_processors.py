@@ -10,7 +10,6 @@ it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,12 +60,9 @@ class Rules:
         )  # fmt: skip
         return None if rules == _NONE else rules
 
-    def apply(self, step: int) -> bool:
-        """Whether they change the logits of this step or a later one: `min_tokens` alone ends."""
-        return step < self.min_tokens or self._last
-
-    @cached_property
-    def _last(self) -> bool:
+    @property
+    def lasting(self) -> bool:
+        """Whether they change the logits of every step: `min_tokens` alone ends."""
         return bool(self.penalizes or self.bias or self.allowed is not None or self.bad_words)
 
     @property

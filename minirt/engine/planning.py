@@ -1,69 +1,87 @@
 """`plan_step`: from what the scheduler chose to a `StepPlan`, the plain value that the runner executes."""
 
 import struct
-from array import array
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from functools import lru_cache
 
-from minirt.engine.logits_processors import Rules
+import numpy as np
+
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
+from minirt.engine.slots import NEVER, HostSlots
 from minirt.kernels.step.table import Columns
 from minirt.sampling_params import EffectiveSampling
-from minirt.step.plan import Edit, Sampling, Scored, SlotRules, StepPlan
+from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
 _LARGEST, _SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of fp32 numbers, and of normal ones
+# `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
+_SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS = (1 << i for i in range(9))
+_OF_RULES = _RULES | _BIAS | _BAN
 
 
-class Settings(NamedTuple):
-    """What a request asks of the draws. `constrained`: masks come before each of them."""
-
-    sampling: EffectiveSampling
-    rules: Rules | None
-    constrained: bool = False
-
-
-def plan_step(work: Seq[Work], settings: Seq[Settings], columns: Columns, vocab: int) -> StepPlan:
+def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> StepPlan:
     """The plan of a step.
 
     Args:
-        settings: of each sequence of `work`.
         vocab: columns of the logits.
     """
-    tokens, edits, rules, scored = array("i"), list[Edit](), list[SlotRules](), list[Scored]()
-    for index, (item, own) in enumerate(zip(work, settings, strict=True)):
-        sequence, planned = item
-        if sequence.num_sent < 0:
-            edits.append(_admission(sequence, own, planned.start, vocab))
-            if own.rules is not None:
-                known, start = sequence.tokens, sequence.prompt_len
-                rules.append(SlotRules(planned.slot, own.rules, known[:start], known[start:]))
-            if columns.history and planned.start > 0:  # the other tokens of a prompt come as the tokens of steps
-                cached = sequence.tokens[: planned.start]
-                edits.append(Edit(planned.slot, columns.tokens, cached))
-        first = max(0, sequence.num_sent)
-        if first < len(sequence.pages):
-            edits.append(Edit(planned.slot, columns.page_tables + first, sequence.pages[first:]))
-        if planned.start >= 0:
-            stop = planned.start + planned.num_tokens
-            tokens.extend(sequence.tokens[planned.start : stop])
-            if num_scored := item.num_scored:
-                after = stop - planned.num_logits + 1  # the place of the first target
-                targets = None if sequence.logits_only else sequence.tokens[after : after + num_scored]
-                scored.append(Scored(index, num_scored, targets, num_top(sequence.prompt_logprobs or 0, vocab)))
-    drawing = [own for (_, planned), own in zip(work, settings, strict=True) for _ in range(planned.num_draws)]
-    sequences = tuple([planned for _, planned in work])
-    return StepPlan(sequences, tokens, tuple(edits), tuple(rules), tuple(scored), _sampling(drawing, vocab))
+    planned, rules, scored = work.planned, list[SlotRules](), list[Scored]()
+    tokens, edits = list[np.ndarray](), list[Edit]()
+    for place, sequence in work.prompts:
+        slot, start = sequence.slot, int(planned.starts[place])
+        known, stop = sequence.tokens, start + int(planned.num_tokens[place])
+        if slots.num_sent[slot] < 0:
+            edits.append(_admission(sequence, start, vocab))
+            if sequence.rules is not None:
+                prompt_len = sequence.prompt_len
+                rules.append(SlotRules(slot, sequence.rules, known[:prompt_len].copy(), known[prompt_len:].copy()))
+            if columns.history and start > 0:  # the other tokens of a prompt come as the tokens of steps
+                edits.append(Edit(slot, columns.tokens, known[:start].copy()))
+            _describe_draws(sequence, slots, vocab)
+        tokens.append(known[start:stop])
+        if num_scored := int(planned.num_logits[place] - planned.num_draws[place]):
+            after = stop - int(planned.num_logits[place]) + 1  # the place of the first target
+            targets = None if sequence.logits_only else known[after : after + num_scored].copy()
+            scored.append(Scored(place, num_scored, targets, num_top(sequence.sampling.prompt_logprobs or 0, vocab)))
+    sent, held = slots.num_sent[planned.slots], slots.num_pages[planned.slots]
+    for place in (sent < held).nonzero()[0].tolist():
+        slot, first, end = int(planned.slots[place]), max(0, int(sent[place])), int(held[place])
+        edits.append(Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy()))
+    given = np.concatenate(tokens) if tokens else NO_TOKENS
+    return StepPlan(planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots))
 
 
-def _sampling(settings: Seq[Settings], vocab: int) -> Sampling:
-    drawn, ruled = [s.sampling for s in settings if s.sampling.temperature >= _SMALLEST], [s.rules for s in settings if s.rules]
-    logprobs = any(s.sampling.logprobs is not None for s in settings)
-    return Sampling(
-        not drawn, any(s.top_k > 0 for s in drawn), any(s.top_p < 1 for s in drawn), any(s.min_p > 0 for s in drawn),
-        bool(ruled), any(r.bias for r in ruled), any(r.bad_words or r.end_ids for r in ruled),
-        any(s.constrained for s in settings), tuple([num_top(s.sampling.logprobs, vocab) for s in settings]) if logprobs else (),
-    )  # fmt: skip
+def _sampling(work: Work, slots: HostSlots) -> Sampling:
+    """What the draws of a step need together."""
+    drawing, draws = work.planned.slots, work.planned.num_draws
+    if work.prompts:
+        drawing, draws = drawing[draws > 0], draws[draws > 0]
+    flags = slots.flags[drawing]
+    bits = int(np.bitwise_or.reduce(flags, initial=0))
+    if bits & _OF_RULES:
+        generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
+        bits = int(np.bitwise_or.reduce(np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)))
+    found = _of_bits(bits)
+    if bits & _LOGPROBS:
+        return found._replace(logprobs=tuple(np.repeat(slots.num_top[drawing], draws).tolist()))
+    return found
+
+
+@lru_cache
+def _of_bits(bits: int) -> Sampling:
+    sampled, *others = (bool(bits & flag) for flag in (_SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED))
+    return Sampling(not sampled, *others)  # type: ignore[arg-type]
+
+
+def _describe_draws(sequence: Sequence, slots: HostSlots, vocab: int) -> None:
+    """Write what the draws of an admitted sequence need."""
+    s, rules, slot = sequence.sampling, sequence.rules, sequence.slot
+    bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
+    if s.temperature >= _SMALLEST:
+        bits |= _SAMPLED | _TOP_K * (s.top_k > 0) | _TOP_P * (s.top_p < 1) | _MIN_P * (s.min_p > 0)
+    if rules is not None:
+        bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
+        slots.rules_until[slot] = NEVER if rules.lasting else rules.min_tokens
+    slots.flags[slot], slots.num_top[slot] = bits, num_top(s.logprobs, vocab)
 
 
 def num_top(asked: int | None, vocab: int) -> int:
@@ -71,13 +89,13 @@ def num_top(asked: int | None, vocab: int) -> int:
     return -1 if asked is None else vocab if asked < 0 else min(asked, vocab)
 
 
-def _admission(sequence: Sequence, own: Settings, cached: int, vocab: int) -> Edit:
+def _admission(sequence: Sequence, cached: int, vocab: int) -> Edit:
     """The first words of a slot's row, up to the next tokens, in the order of `kernels/step/table.py`."""
-    s = own.sampling
+    s: EffectiveSampling = sequence.sampling
     # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
     temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
     words = struct.pack(
         "=6i f i 2f Q i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
-        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, own.rules is not None,
+        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None,
     )  # fmt: skip
-    return Edit(sequence.slot, 0, array("i", words))
+    return Edit(sequence.slot, 0, np.frombuffer(words, np.int32))

@@ -6,9 +6,10 @@ prefixes with the same key.
 """
 
 import secrets
-from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
+
+import numpy as np
 
 from minirt.step.kv_cache import PageAllocator
 
@@ -44,7 +45,7 @@ class PrefixCache:
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(self._queries, self._hits, self._allocator.evictions)
 
-    def extend_keys(self, keys: list[bytes], tokens: array, salt: str | None, most: int | None = None) -> None:
+    def extend_keys(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int | None = None) -> None:
         """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages, or to the first `most` of them.
 
         Args:
@@ -65,7 +66,7 @@ class PrefixCache:
             parent = page.digest()
             keys.append(parent)
 
-    def find(self, keys: list[bytes], tokens: array, salt: str | None, most: int) -> list[int]:
+    def find(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int) -> list[int]:
         """The pages, in use or free, of the longest known prefix of `tokens`, up to `most` pages.
 
         Extends `keys` only as far as that takes: most prompts are new, and a step waits for this.

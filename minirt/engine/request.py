@@ -29,6 +29,7 @@ class Request:
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
         num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
+        final_only: nobody reads the tokens before the last one: one output has them all (vLLM's `RequestOutputKind.FINAL_ONLY`).
     """
 
     id: int
@@ -41,6 +42,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_unscored: int = 1
     logits_only: bool = False
+    final_only: bool = False
 
     @property
     def rules(self) -> "Rules | None":
@@ -74,7 +76,8 @@ class TokenOutput(NamedTuple):
     if the request asks. `prompt_logprobs`: of each token of the prompt but the first `Request.num_unscored`, with the first
     output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
     long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
-    with `logits_only`, whose only output has no token.
+    with `logits_only`, whose only output has no token. `times`: the `time.perf_counter` at which each token was known, of a
+    request with `final_only`.
     """
 
     request_id: int
@@ -86,6 +89,7 @@ class TokenOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_time_s: float | None = None
     logits: Any = None  # a Tensor; messages between processes are read without torch
+    times: tuple[float, ...] = ()
 
 
 class EngineStats(NamedTuple):

@@ -4,14 +4,13 @@ On a GPU nothing here waits: a step is queued behind the previous step, and goes
 The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import StepPlan
+from minirt.step.plan import PlannedSequences, StepPlan
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -59,16 +58,21 @@ class StepResult(NamedTuple):
     """The result of a step.
 
     Args:
-        tokens: for each sequence of the plan, the tokens that it yields: none if no token is drawn from it. −1, the last one:
-            the logits were NaN or +inf, or only -inf.
+        counts: [B] how many tokens each sequence of the plan yields: none if no token is drawn from it.
+        tokens: [B, 1 + drafts] int32, these tokens. −1, the last one: the logits were NaN or +inf, or only -inf.
         logprobs: for each draw of the plan, the log-probabilities of its token; None: no draw asked. An entry is None if its
             sequence did not ask.
         scored: for each of the plan's `scored`.
     """
 
-    tokens: list[list[int]]
+    counts: np.ndarray
+    tokens: np.ndarray
     logprobs: list[TokenLogprobs | None] | None = None
     scored: Sequence[ScoredRows] = ()
+
+    def lists(self) -> list[list[int]]:
+        """The tokens that each sequence yields."""
+        return [own[:count] for count, own in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
 
 
 class _Forward(NamedTuple):
@@ -94,16 +98,15 @@ class Step:
         """Waits for the end of the step, also if it yields no tokens."""
         if self._ended is not None:
             self._ended.synchronize()
-        tokens = [row[1 : 1 + row[0]] for row in self._result.tolist()]
-        return StepResult(tokens, self._logprobs(tokens), self._scored)
+        rows = self._result.numpy().copy()  # a later step uses the buffer again
+        result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored)
+        return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
 
-    def _logprobs(self, tokens: list[list[int]]) -> list[TokenLogprobs | None] | None:
-        if self._packed is None:
-            return None
+    def _logprobs(self, packed: Tensor, result: StepResult) -> list[TokenLogprobs | None]:
         drawn = list[int]()
-        for own, sequence in zip(tokens, self._plan.sequences, strict=True):
-            drawn += (own + [0] * sequence.num_draws)[: sequence.num_draws]
-        return unpack(self._packed, drawn, self._plan.sampling.logprobs)
+        for own, count in zip(result.lists(), self._plan.sequences.num_draws.tolist(), strict=True):
+            drawn += (own + [0] * count)[:count]
+        return unpack(packed, drawn, self._plan.sampling.logprobs)
 
 
 class Runner:
@@ -234,19 +237,20 @@ class Runner:
 
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
         """
-        sequences, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
-        counts, lens = tuple([s.num_tokens for s in sequences]), tuple([s.seq_len for s in sequences])
-        step = self._buffers.tensors(tokens, len(sequences), logits, plan.num_draws)
-        self._buffers.prepare(step, one_token=max(counts) == 1, settings=settings)
+        planned, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
+        counts, lens = planned.num_tokens, planned.seq_lens
+        step = self._buffers.tensors(tokens, len(planned), logits, plan.num_draws)
+        self._buffers.prepare(step, one_token=int(counts.max()) == 1, settings=settings)
         if not self._cuda:  # what the host knew were upper bounds
-            starts, lens = step.query_starts.tolist(), tuple(step.seq_lens.tolist())
-            counts, tokens = tuple(b - a for a, b in pairwise(starts)), starts[-1]
+            starts, lens = step.query_starts.numpy(), step.seq_lens.numpy()
+            counts, tokens = np.diff(starts), int(starts[-1])
             step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
-        splits = sum([-(-length // KV_SPLIT) for length in lens])
+        splits = int((-(-lens // KV_SPLIT)).sum())
         # The device may have fewer next tokens than the plan says, and then tokens are without gaps, rows of logits are not.
-        exact = all(s.start >= 0 or s.num_tokens == 1 for s in sequences)
-        every_row = exact and logits == tokens and all(s.num_logits == s.num_tokens for s in sequences)
-        batch = Batch.of(step, counts, lens, max(lens), splits, every_row)
+        exact = bool(((planned.starts >= 0) | (planned.num_tokens == 1)).all())
+        every_row = exact and logits == tokens and bool((planned.num_logits == planned.num_tokens).all())
+        own = tuple(counts.tolist()), tuple(lens.tolist()), int(lens.max())
+        batch = Batch.of(step, *own, splits, every_row)
         return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
 
     def _row_maxima(self, rows: int) -> "RowMaxima | None":
@@ -285,7 +289,7 @@ class Runner:
     def _dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
         step, batch = self._static(bucket)
-        empty = StepPlan((), _NO_TOKENS)
+        empty = StepPlan(PlannedSequences.of(()))
         self._buffers.send(empty)
         self._buffers.sent(empty)
         self._buffers.prepare(step, one_token=not bucket.tokens)
@@ -388,25 +392,17 @@ class Runner:
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
 
-    @torch.inference_mode()
-    def replay_times(self, plan: StepPlan, repeats: int) -> list[float]:
-        """Seconds of `repeats` replays of the CUDA graph of a decode step, without draw, commit and copies.
-
-        Raises:
-            UnsupportedError: such steps have no CUDA graph.
-        """
+    def replay_of(self, plan: StepPlan) -> Callable[[], None] | None:
+        """Queue a step's forward pass. Returns what queues it again, without draw and commit; None: it has no CUDA graph."""
         bucket = None if self._graphs is None else self._buckets.find(plan)
         if self._graphs is None or bucket is None:
-            what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
-            raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
-        with on_device(self._device):
+            return None
+        with self._inference, self._on_device:
             self._forward(plan)
-            return self._graphs.replay_times(bucket, repeats)
+        return partial(self._graphs.replay, bucket)
 
 
 def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:
     flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
     return Buckets(limits, max_prompt_tokens(sum(flops) / len(flops))) if flops else Buckets(limits)
 
-
-_NO_TOKENS = array("i")

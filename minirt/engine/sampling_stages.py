@@ -7,6 +7,7 @@ changed, and the step can be tried again.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 class ScoredRows(NamedTuple):
     """What a step computed for `Scored`, on the host or on its way there: logits, or packed log-probabilities of the targets."""
 
-    targets: "Sequence[int] | None"
+    targets: np.ndarray | None
     num_top: int
     parts: list[Tensor]
 
@@ -38,7 +39,7 @@ class ScoredRows(NamedTuple):
     def logprobs(self) -> list[TokenLogprobs]:
         rows, start = list[TokenLogprobs](), 0
         for part in self.parts:
-            tokens = (self.targets or ())[start : start + len(part)]
+            tokens = [] if self.targets is None else self.targets[start : start + len(part)].tolist()
             rows += filter(None, unpack(part, tokens, [self.num_top] * len(tokens)))
             start += len(part)
         return rows
@@ -76,7 +77,7 @@ class SamplingStages:
     def fill_slots(self, rules: Sequence[SlotRules]) -> None:
         """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens."""
         for slot, own, prompt, generated in rules:
-            self._processors.fill(slot, own, prompt, generated)
+            self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
 
     def draw(
         self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan
@@ -116,18 +117,15 @@ class SamplingStages:
 
     def score(self, logits: Tensor, plan: StepPlan) -> list[ScoredRows]:
         """What the rows of logits [R, V] give that are for callers."""
-        starts, start = list[int](), 0
-        for sequence in plan.sequences:
-            starts.append(start)
-            start += sequence.num_logits
-        scored = list[ScoredRows]()
+        ends, scored = plan.sequences.num_logits.cumsum(), list[ScoredRows]()
         for index, count, targets, num_top in plan.scored:
-            rows = logits[starts[index] : starts[index] + count]
+            start = int(ends[index] - plan.sequences.num_logits[index])
+            rows = logits[start : start + count]
             if targets is None:
                 scored.append(ScoredRows(None, 0, [self._new_on_host(rows.float())]))
                 continue
             parts, wanted = [], torch.full((SCORED_ROWS,), num_top, dtype=torch.int32, device=self._device)
-            known = self._to_device(torch.tensor(targets, dtype=torch.int64))
+            known = self._to_device(torch.from_numpy(targets.astype(np.int64)))
             for first in range(0, count, SCORED_ROWS):
                 tokens, own = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
                 own = own.clone() if self._vocab % 4 else own  # kernels are compiled for aligned rows

@@ -1,44 +1,50 @@
 """`Scheduler`: decides which sequences run in the next step, and on which KV pages. Uses token ids and page numbers, no tensors.
 
 Prefill and decode are not separate phases. A step computes the next tokens of each running sequence, within a token budget (as in
-vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill). A step may be scheduled before the tokens of the previous step are
-known, and a step with drafts yields a number of tokens that only the device knows. So the scheduler reserves pages for the most
-tokens that a sequence can have, and returns what is too much once the host knows.
+vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill): first of those that decode, on the arrays of `HostSlots`, then of
+prompts, one by one. A step may be scheduled before the tokens of the previous step are known, and a step with drafts yields a
+number of tokens that only the device knows. So the scheduler reserves pages for the most tokens that a sequence can have, and
+returns what is too much once the host knows.
 """
 
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.sequence import Sequence
+from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import PlannedSequence
+from minirt.step.plan import PlannedSequences
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
+_Planned = tuple[int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`
 
 
 class Work(NamedTuple):
-    """A sequence of the next step."""
+    """The sequences of the next step.
 
-    sequence: Sequence
-    planned: PlannedSequence
+    Args:
+        epochs: [B], of their slots; see `HostSlots`.
+        prompts: those whose new tokens the host knows, with their places among all.
+    """
 
-    @property
-    def num_scored(self) -> int:
-        """How many of its rows of logits, the first ones, are for the caller."""
-        return self.planned.num_logits - self.planned.num_draws
+    planned: PlannedSequences
+    epochs: np.ndarray
+    prompts: list[tuple[int, Sequence]]
 
-    @property
-    def splits(self) -> int:
-        """Number of its complete KV splits, at most."""
-        return (self.planned.seq_len - 1) // KV_SPLIT
+
+def _splits(length: Any) -> Any:
+    """Number of complete KV splits of so many cached tokens, before the last one: of a number, or of an array."""
+    return (length - 1) // KV_SPLIT
 
 
 class Scheduler:
@@ -59,12 +65,16 @@ class Scheduler:
         self._limit_tokens, self._steps_since = limits.max_num_batched_tokens, 0
         self._pinned: set[int] = set()  # pages of pinned prompts
         self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
-        self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._added: list[Sequence] = []  # since the last step, if they may be refused
         self.max_len = min(limits.max_model_len, cache.capacity)
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by id, in the order of admission
+        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+        self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
+        self._decoding: list[int] = []  # the slots of those that go on, in the order in which they began to
+        self._decoding_slots: np.ndarray | None = None  # the same as an array; None: to be made
+        self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
         self._num_arrivals = 0
         self.num_preemptions = 0
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
@@ -81,7 +91,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
-        sequence.rank, sequence.added_at = (sequence.priority, self._num_arrivals), time.perf_counter()
+        sequence.rank, sequence.added_at = (sequence.request.priority, self._num_arrivals), time.perf_counter()
         self._num_arrivals += 1
         if sequence.group in self._followers:
             self._followers[sequence.group][sequence.id] = sequence
@@ -133,7 +143,7 @@ class Scheduler:
     def _release_followers(self, sequence: Sequence) -> None:
         """Let the rest of a group run, once its leader's full prompt pages are in the prefix cache; at once if there is none."""
         full = (sequence.prompt_len - 1) // self._cache.page_size
-        if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
+        if sequence.leads and (self.prefix_cache is None or self.slots.num_registered[sequence.slot] >= full):
             sequence.leads = False
             for following in self._followers.pop(sequence.group).values():
                 self.waiting.add(following)
@@ -146,74 +156,121 @@ class Scheduler:
         self.running.clear()
         self._pinned.clear()
         self._blocked = (-1, -1)
-        self._free_slots = list(range(self.limits.max_num_seqs))[::-1]
+        self.slots.reset()
+        self._prefilling.clear()
+        self._decoding.clear()
+        self._decoding_slots = None
+        self._away.clear()
         self.waiting = WaitingQueue()
         self._followers.clear()
         for sequence in waiting:
-            sequence.slot, sequence.num_prefilled, sequence.num_sent, sequence.leads = -1, 0, -1, False
-            sequence.steps = sequence.unread = 0
+            sequence.slot, sequence.slots, sequence.num_prefilled, sequence.unread_steps, sequence.leads = -1, None, 0, 0, False
             self.add(sequence)
         self._added.clear()
         self._cache.allocator.reset()
         self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
-    def schedule(self) -> list[Work]:
-        """The sequences of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
-        budget = self._limit_tokens
-        chosen: dict[int, Work] = {}
+    def schedule(self) -> Work | None:
+        """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
+        preemptions, limit = self.num_preemptions, self._limit_tokens
+        most_splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
+        slots, counts, lens = self._schedule_decoding(limit, most_splits)
+        epochs = self.slots.epochs[slots]
+        prompts = list[tuple[Sequence, _Planned]]()
         # Rows of logits beside those of draws, for which each running sequence has room, and the next one that is admitted.
         draws, admits = 1 + self.limits.max_drafts, bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
-        rows, preempted = self.limits.max_logits_rows - draws * (len(self.running) + admits), False
-        splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
-        for sequence in list(self.running.values()):
+        own_rows = self.limits.max_logits_rows - draws * (len(self.running) + admits)
+
+        def room() -> tuple[int, int, int]:
+            """Tokens, rows of logits and KV splits that are left for further sequences."""
+            planned = [own for sequence, own in prompts if sequence.slot >= 0]
+            kept = self.slots.epochs[slots] == epochs  # others were preempted since
+            return (
+                limit - int(counts[kept].sum()) - sum([own[2] for own in planned]),
+                own_rows - sum([max(0, own[3] - draws) for own in planned]),
+                most_splits - int(_splits(lens[kept]).sum()) - sum([_splits(own[5]) for own in planned]),
+            )
+
+        budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
+        for sequence in list(self._prefilling.values()):
             if budget <= 0:
                 break
-            if preempted and sequence.id not in self.running:  # for an earlier one
+            if sequence.slot < 0:  # preempted for an earlier one
                 continue
-            if self.limits.max_drafts:
-                self._return_pages(sequence)
-            work = self._next(sequence, budget, rows + draws)
-            if work is None or work.splits > splits:
+            own = self._plan_prompt(sequence, budget, rows + draws)
+            if own is None or _splits(own[5]) > splits:
                 continue
-            while not self._reserve(sequence, work.planned.seq_len):
-                last = self._preempt_last()
-                preempted = True
-                if last.id in chosen:
-                    dropped = chosen.pop(last.id)
-                    splits += dropped.splits
-                    budget += dropped.planned.num_tokens
-                    rows += max(0, dropped.planned.num_logits - draws)
-                if last is sequence:
+            while not self._reserve(sequence.slot, own[5]):
+                if self._preempt_last() is sequence:
                     break
             else:
-                chosen[sequence.id] = work
-                splits -= work.splits
-                budget, rows = budget - work.planned.num_tokens, rows - max(0, work.planned.num_logits - draws)
+                prompts.append((sequence, own))
+            budget, rows, splits = room()
         rows += draws * admits
-        while self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs and not preempted:
+        while (
+            self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs
+            and self.num_preemptions == preemptions
+        ):  # fmt: skip
             sequence = self.waiting.first()
-            if (len(sequence.tokens) - 1) // KV_SPLIT > splits or not self._admit(sequence):
+            if _splits(len(sequence.tokens)) > splits or not self._admit(sequence):
                 break
-            work = self._next(sequence, budget, rows)
-            if work is None:
+            own = self._plan_prompt(sequence, budget, rows)
+            if own is None:
                 raise EngineError("an admitted sequence has nothing to compute", where=f"request {sequence.id}")
-            self._reserve(sequence, work.planned.seq_len)
-            self.running[sequence.id] = self.waiting.pop()
+            self._reserve(sequence.slot, own[5])
+            self.running[sequence.id] = self._prefilling[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
-            chosen[sequence.id] = work
-            splits -= work.splits
-            budget, rows = budget - work.planned.num_tokens, rows - max(draws, work.planned.num_logits)
-        return list(chosen.values())
+            prompts.append((sequence, own))
+            splits -= _splits(own[5])
+            budget, rows = budget - own[2], rows - max(draws, own[3])
+        if self.num_preemptions != preemptions:
+            kept = self.slots.epochs[slots] == epochs
+            slots, counts, lens, epochs = slots[kept], counts[kept], lens[kept], epochs[kept]
+            prompts = [own for own in prompts if own[0].slot >= 0]
+        if not len(slots) and not prompts:
+            return None
+        planned = PlannedSequences(slots, np.full_like(counts, -1), counts, counts, counts, lens)
+        if prompts:
+            others = PlannedSequences.of(own for _, own in prompts)
+            planned = PlannedSequences(*map(np.concatenate, zip(planned, others, strict=True)))
+            epochs = np.concatenate((epochs, self.slots.epochs[others.slots]))
+        return Work(planned, epochs, [(len(slots) + i, sequence) for i, (sequence, _) in enumerate(prompts)])
 
-    def _next(self, sequence: Sequence, budget: int, rows: int) -> Work | None:
-        """What a step computes of a sequence, with at most so many tokens and rows of logits; None: nothing."""
-        if not sequence.prefills:
-            if sequence.logits_only or sequence.least_len >= sequence.final_len:  # its last token is in a step
-                return None
-            most = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
-            count = min(most, sequence.final_len - sequence.least_len, budget)
-            length = min(sequence.most_len - 1 + count, sequence.final_len)
-            return Work(sequence, PlannedSequence(sequence.slot, -1, count, count, count, length))
+    def _schedule_decoding(self, budget: int, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each."""
+        own = self.slots
+        if self._decoding_slots is None:
+            self._decoding_slots = np.array(self._decoding, np.int32)
+        slots = self._decoding_slots
+        known, final = own.lengths[slots], own.final_lens[slots]
+        counts = np.minimum(final - known - own.steps[slots], own.most_new[slots])  # ≤ 0: its last token is in a step
+        if int(counts.sum()) > budget:
+            counts = np.minimum(counts, budget - (counts.clip(0).cumsum() - counts.clip(0)))
+        if len(counts) and counts.min() <= 0:
+            runs = counts > 0
+            slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
+        if self.limits.max_drafts:
+            self._return_pages(slots)
+        lens = np.minimum(known + own.unread[slots] - 1 + counts, final)
+        complete = _splits(lens)
+        if int(complete.sum()) > splits:  # as many as fit, in order
+            fits = list[bool]()
+            for count in complete.tolist():
+                fits.append(count <= splits)
+                splits -= count * fits[-1]
+            slots, counts, lens = slots[fits], counts[fits], lens[fits]
+        for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
+            slot = int(slots[i])
+            sequence = own.sequences[slot]
+            while own.sequences[slot] is sequence and sequence is not None and not self._reserve(slot, int(lens[i])):
+                self._preempt_last()
+        if self._decoding_slots is None:  # some were preempted
+            kept = np.array([own.sequences[slot] is not None for slot in slots.tolist()], bool)
+            slots, counts, lens = slots[kept], counts[kept], lens[kept]
+        return slots, counts.astype(np.int32), lens.astype(np.int32)
+
+    def _plan_prompt(self, sequence: Sequence, budget: int, rows: int) -> _Planned | None:
+        """What a step computes of a sequence's known tokens, with at most so many tokens and rows of logits; None: nothing."""
         start, first = sequence.num_prefilled, sequence.prefill_len
         if sequence.logits_only or sequence.unscored:
             first = max(start, sequence.num_scored)
@@ -222,24 +279,36 @@ class Scheduler:
             return None
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
-        planned = PlannedSequence(sequence.slot, start, stop - start, scored + draws, draws, stop)
-        return Work(sequence, planned)
+        return sequence.slot, start, stop - start, scored + draws, draws, stop
 
-    def started(self, work: Iterable[Work]) -> None:
+    def started(self, work: Work) -> None:
         """A step with these sequences was started."""
-        for sequence, planned in work:
-            sequence.num_sent = len(sequence.pages)
-            if planned.start >= 0:
-                sequence.num_prefilled += planned.num_tokens
-                sequence.num_scored += planned.num_logits - planned.num_draws
-            if planned.num_draws:
-                sequence.steps += 1
-                sequence.unread += planned.num_draws
+        own, planned = self.slots, work.planned
+        own.num_sent[planned.slots] = own.num_pages[planned.slots]
+        own.steps[planned.slots] += planned.num_draws > 0
+        own.unread[planned.slots] += planned.num_draws
+        for place, sequence in work.prompts:
+            sequence.num_prefilled += int(planned.num_tokens[place])
+            sequence.num_scored += int(planned.num_logits[place] - planned.num_draws[place])
+            if not sequence.prefills:
+                self._prefilling.pop(sequence.id, None)
+                if not sequence.logits_only:
+                    self._decoding.append(sequence.slot)
+                    self._decoding_slots = None
 
-    def read(self, sequence: Sequence, draws: int) -> None:
-        """The tokens of a step with so many draws of a sequence are known now."""
-        sequence.steps -= 1
-        sequence.unread -= draws
+    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
+        """The tokens of a step with so many draws of each slot are known now."""
+        self.slots.steps[slots] -= 1
+        self.slots.unread[slots] -= draws
+
+    def away(self, slot: int, epoch: int) -> Sequence | None:
+        """Who had the slot then, and was preempted before the host has read the tokens of a step. This step is read now."""
+        sequence = self._away.get((slot, epoch))
+        if sequence is not None:
+            sequence.unread_steps -= 1
+            if not sequence.unread_steps:
+                del self._away[slot, epoch]
+        return sequence
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit. Returns whether they do.
@@ -247,46 +316,53 @@ class Scheduler:
         A sequence that does not fit would soon be preempted. One that was preempted waits until all its tokens are known.
         """
         allocator, size = self._cache.allocator, self._cache.page_size
-        if sequence.steps or self._blocked == (sequence.id, allocator.num_changes):
+        if sequence.unread_steps or self._blocked == (sequence.id, allocator.num_changes):
             return False
-        pages: list[int] = []
-        if self.prefix_cache is not None and not sequence.logits_only:
+        pages, tokens = list[int](), sequence.tokens
+        caches = self.prefix_cache is not None and not sequence.logits_only
+        if self.prefix_cache is not None and caches:
             # At least one token is computed. The logits of token i score token i + 1.
-            known = sequence.num_scored if sequence.unscored else len(sequence.tokens) - 1
-            pages = self.prefix_cache.find(sequence.keys, sequence.tokens, sequence.salt, known // size)
-        needed = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len)) - len(pages)
+            known = sequence.num_scored if sequence.unscored else len(tokens) - 1
+            pages = self.prefix_cache.find(sequence.keys, tokens, sequence.request.cache_salt, known // size)
+        needed = self._cache.pages_for(min(len(tokens) + 1, sequence.final_len)) - len(pages)
         if needed > allocator.num_free - allocator.count_free(pages):
             self._blocked = sequence.id, allocator.num_changes
             return False
         allocator.share(pages)
-        sequence.pages, sequence.slot = array("i", pages), self._free_slots.pop()
-        sequence.num_prefilled, sequence.num_registered = len(pages) * size, len(pages)
-        sequence.prefill_len, sequence.num_sent = len(sequence.tokens), -1
+        sequence.take_slot(self.slots, pages)
+        sequence.num_prefilled, sequence.prefill_len = len(pages) * size, len(tokens)
+        self.slots.num_registered[sequence.slot] = len(pages) if caches else NEVER
+        self.slots.most_new[sequence.slot] = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at
-            if self.prefix_cache is not None and not sequence.logits_only:
-                self.prefix_cache.count(len(sequence.tokens), sequence.num_prefilled)
+            if self.prefix_cache is not None and caches:
+                self.prefix_cache.count(len(tokens), sequence.num_prefilled)
         return True
 
     def extend_keys(self, sequence: Sequence) -> None:
         """Compute the keys that `register` will need, while the sequence's step runs."""
         if self.prefix_cache is not None:
-            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.request.cache_salt)
 
-    def register(self, sequence: Sequence, computed: int) -> None:
-        """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
-        full = computed // self._cache.page_size
-        if self.prefix_cache is None or full <= sequence.num_registered or sequence.logits_only:
+    def register(self, slots: np.ndarray, computed: np.ndarray) -> None:
+        """Add the full pages of the first `computed` tokens of each slot to the prefix cache. Their step must have ended."""
+        if self.prefix_cache is None:
             return
-        full = min(full, len(sequence.pages))
-        self.extend_keys(sequence)
-        for i in range(sequence.num_registered, full):
-            self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
-        sequence.num_registered = full
-        self._release_followers(sequence)
+        own = self.slots
+        full = np.minimum(computed // self._cache.page_size, own.num_pages[slots])
+        for i in (full > own.num_registered[slots]).nonzero()[0].tolist():
+            slot, count = int(slots[i]), int(full[i])
+            sequence = own.sequences[slot]
+            if sequence is None:
+                continue
+            self.extend_keys(sequence)
+            for page in range(int(own.num_registered[slot]), count):
+                self._cache.allocator.register(int(own.page_tables[slot, page]), sequence.keys[page])
+            own.num_registered[slot] = count
+            self._release_followers(sequence)
 
-    def pin(self, tokens: array, longest: int = 0) -> int:
+    def pin(self, tokens: np.ndarray, longest: int = 0) -> int:
         """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
 
         Args:
@@ -333,32 +409,38 @@ class Scheduler:
         last = max(self.running.values(), key=lambda sequence: sequence.rank)
         self.num_preemptions += 1
         del self.running[last.id]
+        place = last.slot, int(self.slots.epochs[last.slot])
         self._free(last)
+        if last.unread_steps:
+            self._away[place] = last
         self.waiting.add(last)
         return last
 
-    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        needed = self._cache.pages_for(tokens) - len(sequence.pages)
-        if needed <= 0:
-            return True
+    def _reserve(self, slot: int, tokens: int) -> bool:
+        needed = self._cache.pages_for(tokens) - int(self.slots.num_pages[slot])
         if needed > self._cache.allocator.num_free:
             return False
-        sequence.pages.extend(self._cache.allocator.allocate(needed))
+        if needed > 0:
+            self.slots.append_pages(slot, self._cache.allocator.allocate(needed))
         return True
 
-    def _return_pages(self, sequence: Sequence) -> None:
+    def _return_pages(self, slots: np.ndarray) -> None:
         """Return the pages that were reserved for drafts which turned out to be wrong."""
-        kept = self._cache.pages_for(max(sequence.most_len, sequence.prefill_len))
-        if kept < len(sequence.pages):
-            self._cache.allocator.release(sequence.pages[kept:])
-            del sequence.pages[kept:]
-            sequence.num_sent = min(sequence.num_sent, kept)
+        own = self.slots
+        most = np.minimum(own.lengths[slots] + own.unread[slots], own.final_lens[slots])
+        kept = -(-most // self._cache.page_size)
+        for i in (kept < own.num_pages[slots]).nonzero()[0].tolist():
+            slot, count = int(slots[i]), int(kept[i])
+            self._cache.allocator.release(own.page_tables[slot, count : own.num_pages[slot]].tolist())
+            own.num_pages[slot], own.num_sent[slot] = count, min(count, int(own.num_sent[slot]))
 
     def _free(self, sequence: Sequence) -> None:
-        self._cache.allocator.release(sequence.pages)
-        sequence.pages, sequence.num_registered = array("i"), 0
-        sequence.num_prefilled, sequence.num_sent = 0, -1
-        if sequence.slot >= 0:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = -1
-
+        """Take the pages and the slot of a sequence, if it has them."""
+        if sequence.slot < 0:
+            return
+        self._cache.allocator.release(sequence.pages.tolist())
+        if self._prefilling.pop(sequence.id, None) is None and not sequence.logits_only:
+            self._decoding.remove(sequence.slot)
+            self._decoding_slots = None
+        sequence.leave_slot()
+        sequence.num_prefilled = 0

@@ -1,45 +1,115 @@
 """`Sequence`: what the host knows of one request while it waits and runs."""
 
-from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from minirt.engine.request import Request, TokenLogprobs
+from minirt.engine.slots import HostSlots, Reason
+from minirt.engine.token_constraints import TokenConstraint
+from minirt.sampling_params import EffectiveSampling
+
+if TYPE_CHECKING:
+    from minirt.engine.logits_processors import Rules
+
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of one request. `tokens` holds the prompt and the tokens generated so far, at most `final_len` in total.
+    """The state of one request.
 
-    After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the device
-    has the next token of the sequence's slot, and the host reads each step's tokens later. Until then, the host knows bounds.
+    While it runs, it has a slot, and what changes with each step is in the arrays of `HostSlots`; the properties here read it
+    there. After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the
+    device has the next token of the slot, and the host reads each step's tokens later. Until then, the host knows bounds.
+
+    Args:
+        final_len: tokens at its end, at most.
+        ends: tokens that end it.
     """
 
-    id: int
-    tokens: array  # of int32
-    prompt_len: int
+    request: Request
     final_len: int
-    priority: int = 0  # the lowest runs first
-    group: int | None = None  # the sequences of one group have the same prompt
+    ends: tuple[int, ...] = ()
+    rules: "Rules | None" = None
+    constraint: TokenConstraint | None = None
+    slot: int = -1  # its row of the table of slots while it runs; −1: none
+    slots: HostSlots | None = None
     leads: bool = False  # whether the others of its group wait until its prompt is computed
     rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
     num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
     prefill_len: int = 0  # tokens known at the admission
-    steps: int = 0  # steps that were started and yield tokens which the host has not read
-    unread: int = 0  # the most tokens that these steps yield
-    pages: array = field(default_factory=lambda: array("i"))
-    num_sent: int = -1  # number of its pages that the device knows; −1: it does not know the sequence
-    slot: int = -1  # its row of the table of slots while it runs; −1: none
-    takes_drafts: bool = True  # whether a step may yield several tokens
-    logits_only: bool = False  # no token is drawn: the caller wants the logits of all tokens
-    prompt_logprobs: int | None = None  # number of most probable tokens to list for each prompt token; None: no scores
-    num_unscored: int = 1  # number of first prompt tokens that are not scored: at least the first one
+    unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
     # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
     # number of prompt tokens whose logits are.
     num_scored: int = 0
-    salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
-    num_registered: int = 0  # number of its pages that are in the prefix cache
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
     added_at: float = 0.0  # the time at which it was queued
     queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that the caller has not got
+    scores: list[TokenLogprobs] | None = None  # of the prompt, until the caller gets them; None: it does not ask
+    logits: list[Tensor] = field(default_factory=list)  # of all tokens, with `logits_only`
+    _tokens: np.ndarray = field(init=False)  # int32, while it has no slot
+    _times: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        self._tokens = np.array(self.request.prompt_token_ids, np.int32)
+        self.num_scored = self.request.num_unscored - 1
+        self.scores = None if self.sampling.prompt_logprobs is None else []
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def group(self) -> int | None:
+        """The sequences of one group have the same prompt."""
+        return self.request.group
+
+    @property
+    def sampling(self) -> EffectiveSampling:
+        return self.request.sampling
+
+    @property
+    def logits_only(self) -> bool:
+        """Whether no token is drawn: the caller wants the logits of all tokens."""
+        return self.request.logits_only
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def watched(self) -> bool:
+        """Whether Python looks at each of its tokens."""
+        return not self.request.final_only or self.sampling.structured_outputs is not None or self.sampling.logprobs is not None
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a step may yield several tokens."""
+        return self.rules is None and self.sampling.structured_outputs is None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The prompt and the tokens generated so far, at most `final_len` in total."""
+        if self.slots is None:
+            return self._tokens
+        return self.slots.tokens[self.slot, : self.slots.lengths[self.slot]]
+
+    @property
+    def times(self) -> np.ndarray:
+        """The `time.perf_counter` at which each generated token was known."""
+        if self.slots is None:
+            return self._times
+        return self.slots.times[self.slot, self.prompt_len : self.slots.lengths[self.slot]]
+
+    @property
+    def pages(self) -> np.ndarray:
+        """Its KV pages."""
+        return _NO_PAGES if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
 
     @property
     def prefills(self) -> bool:
@@ -47,21 +117,38 @@ class Sequence:
         return self.num_prefilled < self.prefill_len
 
     @property
-    def least_len(self) -> int:
-        """The least number of its tokens after all steps that were started."""
-        return min(len(self.tokens) + self.steps, self.final_len)
-
-    @property
-    def most_len(self) -> int:
-        """The greatest number of its tokens after all steps that were started."""
-        return min(len(self.tokens) + self.unread, self.final_len)
-
-    @property
     def unscored(self) -> int:
         """Number of prompt tokens that still are to be scored."""
-        return 0 if self.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
+        return 0 if self.sampling.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
 
     @property
     def has_started(self) -> bool:
-        """Whether it holds pages, or a token was sampled or scored for it."""
-        return len(self.pages) > 0 or len(self.tokens) > self.prompt_len or self.num_scored >= self.num_unscored
+        """Whether it runs, or a token was sampled or scored for it."""
+        return self.slot >= 0 or len(self._tokens) > self.prompt_len or self.num_scored >= self.request.num_unscored
+
+    def take_slot(self, slots: HostSlots, pages: list[int]) -> None:
+        """Go on in a free slot."""
+        self.slot, self.slots = slots.take(self, pages), slots
+
+    def leave_slot(self) -> None:
+        """Keep what the host knows, and free the slot. Its pages are the caller's to release."""
+        if self.slots is not None:
+            self._tokens, self._times = self.tokens.copy(), self.times.copy()
+            self.unread_steps = int(self.slots.steps[self.slot])
+            self.slots.release(self.slot)
+            self.slot, self.slots = -1, None
+
+    def append(self, tokens: list[int], now: float) -> tuple[int, Reason]:
+        """`HostSlots.extend`, for a step that it was in before it was preempted."""
+        count, reason = 0, Reason.RUNS
+        for token in tokens:
+            if token < 0 or len(self._tokens) + count >= self.final_len:
+                reason = Reason.NO_TOKEN if token < 0 else Reason.LENGTH
+                break
+            count += 1
+            if token in self.ends or len(self._tokens) + count >= self.final_len:
+                reason = Reason.STOP if token in self.ends else Reason.LENGTH
+                break
+        self._tokens = np.concatenate((self._tokens, np.array(tokens[:count], np.int32)))
+        self._times = np.concatenate((self._times, np.full(count, now)))
+        return count, reason

@@ -1,7 +1,5 @@
 """`StepBuffers`: the table of slots, and every buffer that a step reads or writes, at addresses that CUDA graphs can keep."""
 
-import ctypes
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -72,33 +70,35 @@ class StepBuffers:
 
     def send(self, plan: StepPlan, *, logits_needed: bool = True) -> None:
         """Queue the copy of a step's message to the device. Call `sent` when the step is queued."""
-        size, columns = self._max_seqs, tuple(zip(*plan.sequences, strict=True)) or ((),) * 6
-        edits = plan.edits
+        edits, count, size = plan.edits, len(plan.sequences), self._max_seqs
         if self.columns.history:  # of unbounded size, so it is not a part of the message
             for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
-                known = torch.tensor(values, dtype=torch.int32)
+                known = torch.from_numpy(values)
                 known = known.pin_memory() if self._device.type == "cuda" else known
                 self.table[slot, first : first + len(values)].copy_(known, non_blocking=True)
             edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
-        words = array("i", (len(edits), logits_needed, 0, 0))
-        for column, padding in zip(columns[:_NUM_ROWS], (-1, 0, 0, 0, 0), strict=True):
-            words.extend(column)
-            words.extend(array("i", (padding,)) * (size - len(column)))
-        values = array("i")
-        for slot, first, own in edits:
-            words.extend((slot, first, len(own), self._values_at + len(values)))
-            values.extend(own)
-        if values:
-            words.extend(array("i", bytes(4 * (self._values_at - len(words)))))
-            words.extend(values)
-        _write(self._message, words)
-        if plan.tokens:
-            _write(self._tokens, plan.tokens)
+        words = self._message.host().numpy()
+        words[0], words[1] = len(edits), logits_needed
+        rows = words[_HEAD : self._edits_at].reshape(_NUM_ROWS, size)
+        rows[:, count:], rows[0, count:] = 0, -1
+        for row, column in zip(rows, plan.sequences[:_NUM_ROWS], strict=True):
+            row[:count] = column
+        end = self._edits_at
+        if edits:
+            end, table = self._values_at, words[self._edits_at : self._values_at].reshape(-1, 4)
+            for i, (slot, first, values) in enumerate(edits):
+                table[i] = slot, first, len(values), end
+                words[end : end + len(values)] = values
+                end += len(values)
+        self._message.copy(end)
+        if len(plan.tokens):
+            self._tokens.host().numpy()[: len(plan.tokens)] = plan.tokens
+            self._tokens.copy(len(plan.tokens))
 
     def sent(self, plan: StepPlan) -> None:
         """Guard the host's copies of the message until the device has them."""
         self._message.copied()
-        if plan.tokens:
+        if len(plan.tokens):
             self._tokens.copied()
 
     def rows(self, seqs: int) -> Rows:
@@ -190,14 +190,3 @@ def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, 
         zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
         zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64), zeros(draws, dtype=i64),
     )  # fmt: skip
-
-
-def _write(buffer: CpuGpuBuffer, words: "array[int]") -> None:
-    """Write words to the buffer's host copy and queue the copy to the device.
-
-    Uses only this thread: PyTorch splits copies of more than 32,768 words over all cores, and waits milliseconds for the last one
-    if other processes keep it busy.
-    """
-    host = buffer.host()
-    ctypes.memmove(host.data_ptr(), words.buffer_info()[0], 4 * len(words))
-    buffer.copy(len(words))

@@ -60,7 +60,7 @@ class Generation:
 
     def __enter__(self) -> "Generation":
         engine, metrics = self._engine, self._metrics
-        requests = self._call.start()
+        requests = self._call.start(final_only=self._interval is None)
         engine.submit(requests, self)
         self._running.add(self)
         for result in self._call.results:
@@ -79,23 +79,25 @@ class Generation:
         return not self._call.open
 
     def put(self, output: TokenOutput) -> None:
-        """Take an output of one of the requests. Called for each token of each stream."""
+        """Take an output of one of the requests. Called for each step of each stream."""
         if output.error is not None:
             self.fail(output.error)
             return
         choice, metrics = self._by_id[output.request_id], self._metrics
         stream, piece = self._call.push(output)
         count = len(piece.token_ids)
-        now = stream.completion.token_times_s[-1]
+        times = stream.completion.token_times_s
+        now, between = times[-1], count
         metrics.generation_tokens += count
-        if choice.last_time:
-            metrics.inter_token_latency.observe((now - choice.last_time) / count, count)
-        else:
-            metrics.time_to_first_token.observe(now)
+        if not choice.last_time:
+            choice.last_time, between = times[0], count - 1
+            metrics.time_to_first_token.observe(times[0])
             if output.queue_time_s is not None:
                 metrics.queue_time.observe(output.queue_time_s)
                 self.queue_time_s = output.queue_time_s
-        first, choice.last_time = not choice.last_time, now
+        if between:
+            metrics.inter_token_latency.observe((now - choice.last_time) / between, between)
+        first, choice.last_time = between < count, now
         choice.num_tokens += count
         if piece.text:
             choice.text += piece.text

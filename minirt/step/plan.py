@@ -3,48 +3,60 @@
 It names sequences by slot, and says nothing that only the device knows: how many tokens a sequence has, or which one comes next.
 """
 
-from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from minirt.engine.logits_processors import Rules
 
+NO_TOKENS = np.zeros(0, np.int32)
+
 
 class Edit(NamedTuple):
-    """Words of the table of slots (`kernels/step/table.py`): from `column` of row `slot` on, they are `values` now."""
+    """Words of the table of slots (`kernels/step/table.py`): from `column` of row `slot` on, they are `values` (int32) now."""
 
     slot: int
     column: int
-    values: "array[int]"  # of int32
+    values: np.ndarray
 
 
-class PlannedSequence(NamedTuple):
-    """A sequence of a step.
+class PlannedSequences(NamedTuple):
+    """The sequences of a step, in order: arrays [B] of int32.
 
     Args:
-        slot: its row of the table.
-        start: position of its first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
+        slots: the row of the table.
+        starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
         num_tokens: number of new tokens; with next tokens, the maximum.
-        num_logits: number of its last new tokens that need logits.
+        num_logits: number of the last new tokens that need logits.
         num_draws: how many of these, the last ones, a token is drawn from.
-        seq_len: cached tokens after the step, at most.
+        seq_lens: cached tokens after the step, at most.
     """
 
-    slot: int
-    start: int
-    num_tokens: int
-    num_logits: int
-    num_draws: int
-    seq_len: int
+    slots: np.ndarray
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    num_logits: np.ndarray
+    num_draws: np.ndarray
+    seq_lens: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
+        """From one tuple of these values for each sequence."""
+        return cls(*np.array([*sequences], np.int32).reshape(-1, len(cls._fields)).T)
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 class SlotRules(NamedTuple):
-    """The rules of a sequence that was admitted (`Rules`), with its tokens: the prompt's, and the generated ones."""
+    """The rules of a sequence that was admitted (`Rules`), with its tokens (int32): the prompt's, and the generated ones."""
 
     slot: int
     rules: "Rules"
-    prompt: array
-    generated: array
+    prompt: np.ndarray
+    generated: np.ndarray
 
 
 class Scored(NamedTuple):
@@ -59,7 +71,7 @@ class Scored(NamedTuple):
 
     sequence: int
     num_rows: int
-    targets: "array[int] | None"
+    targets: np.ndarray | None
     num_top: int
 
 
@@ -87,8 +99,8 @@ class Sampling(NamedTuple):
 class StepPlan(NamedTuple):
     """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it."""
 
-    sequences: tuple[PlannedSequence, ...]
-    tokens: "array[int]"
+    sequences: PlannedSequences
+    tokens: np.ndarray = NO_TOKENS
     edits: tuple[Edit, ...] = ()
     rules: tuple[SlotRules, ...] = ()
     scored: tuple[Scored, ...] = ()
@@ -97,12 +109,12 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """New tokens, at most."""
-        return sum([sequence.num_tokens for sequence in self.sequences])
+        return int(self.sequences.num_tokens.sum())
 
     @property
     def num_logits(self) -> int:
-        return sum([sequence.num_logits for sequence in self.sequences])
+        return int(self.sequences.num_logits.sum())
 
     @property
     def num_draws(self) -> int:
-        return sum([sequence.num_draws for sequence in self.sequences])
+        return int(self.sequences.num_draws.sum())

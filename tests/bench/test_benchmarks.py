@@ -151,6 +151,11 @@ def test_a_share_above_the_ceiling_is_not_shown():
         assert "120.0 %" not in text
 
 
+@pytest.fixture(autouse=True)
+def _replays(monkeypatch):
+    monkeypatch.setattr(decode, "replay_times", lambda machine, *step: machine.replay_times(*step))
+
+
 def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9, rate=1e18):
     lines, products = [], ceiling.MatmulCeiling(rate, "made up")
     rows = decode.run(

@@ -76,7 +76,7 @@ IDS = itertools.count()
 
 def add(it, prompt, sampling=None, eos=()):
     """Queue a request and return its id."""
-    it.check(prompt)
+    it.checks.check(prompt)
     request = Request(next(IDS), prompt, sampling or resolve(None, None), eos)
     it.add(request)
     return request.id

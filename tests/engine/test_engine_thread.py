@@ -279,7 +279,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
-            before = {sequence.id for step in it.engine._in_flight for sequence, planned in step.work if planned.num_draws}
+            before = {slot for step in it.engine._in_flight for slot in step.work.planned.slots[step.work.planned.num_draws > 0]}
             if batch.num_seqs == 2:
                 together.set()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -320,38 +320,23 @@ def test_waking_the_thread_changes_nothing(thread):
         complete(it, [[1]])
 
 
-def test_outputs_that_are_held_back(thread):
-    """They come in fours, or when a request ends or fails, in order and with the times at which they were known."""
+def test_an_output_with_all_tokens(thread):
+    """`final_only`: one output a request, at its end, with the time of each token. Others get theirs step by step meanwhile."""
     it, cache = thread()
-    asked = [request(it, [40, 41], 11), request(it, [1, 2], 3)]
-    alone = expected([[40, 41]], 11) + expected([[1, 2]], 3)
-    with it.connect(hold=4) as client:
-        client.submit(asked)
-        timed = [client.receive_timed()]
-        while sum(output.finish_reason is not None for group in timed for output, _ in group) < 2:
-            timed.append(client.receive_timed())
-    groups = [[output for output, _ in group] for group in timed]
-    outputs, times = [output for group in groups for output in group], [known for group in timed for _, known in group]
-    for own, tokens in zip(asked, alone, strict=True):
-        assert [token for output in outputs if output.request_id == own.id for token in output.token_ids] == tokens
-    assert all(len(group) in (4, 5) or any(output.finish_reason for output in group) for group in groups)
-    assert len(groups) < len(outputs) / 2
-    assert times == sorted(times)
-    assert len(set(times)) == 11, "one for each step"
-    model, steps = it.engine._runner._model, iter(range(10**9))
-
-    def fails_at_the_third(batch, cache):
-        if next(steps) == 2:
-            raise RuntimeError("a layer's own error")
-        return model(batch, cache)
-
-    it.engine._runner._model = fails_at_the_third
-    with it.connect(hold=16) as client:
-        client.submit([request(it, [40, 41], 11)])
-        *before, last = client.receive()
-    assert before, "what is known by then is not lost"
-    assert [output.token_ids for output in before] == [(token,) for token in alone[0][: len(before)]]
-    assert last.finish_reason == "error"
+    first, *others = request(it, [40, 41], 11), request(it, [1, 2], 3), request(it, [7], 5)
+    alone = expected([[40, 41]], 11) + expected([[1, 2]], 3) + expected([[7]], 5)
+    with it.connect() as client:
+        client.submit([replace(first, final_only=True), replace(others[0], final_only=True), others[1]])
+        outputs = []
+        while sum(output.finish_reason is not None for output in outputs) < 3:
+            outputs += client.receive()
+    by_id = {own.id: [output for output in outputs if output.request_id == own.id] for own in (first, *others)}
+    assert [len(by_id[own.id]) for own in (first, *others)] == [1, 1, len(alone[2])]
+    for own, tokens in zip((first, *others), alone, strict=True):
+        assert [token for output in by_id[own.id] for token in output.token_ids] == tokens
+    (whole,) = by_id[first.id]
+    assert len(whole.times) == len(whole.token_ids)
+    assert list(whole.times) == sorted(set(whole.times)), "one for each step"
     assert at_rest(it, cache)
 
 

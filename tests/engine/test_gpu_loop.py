@@ -129,7 +129,7 @@ def test_constrained_decode_steps_neither_compile_nor_allocate_nor_wait(count):
         for i in range(count):
             own = {"ignore_eos": True} if i % 3 == 2 else {"structured_outputs": grammar}
             sampling = generator.effective_sampling(SamplingParams(max_tokens=200, temperature=1.0, seed=i, **own))
-            engine.check([5], sampling)
+            engine.checks.check([5], sampling)
             ids.append(add(engine, [5 + i] * (i + 1), sampling, generator.eos_token_ids))
         triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs.get("repr") or args)
         try:

@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-from array import array
 from dataclasses import replace
 
 import pytest
@@ -12,21 +11,23 @@ from engine.test_engine import PAGE, VOCAB, Mock, add, engine, undisturbed
 from engine.test_sampling_stages import Noisy
 
 from minirt.engine.limits import EngineLimits
-from minirt.engine.planning import Settings, plan_step
+from minirt.engine.planning import plan_step
+from minirt.engine.request import Request
 from minirt.engine.runner import Runner
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
+from minirt.engine.slots import HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
-from minirt.step.plan import PlannedSequence
+from minirt.step.plan import PlannedSequences
 
 OTHER = """
 import pickle, sys
 sys.path[:0] = {path!r}
 from engine.test_plan import execute
 plans = pickle.load(sys.stdin.buffer)
-pickle.dump([result.tokens for result in map(execute(), plans)], sys.stdout.buffer)
+pickle.dump([result.lists() for result in map(execute(), plans)], sys.stdout.buffer)
 """
 PARAMS = [
     {"temperature": 0.0}, {"temperature": 0.9, "seed": 2**63 + 5, "top_p": 0.9}, {"temperature": 0.0, "presence_penalty": 1.5},
@@ -50,7 +51,7 @@ def test_another_process_draws_the_same_tokens():
     def kept(plan):
         plans.append(pickle.dumps(plan))
         step = start(plan)
-        results.append(step.result().tokens)
+        results.append(step.result().lists())
         return step
 
     it._runner.start = kept
@@ -91,7 +92,7 @@ def test_a_plan_is_executed_again_after_a_failure():
         try:
             twice(plan)
         except torch.OutOfMemoryError:
-            assert twice(plan).tokens == once(plan).tokens
+            assert twice(plan).lists() == once(plan).lists()
 
 
 def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
@@ -108,7 +109,7 @@ def test_a_row_that_draws_nothing_yields_nothing_until_the_host_knows():
 
     def kept(plan):
         step = start(plan)
-        results.append(step.result().tokens)
+        results.append(step.result().lists())
         return step
 
     it._runner.start = kept
@@ -157,15 +158,19 @@ def test_no_position_lies_beyond_the_end():
         lambda batch, cache: lens.append(batch.seq_lens) or model(batch, cache), cache, torch.device("cpu"), limits,
         vocab_size=VOCAB,
     )  # fmt: skip
-    sequence = Sequence(0, array("i", [50, 51, 52, 53]), 4, 7, slot=0, pages=array("i", [3, 5]))
-    settings = [Settings(resolve(SamplingParams(temperature=0.0), None), None)]
-    first = PlannedSequence(0, 0, 4, 1, 1, 4)
-    (token,) = runner.start(plan_step([Work(sequence, first)], settings, runner.columns, VOCAB)).result().tokens[0]
+    slots = HostSlots(limits, 16)
+    sequence = Sequence(Request(0, [50, 51, 52, 53], resolve(SamplingParams(temperature=0.0), None)), 7)
+    sequence.take_slot(slots, [3, 5])
+
+    def tokens_of(planned, prompts):
+        work = Work(PlannedSequences.of([planned]), slots.epochs, prompts)
+        return runner.start(plan_step(work, slots, runner.columns, VOCAB)).result().lists()[0]
+
+    (token,) = tokens_of((0, 0, 4, 1, 1, 4), [(0, sequence)])
     row = runner._buffers.table[0]
     row[NUM_NEXT], row[NEXT_TOKENS + 1 : NEXT_TOKENS + 5] = 5, 1
-    sequence.num_sent = 2
-    later = PlannedSequence(0, -1, 5, 5, 5, 7)
-    tokens = runner.start(plan_step([Work(sequence, later)], settings, runner.columns, VOCAB)).result().tokens[0]
+    slots.num_sent[0] = 2
+    tokens = tokens_of((0, -1, 5, 5, 5, 7), [])
     assert lens == [(4,), (6,)], "the last token is drawn, and not computed"
     assert 1 <= len(tokens) <= 2
     assert token >= 0

@@ -164,7 +164,7 @@ def test_pinned_prompts_stay():
         it.pin([*prompt, *prompt])
     assert it.pin([77] * 12) == 0, "nothing of it is cached"
     with pytest.raises(ContextLengthError):
-        it.check([1] * (10 * PAGE))
+        it.checks.check([1] * (10 * PAGE))
     consistent(cache.allocator)
     it.recover()  # after an exception nothing is pinned any more, and the same pages can be pinned again
     assert cache.allocator.num_free == 16
@@ -179,7 +179,7 @@ def test_pinning_starves_no_open_request():
     complete(it, list(range(10, 24)), 1)  # three full pages
     assert it.max_len == 8 * PAGE
     checked = [7] * (6 * PAGE)
-    it.check(checked)
+    it.checks.check(checked)
     for prompt, count in (([1], 6 * PAGE), (checked, 1)):  # one that grows, and one that waits
         long = add(it, prompt, resolve(SamplingParams(max_tokens=count), None))
         for _ in range(2):
@@ -216,11 +216,11 @@ def test_keys_are_computed_while_the_step_runs():
     known, added = list(range(10, 30)), []
     complete(it, known, 1)
     start, before = it._runner.start, []
-    it._runner.start = lambda *args: before.append(len(it._requests[added[-1]].sequence.keys)) or start(*args)
+    it._runner.start = lambda *args: before.append(len(it._requests[added[-1]].keys)) or start(*args)
     for prompt in ([50, *known], known[:12] + [60] * 9):
         added.append(add(it, prompt, resolve(SamplingParams(max_tokens=1), None)))
         assert it.step() == [], "the step has started and was not collected"
-        assert len(it._requests[added[-1]].sequence.keys) == 21 // PAGE
+        assert len(it._requests[added[-1]].keys) == 21 // PAGE
         while it.has_work:
             it.step()
     assert before[0] == 1

@@ -1,7 +1,6 @@
 """What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
 of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
 
-from array import array
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +34,7 @@ from minirt.models.presets import raw_configs
 from minirt.progress import COMPILING
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, PagesSpec
-from minirt.step.plan import PlannedSequence, Scored, StepPlan
+from minirt.step.plan import PlannedSequences, Scored, StepPlan
 
 
 @pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])
@@ -58,7 +57,7 @@ def limits(seqs, tokens, longest=32768):
 
 def planned(*sequences):
     """The plan of sequences (number of new tokens, cached tokens after the step); each draws a token."""
-    return StepPlan(tuple(PlannedSequence(0, -1, count, 1, 1, length) for count, length in sequences), array("i"))
+    return StepPlan(PlannedSequences.of((0, -1, count, 1, 1, length) for count, length in sequences))
 
 
 def token_counts(limit):
@@ -206,11 +205,10 @@ def test_every_step_finds_its_graph(seqs, budget, most):
         assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
         assert buckets.find(planned((tokens, KV_SPLIT + tokens))) == Bucket(1, token_bucket(tokens))
     assert buckets.find(planned((most + 1, most + 1))) is None
-    one = planned((2, 2)).sequences[0]
-    assert buckets.find(StepPlan((one._replace(num_logits=2),), array("i"))) is None
-    middle = buckets.find(StepPlan((one._replace(num_tokens=1, num_logits=0, num_draws=0),), array("i")))
+    assert buckets.find(StepPlan(PlannedSequences.of([(0, -1, 2, 2, 1, 2)]))) is None
+    middle = buckets.find(StepPlan(PlannedSequences.of([(0, -1, 1, 0, 0, 2)])))
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"
-    scored = StepPlan((one._replace(num_draws=0),), array("i"), scored=(Scored(0, 1, None, 0),))
+    scored = StepPlan(PlannedSequences.of([(0, -1, 2, 1, 0, 2)]), scored=(Scored(0, 1, None, 0),))
     assert buckets.find(scored) is None
 
 

@@ -6,7 +6,6 @@ preemption, a prompt token that is scored twice or not at all, log-probabilities
 
 import itertools
 import math
-from array import array
 
 import pytest
 import torch
@@ -14,19 +13,19 @@ from engine.test_engine import PROMPTS, VOCAB, Mock, add, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.engine import engine as engine_module
-from minirt.engine import logprobs, sampling_stages
+from minirt.engine import logprobs, request_checks, sampling_stages
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import LogitsProcessors, Rules
-from minirt.engine.planning import Settings, plan_step
+from minirt.engine.planning import plan_step
 from minirt.engine.runner import Runner
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
+from minirt.engine.slots import HostSlots
 from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.step.plan import PlannedSequence
+from minirt.step.plan import PlannedSequences
 
 IDS = itertools.count(10**6)
 
@@ -94,7 +93,7 @@ def run(it, requests, unscored=None):
                 own = resolve(params, None)
                 first = unscored[i] if unscored else 1
                 request = Request(next(IDS), prompt, own, (5,), bad_words=WORDS if own.bad_words else (), num_unscored=first)
-                it.check(prompt, own, request.rules)
+                it.checks.check(prompt, own, request.rules)
                 it.add(request)
                 ids[request.id] = i
                 tokens[i], found[i] = [], []
@@ -230,15 +229,18 @@ def test_a_slot_that_comes_back_is_filled_anew():
         lambda batch, cache: torch.arange(VOCAB).float().repeat(len(batch.logits_indices), 1), engine()[1],
         torch.device("cpu"), EngineLimits(64, 3, 64), vocab_size=VOCAB,
     )  # fmt: skip
-    sequence = Sequence(0, array("i", [1]), 1, 10)
+    sequence, slots = Sequence(Request(0, [1], own), 10, rules=rules), HostSlots(EngineLimits(64, 3, 64), 16)
     for slot in (1, 2, 2, 1):
-        sequence.slot, sequence.num_sent, sequence.pages = slot, -1, array("i", range(3))
+        slots.free.append(slot)
+        sequence.take_slot(slots, [0, 1, 2])
         for first in (True, False):
             length = len(sequence.tokens)
-            planned = PlannedSequence(slot, 0 if first else -1, length if first else 1, 1, 1, length)
-            plan = plan_step([Work(sequence, planned)], [Settings(own, rules)], runner.columns, VOCAB)
-            sequence.num_sent = 3
-            sequence.tokens.extend(runner.start(plan).result().tokens[0])
+            planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
+            work = Work(planned, slots.epochs[[slot]], [(0, sequence)] if first else [])
+            result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
+            slots.num_sent[slot] = 3
+            slots.extend(planned.slots, result.counts, result.tokens, 0.0)
+        sequence.leave_slot()
     expected = list[int]()
     for _ in range(8):
         x = torch.arange(VOCAB).float()
@@ -268,13 +270,13 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(listed, count, monke
     """A prompt of 11 tokens has 10 that are scored. The limit itself is accepted."""
     it, _ = engine(length=200)
     sampling = resolve(SamplingParams(prompt_logprobs=listed), None)
-    monkeypatch.setattr(engine_module, "MAX_PROMPT_LOGPROBS", 10 * count)
-    it.check([1] * 11, sampling)
+    monkeypatch.setattr(request_checks, "MAX_PROMPT_LOGPROBS", 10 * count)
+    it.checks.check([1] * 11, sampling)
     found = rf"11 tokens × {count} listed for each = {11 * count:,}"
     with pytest.raises(InputError, match=rf"prompt_logprobs: .*at most {10 * count:,} .*{found}.*Generator\.logits"):
-        it.check([1] * 12, sampling)
+        it.checks.check([1] * 12, sampling)
     for fewer in (0, None):
-        it.check([1] * 190, resolve(SamplingParams(prompt_logprobs=fewer), None))
+        it.checks.check([1] * 190, resolve(SamplingParams(prompt_logprobs=fewer), None))
 
 
 def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypatch):
@@ -335,10 +337,11 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     greedy = {"temperature": 0.0}
     for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}, None):
         own = resolve(SamplingParams(**(greedy | (options or {}))), None)
-        sequence = Sequence(0, array("i", [1]), 1, 9, slot=0, pages=array("i", [0]))
-        settings = Settings(own, Rules.of(own, (), ()), constrained=options is None)
-        work = [Work(sequence, PlannedSequence(0, 0, 1, 1, 1, 1))]
-        if runner.start(plan_step(work, [settings], runner.columns, VOCAB)) is None:
+        sequence, slots = Sequence(Request(0, [1], own), 9, rules=Rules.of(own, (), ())), HostSlots(EngineLimits(64, 1, 64), 16)
+        sequence.constraint = object() if options is None else None
+        sequence.take_slot(slots, [0])
+        work = Work(PlannedSequences.of([(0, 0, 1, 1, 1, 1)]), slots.epochs, [(0, sequence)])
+        if runner.start(plan_step(work, slots, runner.columns, VOCAB)) is None:
             runner.masks(1).fill_(-1)
             runner.draw()
     assert asked == [False, True, True, True, True]
@@ -350,14 +353,14 @@ def test_settings_are_checked_against_the_model():
     for options in ({"stop_token_ids": [VOCAB]}, {"allowed_token_ids": [1, VOCAB]}, {"logit_bias": {VOCAB: 1.0}}):
         own = resolve(SamplingParams(**options), None)
         with pytest.raises(InputError, match=rf"{next(iter(options))}: not a token id of this model.*0 to {VOCAB - 1}.*{VOCAB}"):
-            it.check([1], own, Request(0, [1], own).rules)
+            it.checks.check([1], own, Request(0, [1], own).rules)
     own = resolve(SamplingParams(bad_words="x"), None)
     with pytest.raises(InputError, match="bad_words: the model has no logits"):
-        it.check([1], own, Request(0, [1], own, bad_words=((1, VOCAB),)).rules)
+        it.checks.check([1], own, Request(0, [1], own, bad_words=((1, VOCAB),)).rules)
     own = resolve(SamplingParams(allowed_token_ids=[5, 7], min_tokens=1, stop_token_ids=[7]), None)
     with pytest.raises(InputError, match="min_tokens: no token is left to draw"):
-        it.check([1], own, Request(0, [1], own, (5,)).rules)
-    it.check([1], own, Request(0, [1], own, (6,)).rules)
+        it.checks.check([1], own, Request(0, [1], own, (5,)).rules)
+    it.checks.check([1], own, Request(0, [1], own, (6,)).rules)
 
 
 def test_an_output_that_cannot_go_on_ends_with_an_error():
@@ -366,7 +369,7 @@ def test_an_output_that_cannot_go_on_ends_with_an_error():
     it._runner._model = Noisy()
     own = resolve(SamplingParams(allowed_token_ids=[1, 2], bad_words="x"), None)
     request = Request(next(IDS), [3], own, bad_words=((1, 1), (1, 2), (2, 1), (2, 2)))
-    it.check([3], own, request.rules)
+    it.checks.check([3], own, request.rules)
     it.add(request)
     other = add(it, [3, 4], resolve(SamplingParams(max_tokens=4), None))
     outputs = []

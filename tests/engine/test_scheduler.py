@@ -4,7 +4,6 @@ Catches a request that overtakes a more important one, the wrong victim of a pre
 """
 
 import random
-from array import array
 
 import pytest
 from engine.test_engine import engine, undisturbed
@@ -46,9 +45,11 @@ class Watched:
         def schedule():
             work = inner()
             running = set(self.it._scheduler.running)
-            assert running >= {sequence.id for sequence, _ in work}
-            assert len({sequence.id for sequence, _ in work}) == len(work) <= self.it.limits.max_num_seqs
-            assert sum(planned.num_tokens for _, planned in work) <= self.it.limits.max_num_batched_tokens
+            if work is not None:
+                slots = [self.it._scheduler.slots.sequences[slot] for slot in work.planned.slots]
+                assert all(self.it._scheduler.running[sequence.id] is sequence for sequence in slots)
+                assert len(set(slots)) == len(slots) <= self.it.limits.max_num_seqs
+                assert 0 < work.planned.num_tokens.sum() <= self.it.limits.max_num_batched_tokens
             self._check(before, running)
             return work
 
@@ -118,7 +119,7 @@ def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, looka
             assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
     assert cache.allocator.num_free == pages, "pages leaked"
     assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
-    assert sorted(it._scheduler._free_slots) == list(range(seqs))
+    assert sorted(it._scheduler.slots.free) == list(range(seqs))
 
 
 def test_the_lowest_priority_value_comes_first():
@@ -177,8 +178,8 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
     inner = it._runner.start
 
     def start(plan):
-        for planned, sequence in zip(plan.sequences, it._scheduler.running.values(), strict=False):
-            first.setdefault(sequence.id, planned.num_tokens)
+        for slot, count in zip(plan.sequences.slots, plan.sequences.num_tokens, strict=True):
+            first.setdefault(it._scheduler.slots.sequences[slot].id, int(count))
         return inner(plan)
 
     it._runner.start = start
@@ -229,14 +230,14 @@ def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
     draw, queue, model = random.Random(0), WaitingQueue(), {}
     for arrival in range(20_000):
-        sequence = Sequence(draw.randrange(400), array("i", [1]), 1, 2)
+        sequence = Sequence(Request(draw.randrange(400), [1], greedy(1)), 2)
         if sequence.id not in model:  # ids are used again
             sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
-        queue.remove(Sequence(draw.randrange(400), array("i", [1]), 1, 2))  # one with an id in use, but another sequence
+        queue.remove(Sequence(Request(draw.randrange(400), [1], greedy(1)), 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
             first = min(model.values(), key=lambda sequence: sequence.rank)
             assert queue.first() is first

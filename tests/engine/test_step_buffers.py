@@ -6,9 +6,9 @@ largest plan, and a step that starts PyTorch's threads.
 
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +19,7 @@ from minirt.engine.step_buffers import StepBuffers
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, PagesSpec
-from minirt.step.plan import Edit, PlannedSequence, StepPlan
+from minirt.step.plan import Edit, PlannedSequences, StepPlan
 
 PAGE, CPU = 16, torch.device("cpu")
 
@@ -29,18 +29,22 @@ def buffers(seqs=4, tokens=40, length=400, max_seqs=None):
     return StepBuffers(cache, EngineLimits(length, seqs, tokens), CPU, 97, max_seqs or seqs, tokens)
 
 
+def ints(*values):
+    return np.array(values, np.int32)
+
+
 def plan_of(chunks, own, following=()):
     """The plan that computes chunks: those of `following` as the next token of their slot, the others as given tokens."""
-    planned, tokens, edits = [], array("i"), []
+    planned, tokens, edits = [], [], []
     for slot, chunk in enumerate(chunks):
         count, stop = len(chunk.tokens), chunk.start + len(chunk.tokens)
         words = {FINAL_LEN: 10**6, **({0: chunk.start, NUM_NEXT: 1, NEXT_TOKENS: chunk.tokens[0]} if slot in following else {})}
-        edits += [Edit(slot, column, array("i", [value])) for column, value in words.items()]
-        edits.append(Edit(slot, own.columns.page_tables, array("i", chunk.pages)))
-        planned.append(PlannedSequence(slot, -1 if slot in following else chunk.start, count, chunk.num_logits, 0, stop))
+        edits += [Edit(slot, column, ints(value)) for column, value in words.items()]
+        edits.append(Edit(slot, own.columns.page_tables, ints(*chunk.pages)))
+        planned.append((slot, -1 if slot in following else chunk.start, count, chunk.num_logits, 0, stop))
         if slot not in following:
             tokens.extend(chunk.tokens)
-    return StepPlan(tuple(planned), tokens, tuple(edits[:8 * len(chunks)]))
+    return StepPlan(PlannedSequences.of(planned), ints(*tokens), tuple(edits[:8 * len(chunks)]))
 
 
 CHUNKS = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], num_logits=0),
@@ -59,7 +63,7 @@ def derived(own, plan, tokens, seqs, logits, one_token=False):
 def edits_in_messages(own, plan):
     """Send a plan's edits a few at a time, as several steps do."""
     for first in range(0, len(plan.edits), 2):
-        own.send(StepPlan((), array("i"), plan.edits[first : first + 2]))
+        own.send(StepPlan(PlannedSequences.of(()), edits=plan.edits[first : first + 2]))
         own.prepare(own.tensors(0, 0, 0, 0), one_token=False)
 
 
@@ -103,10 +107,10 @@ def test_the_largest_plan_fits():
     """Each sequence is admitted with pages of the longest sequence, in one step."""
     own = buffers(seqs=5, length=400)
     edits = [e for s in range(5) for e in (
-        Edit(s, 0, array("i", range(NEXT_TOKENS))), Edit(s, own.columns.page_tables, array("i", [s] * own.columns.pages)),
+        Edit(s, 0, ints(*range(NEXT_TOKENS))), Edit(s, own.columns.page_tables, ints(*[s] * own.columns.pages)),
     )]  # fmt: skip
-    sequences = tuple(PlannedSequence(slot, 0, 8, 1, 0, 8) for slot in range(5))
-    step = derived(own, StepPlan(sequences, array("i", range(40)), tuple(edits)), 40, 5, 5)
+    sequences = PlannedSequences.of((slot, 0, 8, 1, 0, 8) for slot in range(5))
+    step = derived(own, StepPlan(sequences, ints(*range(40)), tuple(edits)), 40, 5, 5)
     assert step.tokens.tolist() == list(range(40))
     assert own.table[:, own.columns.page_tables].tolist() == list(range(5))
     assert own.table[:, NEXT_TOKENS - 1].tolist() == [NEXT_TOKENS - 1] * 5
@@ -135,21 +139,21 @@ def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
 
 LARGE = """
 import os, torch
-from array import array
+import numpy as np
 from minirt.engine.limits import EngineLimits
 from minirt.engine.step_buffers import StepBuffers
 from minirt.step.kv_cache import KVCache, PagesSpec
-from minirt.step.plan import Edit, PlannedSequence, StepPlan
+from minirt.step.plan import Edit, PlannedSequences, StepPlan
 torch.set_num_threads(1)  # large buffers of zeros would start threads
 cache = KVCache([PagesSpec(1, 1)], 1, page_size=64)
 own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, 256, 40000)
 own._message.copy, own._tokens.copy = lambda count: None, lambda count: None  # the copy to a device is not the host's work
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))
-edits = tuple(Edit(s, own.columns.page_tables, array("i", range(132))) for s in range(256))
-sequences = tuple(PlannedSequence(s, -1, 1, 1, 1, 8448) for s in range(256))
-own.send(StepPlan(sequences, array("i"), edits))
-own.send(StepPlan((PlannedSequence(0, 0, 40000, 1, 1, 40000),), array("i", range(40000))))
+edits = tuple(Edit(s, own.columns.page_tables, np.arange(132, dtype=np.int32)) for s in range(256))
+sequences = PlannedSequences.of((s, -1, 1, 1, 1, 8448) for s in range(256))
+own.send(StepPlan(sequences, edits=edits))
+own.send(StepPlan(PlannedSequences.of([(0, 0, 40000, 1, 1, 40000)]), np.arange(40000, dtype=np.int32)))
 print(len(os.listdir("/proc/self/task")) - before, int(own._tokens.host()[39999]) in (0, 39999))
 torch.ones(36000).exp()
 print(len(os.listdir("/proc/self/task")) - before)

@@ -86,7 +86,7 @@ class Fake:
 
 def bound_engine(*, late=0, **options):
     it, cache = engine(**options)
-    it._constraints = Fake(late)
+    it._constraints = it.checks._constraints = Fake(late)
     return it, cache
 
 
@@ -120,7 +120,7 @@ def run(it, requests, steps=10_000):
             if arrival == step:
                 own = resolve(params, None)
                 request = Request(next(IDS), prompt, own, (EOS,))
-                it.check(prompt, own, request.rules)
+                it.checks.check(prompt, own, request.rules)
                 it.add(request)
                 ids[request.id], tokens[i] = i, []
         it._constraints.tick()
@@ -345,7 +345,7 @@ def test_a_step_costs_nothing_for_constraints_that_are_being_compiled():
 def test_an_engine_without_constraints_refuses():
     it, _ = engine()
     with pytest.raises(UnsupportedError, match="structured_outputs: a grammar is about text, and there is no tokenizer"):
-        it.check([1], resolve(SamplingParams(**BOUND), None))
+        it.checks.check([1], resolve(SamplingParams(**BOUND), None))
     request = Request(next(IDS), [1], resolve(SamplingParams(**BOUND), None), (EOS,))
     it.add(request)  # of a caller that has not checked it
     (output,) = it.step()

@@ -1,0 +1,70 @@
+"""`replay_times`: how long the CUDA graph of a decode step takes, without the rest of the step."""
+
+from itertools import pairwise
+
+import torch
+
+from minirt.engine.engine import Engine
+from minirt.engine.planning import plan_step
+from minirt.engine.request import Request
+from minirt.engine.scheduler import Work
+from minirt.engine.sequence import Sequence
+from minirt.engine.slots import HostSlots
+from minirt.errors import ContextLengthError, EngineError, InputError, UnsupportedError
+from minirt.generator import Generator
+from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.plan import PlannedSequences
+
+
+def replay_times(generator: Generator, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
+    """Seconds of each of `repeats` replays, by CUDA events, after the same number of uncounted replays.
+
+    Each sequence has `context_len` tokens, the new one included. The cached values are arbitrary. The sequences have different
+    tokens, so that a mixture uses different experts for them.
+
+    Raises:
+        UnsupportedError: there is no CUDA graph: on a CPU, or with a layer that is not on Triton.
+        InputError, ContextLengthError: not a step of this engine; the cache has no room for that many tokens.
+        EngineError: requests are open.
+    """
+    return generator._engine.call(lambda engine: _replay(engine, batch_size, context_len, repeats))
+
+
+def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> list[float]:
+    if engine.has_work:
+        raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
+    if not 1 <= batch_size <= engine.limits.max_num_seqs or not 1 <= context_len <= engine.max_len:
+        expected = f"1 to {engine.limits.max_num_seqs} sequences of 1 to {engine.max_len} tokens"
+        found = f"{batch_size} of {context_len}"
+        raise InputError("not a step of this engine", where="replay_times", expected=expected, found=found)
+    cache, runner = engine._cache, engine._runner
+    pages, allocator = cache.pages_for(context_len), cache.allocator
+    if batch_size * pages > allocator.num_free:
+        expected = f"{batch_size * pages} free pages"
+        raise ContextLengthError("too few KV pages", where="replay_times", expected=expected, found=allocator.num_free)
+    greedy, slots, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
+    try:
+        for i in range(batch_size):
+            own = Sequence(Request(-1, [i % engine._vocab_size] * context_len, greedy), context_len)
+            own.take_slot(slots, allocator.allocate(pages))
+            sequences.append(own)
+        planned = PlannedSequences.of((own.slot, context_len - 1, 1, 1, 1, context_len) for own in sequences)
+        plan = plan_step(
+            Work(planned, slots.epochs[planned.slots], list(enumerate(sequences))), slots, runner.columns, engine._vocab_size
+        )
+        replay = runner.replay_of(plan)
+        if replay is None:
+            what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
+            raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")
+        for _ in range(repeats):
+            replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            replay()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    finally:
+        for own in sequences:
+            allocator.release(own.pages.tolist())

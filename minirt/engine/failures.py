@@ -1,0 +1,50 @@
+"""The errors with which an engine ends a request that it has accepted."""
+
+import torch
+
+from minirt.engine.logits_processors import unpacked
+from minirt.engine.sequence import Sequence
+from minirt.engine.token_constraints import TokenConstraints
+from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
+
+
+def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> InputError | NumericsError:
+    """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable.
+
+    Args:
+        constraints: of the engine.
+        vocab: number of token ids.
+    """
+    rules = sequence.rules
+    generated = sequence.tokens[sequence.prompt_len :].tolist()
+    left = set(range(vocab) if rules is None or rules.allowed is None else rules.allowed)
+    left -= set() if rules is None else rules.banned(generated)
+    if sequence.constraint is not None and constraints is not None:
+        mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
+        constraints.fill(mask, [sequence.constraint])
+        left.intersection_update(unpacked(mask, vocab)[0].nonzero().flatten().tolist())
+    place = f"generated token {len(generated)}"
+    if left:
+        remedy = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+        return NumericsError("the logits are NaN or +inf, or only -inf", where=place, hint=remedy)
+    masks = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+    names = [name for name in masks if getattr(sequence.sampling, name)]
+    grammar = names[:2] == ["structured_outputs", "allowed_token_ids"]
+    hint = "a grammar needs an end-of-sequence token, too" if grammar else None
+    expected, found = f"a token that fits {' and '.join(names)}", f"none for {place}"
+    return InputError("no token is left to draw", where=names[-1], expected=expected, found=found, hint=hint)
+
+
+def queue_full(most: int | None) -> QueueFullError:
+    """The queue holds as many requests as it may."""
+    what, found = "too many requests wait", f"{most} that came before"
+    return QueueFullError(what, expected=f"at most {most}", found=found, hint="try again later, or raise --max-waiting")
+
+
+def out_of_memory(what: str, problem: str) -> OutOfMemoryError:
+    """No memory for something. `problem`: the allocator's message."""
+    return OutOfMemoryError(
+        f"no memory left for {what}",
+        found=problem.strip().partition("\n")[0],
+        hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
+    )

@@ -1,0 +1,102 @@
+"""`RequestChecks`: the errors with which an engine refuses a request before it is queued. Any thread may use it."""
+
+from collections.abc import Callable, Sequence
+
+from minirt.engine.logits_processors import Rules
+from minirt.engine.token_constraints import TokenConstraints
+from minirt.errors import ContextLengthError, InputError, UnsupportedError
+from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
+
+
+class RequestChecks:
+    """Changes nothing.
+
+    Args:
+        vocab_size: the number of token ids.
+        max_len: maximum number of tokens of a request now.
+        check_length: raises ContextLengthError if a prompt of so many tokens cannot fit, with room for so many new ones.
+        constraints: compiles `structured_outputs`; None: they are refused.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_len: Callable[[], int], check_length: Callable[[int, int], None],
+        constraints: TokenConstraints | None,
+    ) -> None:  # fmt: skip
+        self._vocab_size, self._max_len, self._check_length, self._constraints = vocab_size, max_len, check_length, constraints
+
+    def check(
+        self, prompt_token_ids: Sequence[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
+        compiles: bool = True,
+    ) -> None:  # fmt: skip
+        """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
+
+        `compiles`: check `structured_outputs`, too, which may take long. Otherwise an error in it comes as the request's output.
+
+        Raises:
+            InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
+                no token to draw; the log-probabilities of the prompt would be too many; a grammar is wrong.
+            ContextLengthError: the prompt can never fit.
+            UnsupportedError: a grammar has a feature that is not supported.
+        """
+        new = 1 if sampling is None else min(1, sampling.max_tokens)
+        self._check_length(len(prompt_token_ids), new)  # before its tokens are looked at: it may be very long
+        self.check_tokens(prompt_token_ids)
+        if sampling is not None:
+            self._check_prompt_logprobs(len(prompt_token_ids), sampling.prompt_logprobs)
+            for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+                largest = max(getattr(sampling, name) or (), default=-1)
+                if largest >= self._vocab_size:
+                    expected = f"ids from 0 to {self._vocab_size - 1}"
+                    raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
+            if (spec := sampling.structured_outputs) is not None:
+                if self._constraints is None:
+                    raise no_constraints()
+                if compiles:
+                    self._constraints.compile(spec)
+        if rules is not None and (rules.bad_words or rules.end_ids):
+            largest = max(map(max, rules.bad_words), default=-1)
+            if largest >= self._vocab_size:
+                what, expected = "the model has no logits for a token of a bad word", f"ids from 0 to {self._vocab_size - 1}"
+                raise InputError(what, where="bad_words", expected=expected, found=largest)
+            if rules.banned(()).issuperset(range(self._vocab_size) if rules.allowed is None else rules.allowed):
+                what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
+                where = "min_tokens" if rules.end_ids else "bad_words"
+                raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
+
+    def _check_prompt_logprobs(self, prompt_len: int, asked: int | None) -> None:
+        """Refuse `prompt_logprobs` whose result would take gigabytes of the host's memory."""
+        listed, scored = self._vocab_size if asked is not None and asked < 0 else asked or 0, prompt_len - 1
+        if scored * listed > MAX_PROMPT_LOGPROBS:
+            raise InputError(
+                "too many log-probabilities of the prompt",
+                where="prompt_logprobs",
+                expected=f"at most {MAX_PROMPT_LOGPROBS:,} in one request",
+                found=f"{scored:,} tokens × {listed:,} listed for each = {scored * listed:,}",
+                hint="shorten the prompt, list fewer tokens, or use Generator.logits, which returns a tensor",
+            )
+
+    def check_logits(self, tokens: Sequence[int]) -> None:
+        """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
+        self.check_tokens(tokens)
+        if len(tokens) > self._max_len():
+            raise ContextLengthError("too many tokens", expected=f"at most {self._max_len()}", found=len(tokens))
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
+        if len(tokens) == 0:
+            raise InputError("the prompt is empty", hint="give at least one token")
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            return
+        for position, token in enumerate(tokens):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                raise InputError(
+                    "not a token id of this model",
+                    where=f"prompt token {position}",
+                    expected=f"an integer from 0 to {self._vocab_size - 1}",
+                    found=repr(token),
+                )
+
+
+def no_constraints() -> UnsupportedError:
+    where, hint = "structured_outputs", "use a model with a tokenizer"
+    return UnsupportedError("a grammar is about text, and there is no tokenizer", where=where, hint=hint)

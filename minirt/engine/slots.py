@@ -1,0 +1,125 @@
+"""`HostSlots`: the host's columns of the table of slots. What is the same for all running sequences is done on its arrays.
+
+The host knows the tokens of steps that it has read, and bounds of what the steps in flight yield.
+"""
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minirt.engine.limits import EngineLimits
+
+if TYPE_CHECKING:
+    from minirt.engine.sequence import Sequence
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Reason(IntEnum):
+    """Why a sequence yields no more tokens."""
+
+    RUNS = 0
+    STOP = 1  # at one of its `ends`
+    LENGTH = 2
+    NO_TOKEN = 3  # the sampler drew −1
+
+
+class HostSlots:
+    """Arrays with a row for each slot.
+
+    Args:
+        limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
+        pages: columns of a page table.
+
+    Attributes:
+        sequences: who has the slot; None: it is free.
+        epochs: how many sequences have had the slot before, by which a step in flight tells whether it has changed hands.
+        tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
+            Memory that no sequence has reached is not taken from the system.
+        lengths: number of these tokens.
+        steps, unread: steps that were started and yield tokens which the host has not read; the most tokens that these yield.
+        prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
+        page_tables, num_pages: [S, P] KV pages, and their number.
+        num_sent: number of pages that the device knows; −1: it does not know the sequence.
+        num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
+        most_new: the most tokens that a step yields.
+        flags, num_top, rules_until: what its draws need (`planning.py`).
+        ends: [S, E] token ids that end it, −1 where it has fewer.
+        watched: whether somebody waits for each of its tokens.
+    """
+
+    def __init__(self, limits: EngineLimits, pages: int) -> None:
+        count, length = limits.max_num_seqs, limits.max_model_len
+        self.sequences: list[Sequence | None] = [None] * count
+        self.epochs, self.lengths, self.steps, self.unread = (np.zeros(count, np.int64) for _ in range(4))
+        self.prompt_lens, self.final_lens, self.num_pages, self.num_sent = (np.zeros(count, np.int64) for _ in range(4))
+        self.num_registered, self.most_new, self.flags, self.num_top = (np.zeros(count, np.int64) for _ in range(4))
+        self.rules_until, self.watched = np.zeros(count, np.int64), np.zeros(count, bool)
+        self.ends = np.full((count, 1), -1, np.int32)
+        self.tokens, self.times = np.zeros((count, length), np.int32), np.zeros((count, length))
+        self.page_tables = np.zeros((count, pages), np.int32)
+        self.free = list(range(count))[::-1]
+
+    def reset(self) -> None:
+        """Make every slot free."""
+        self.sequences[:] = [None] * len(self.sequences)
+        self.epochs += 1
+        self.free = list(range(len(self.sequences)))[::-1]
+
+    def take(self, sequence: "Sequence", pages: list[int]) -> int:
+        """A free slot for a sequence that holds these pages. The caller has checked that there is one."""
+        slot = self.free.pop()
+        count, ends = len(sequence.tokens), sequence.ends
+        if len(ends) > self.ends.shape[1]:
+            wider = np.full((len(self.ends), len(ends)), -1, np.int32)
+            wider[:, : self.ends.shape[1]] = self.ends
+            self.ends = wider
+        self.ends[slot, : len(ends)], self.ends[slot, len(ends) :] = ends, -1
+        self.tokens[slot, :count], self.lengths[slot] = sequence.tokens, count
+        self.times[slot, sequence.prompt_len : count] = sequence.times
+        self.steps[slot] = self.unread[slot] = 0
+        self.prompt_lens[slot], self.final_lens[slot] = sequence.prompt_len, sequence.final_len
+        self.page_tables[slot, : len(pages)], self.num_pages[slot], self.num_sent[slot] = pages, len(pages), -1
+        self.watched[slot], self.sequences[slot] = sequence.watched, sequence
+        return slot
+
+    def release(self, slot: int) -> None:
+        self.sequences[slot] = None
+        self.epochs[slot] += 1
+        self.free.append(slot)
+
+    def append_pages(self, slot: int, pages: list[int]) -> None:
+        count = int(self.num_pages[slot])
+        self.page_tables[slot, count : count + len(pages)] = pages
+        self.num_pages[slot] = count + len(pages)
+
+    def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
+        """Append the tokens of a step.
+
+        Args:
+            slots: [N].
+            counts: [N], how many of `tokens` [N, 1 + drafts] each yields.
+        Returns:
+            How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
+        """
+        lengths, final = self.lengths[slots], self.final_lens[slots]
+        before, reasons = lengths, np.zeros(len(slots), np.int64)
+        for column in range(tokens.shape[1]):
+            token, runs = tokens[:, column], (reasons == Reason.RUNS) & (counts > column)
+            if column and not runs.any():
+                break
+            drawn = token >= 0
+            takes = runs & drawn & (lengths < final)  # with max_tokens 0, the step has drawn a token all the same
+            if takes.all():
+                where, own = slots, token
+                self.tokens[where, lengths], self.times[where, lengths] = own, now
+            else:
+                where, at = slots[takes], lengths[takes]
+                self.tokens[where, at], self.times[where, at] = token[takes], now
+            lengths = lengths + takes
+            reasons[runs & (lengths >= final)] = Reason.LENGTH
+            reasons[takes & (token[:, None] == self.ends[slots]).any(1)] = Reason.STOP
+            reasons[runs & ~drawn] = Reason.NO_TOKEN
+        self.lengths[slots] = lengths
+        return lengths - before, reasons
