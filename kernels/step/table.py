@@ -166,21 +166,34 @@ def derive(
     valid, going_on = slots >= 0, starts < 0
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     cached = head[:, NUM_CACHED]
-    most = np.minimum(head[:, NUM_NEXT], head[:, FINAL_LEN] - 1 - cached)
     start = np.where(going_on, cached, starts)
-    count = np.where(going_on, np.maximum(np.minimum(counts, most), 1), counts) * valid
-    length, ends = (start + count) * valid, count.cumsum()
-    first = np.arange(B) if one_token else ends - count
+    if one_token:
+        count, first, ends = valid.astype(np.int32), np.arange(B), np.arange(1, B + 1)
+    else:
+        most = np.minimum(head[:, NUM_NEXT], head[:, FINAL_LEN] - 1 - cached)
+        count = np.where(going_on, np.maximum(np.minimum(counts, most), 1), counts) * valid
+        ends = count.cumsum()
+        first = ends - count
+    length = (start + count) * valid
     to.seq_slots[:], to.seq_lens[:] = slots, length
     to.query_starts[0], to.split_starts[0] = 0, 0
-    to.query_starts[1:] = np.arange(1, B + 1) if one_token else ends
-    to.split_starts[1:] = (-(-length // kv_split)).cumsum()
+    to.query_starts[1:] = ends
+    np.cumsum(-(-length // kv_split), out=to.split_starts[1:])
     used = -(-length // page_size)
     inside = np.arange(used.max(initial=0)) < used[:, None]
     for group in range(columns.groups):
         place = columns.page_tables + group * columns.pages
         pages = words[np.maximum(slots, 0), place : place + inside.shape[1]]
         np.copyto(to.block_tables[group, :, : inside.shape[1]], pages, where=inside)
+    if one_token and valid.all() and T == R == B and not settings:  # as in most steps of a CPU
+        page = words[slots, columns.page_tables + start // page_size].astype(np.int64)
+        to.positions[:], to.slots[:] = start, page * page_size + start % page_size
+        to.tokens[:], to.logits_indices[:] = head[:, NEXT_TOKENS], first
+        if not going_on.all():
+            to.tokens[~going_on] = given[: B - np.count_nonzero(going_on)]
+        if columns.history:
+            words[slots, columns.tokens + start] = to.tokens
+        return
     # Tokens.
     b, offset = _expanded(count)
     if len(b) < T:
@@ -237,8 +250,22 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     """
     words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
     slots, starts, _, _, draws, _ = arrays(rows)
-    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     going_on = starts < 0
+    if not columns.drafts and len(slots) == len(tokens) and slots.min() >= 0 and draws.min() == 1:  # as in most steps
+        drew = ~going_on | (words[slots, NUM_NEXT] != 0)
+        to[:, 0], to[:, 1] = drew, tokens * drew
+        slots, tokens, lens = (slots, tokens, lens) if drew.all() else (slots[drew], tokens[drew], lens[drew])
+        usable = tokens >= 0
+        if not usable.all():
+            words[slots[~usable], NUM_NEXT] = 0
+            slots, tokens, lens = slots[usable], tokens[usable], lens[usable]
+        words[slots, NUM_CACHED], words[slots, NEXT_TOKENS] = lens, tokens
+        words[slots, NUM_NEXT] = lens + 1 < words[slots, FINAL_LEN]
+        if columns.history:
+            room = lens < columns.history
+            words[slots[room], columns.tokens + lens[room]] = tokens[room]
+        return
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     live = (slots >= 0) & (~going_on | (head[:, NUM_NEXT] != 0))
     first = (draws * (slots >= 0)).cumsum() - draws
     yields = live & (draws > 0)

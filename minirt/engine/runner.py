@@ -241,6 +241,12 @@ class Runner:
         counts, lens = planned.num_tokens, planned.seq_lens
         step = self._buffers.tensors(tokens, len(planned), logits, plan.num_draws)
         self._buffers.prepare(step, one_token=int(counts.max()) == 1, settings=settings)
+        if tokens == logits == len(planned):  # a token and a row of logits of each
+            if not self._cuda:
+                lens = step.seq_lens.numpy()
+            splits = int((-(-lens // KV_SPLIT)).sum())
+            batch = Batch.of(step, (1,) * tokens, tuple(lens.tolist()), int(lens.max()), splits, every_row=True)
+            return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
         if not self._cuda:  # what the host knew were upper bounds
             starts, lens = step.query_starts.numpy(), step.seq_lens.numpy()
             counts, tokens = np.diff(starts), int(starts[-1])

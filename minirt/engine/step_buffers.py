@@ -135,32 +135,37 @@ class StepBuffers:
         parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
         return StepTensors(*parts)._replace(block_tables=tables)
 
+    def _row_arrays(self, seqs: int) -> tuple[Any, Rows]:
+        return self._message.device.numpy(), eager.arrays(self._rows(seqs))
+
     def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
         return eager.arrays(self.tensors(tokens, seqs, logits, draws))
 
     def prepare(self, step: StepTensors, *, one_token: bool, settings: bool = True) -> None:
         """Apply the message's edits to the table, and derive the input of the step. `one_token`, `settings`: as in `derive`."""
-        rows, message = self.rows(len(step.seq_lens)), self._message.device
+        seqs, sizes = len(step.seq_lens), (self._page_size, KV_SPLIT)
         if (kernels := self._kernels) is not None:
+            message = self._message.device
             edits = message[self._edits_at : self._values_at].view(-1, 4)
             kernels.edit_table(self.table, edits, message, message[:1])
-            kernels.derive(self.table, self.columns, rows, step, self._page_size, KV_SPLIT, one_token=one_token)
+            kernels.derive(self.table, self.columns, self.rows(seqs), step, *sizes, one_token=one_token)
         else:
-            count = int(message[0])
-            eager.edit_table(self.table, message[self._edits_at : self._edits_at + 4 * count].view(-1, 4), message)
+            words, rows = self._kept(self._row_arrays, seqs)
+            if words[0]:
+                edits = words[self._edits_at : self._edits_at + 4 * words[0]].reshape(-1, 4)
+                eager.edit_table(self.table, edits, words)
             arrays = self._kept(self._arrays_of, *(len(step[i]) for i in _SIZED))
-            sizes = self._page_size, KV_SPLIT
             eager.derive(self.table, self.columns, rows, arrays, *sizes, one_token=one_token, settings=settings)
 
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
-        own = self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, self._result[:seqs]
+        result = self._result[:seqs]
         if self._kernels is not None:
-            self._kernels.commit(*own)
+            self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
         else:
-            eager.commit(*own)
-        return self._result[:seqs]
+            eager.commit(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], step.seq_lens, drawn, result)
+        return result
 
     def to_host(self, result: Tensor) -> Tensor:
         """A copy of a step's result on the host, or on its way there. It is valid until the result of the step after next."""
