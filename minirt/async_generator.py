@@ -139,8 +139,11 @@ class AsyncGenerator:
             SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
             MinirtError: the request failed.
         """
-        async with aclosing(self.stream_completion(prompt, params, priority=priority)) as pieces:
-            async for piece, _ in pieces:
+        call = await self._prepare(prompt, params, priority, single=True)
+        async with aclosing(self._run(call, self._max_unread)) as pieces:
+            async for stream, piece in pieces:
+                if stream.completion.error is not None:
+                    raise stream.completion.error
                 yield piece
 
     @_check_names
@@ -191,8 +194,9 @@ class AsyncGenerator:
         try:
             client.submit(call, reader, final_only)
             while call.open:
-                output = await reader.get()
-                if output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
+                if (output := reader.take()) is None:
+                    await reader.wait()
+                elif output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
                     stream, piece = call.push(output)
                     if piece.finish_reason is not None:
                         client.end([output.request_id], abort=output.finish_reason is None)
@@ -212,27 +216,42 @@ class AsyncGenerator:
 
 
 class _Reader:
-    """The outputs that a call has not read yet. With `limit` of them it is full: it takes no more, and `get` raises at its end.
+    """The outputs that a call has not read yet. With `limit` of them it is full: it takes no more, and `take` raises at its end.
 
     What arrives together goes in together, so that no reader is called slow because the event loop was busy.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._queue: asyncio.Queue[TokenOutput | MinirtError] = asyncio.Queue()
+        self._unread: deque[TokenOutput | MinirtError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, outputs: Sequence[TokenOutput]) -> bool:
         """Returns False if it was full before."""
-        if self._limit is None or self._queue.qsize() < self._limit:
-            for output in outputs:
-                self._queue.put_nowait(output)
-            return True
-        expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
-        self._queue.put_nowait(SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint))
-        return False
+        full = self._limit is not None and len(self._unread) >= self._limit
+        if full:
+            expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
+            self._unread.append(SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint))
+        else:
+            self._unread.extend(outputs)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        return not full
 
-    async def get(self) -> TokenOutput:
-        item = await self._queue.get()
+    async def wait(self) -> None:
+        """Wait until `take` has something."""
+        if not self._unread:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def take(self) -> TokenOutput | None:
+        """The next output; None: there is none yet. Raises an error in its place."""
+        if not self._unread:
+            return None
+        item = self._unread.popleft()
         if isinstance(item, MinirtError):
             raise item
         return item

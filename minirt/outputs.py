@@ -180,9 +180,8 @@ class CompletionStream:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
         now, text, i = time.perf_counter() - self.started, "", 0
         finish_reason, last = output.finish_reason, len(output.token_ids)
-        times = [known - self.started for known in output.times] or [now] * last
         for i, token in enumerate(output.token_ids, 1):
-            done.token_times_s.append(times[i - 1])
+            done.token_times_s.append(output.times[i - 1] - self.started if output.times else now)
             done.token_ids.append(token)
             if self.decoder is None:
                 continue

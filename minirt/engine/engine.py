@@ -24,7 +24,7 @@ from minirt.engine.failures import no_token, out_of_memory, queue_full
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import EngineStats, Request, TokenOutput
+from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.engine.request_checks import RequestChecks, no_constraints
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step, StepResult
 from minirt.engine.scheduler import Scheduler, Work
@@ -36,6 +36,7 @@ from minirt.modeling.model import Observer
 from minirt.step.kv_cache import KVCache
 
 Deliver = Callable[[list[TokenOutput]], None]
+_FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
@@ -325,13 +326,17 @@ class Engine:
         own = planned.slots[rows]
         counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
         self._scheduler.read(own, planned.num_draws[rows])
-        for place in (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0].tolist():
-            sequence, row = slots.sequences[own[place]], int(rows[place])
-            if sequence is not None:
-                outputs += self._tell(sequence, result, work, row, int(counts[place]), int(reasons[place]))
+        told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
+        values = (own[told], rows[told], counts[told], reasons[told])
+        tokens = result.tokens[values[1]].tolist()
+        for slot, row, count, reason, new in zip(*(value.tolist() for value in values), tokens, strict=True):
+            sequence = slots.sequences[slot]
+            if sequence is not None and (output := self._tell(sequence, new[:count], reason, result, work, row)) is not None:
+                outputs.append(output)
         if not same.all():
             for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
-                outputs += self._collect_preempted(result, work, row, now)
+                if (output := self._collect_preempted(result, work, row, now)) is not None:
+                    outputs.append(output)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
         self._register(work, same, own[reasons != Reason.NO_TOKEN])
@@ -358,38 +363,46 @@ class Engine:
                     outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
         return outputs
 
-    def _tell(self, sequence: Sequence, result: StepResult, work: Work, row: int, count: int, reason: int) -> list[TokenOutput]:
-        """What the caller of a sequence gets after it has taken `count` tokens of a step, if anything."""
+    def _tell(
+        self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
+    ) -> TokenOutput | None:
+        """What the caller of a sequence gets after it has taken the tokens of a step, if anything."""
         if reason == Reason.NO_TOKEN:
-            return [TokenOutput(sequence.id, (), "error", no_token(sequence, self._constraints, self._vocab_size))]
-        tokens = result.tokens[row, :count].tolist()
+            return TokenOutput(sequence.id, (), "error", no_token(sequence, self._constraints, self._vocab_size))
+        request = sequence.request
         if sequence.constraint is not None and reason == Reason.RUNS:
             sequence.constraint.accept(tokens)
-        if result.logprobs is not None and sequence.sampling.logprobs is not None:
+        if result.logprobs is not None and request.sampling.logprobs is not None:
             first = int(work.planned.num_draws[:row].sum())
-            sequence.logprobs += [own for own in result.logprobs[first : first + count] if own is not None]
+            sequence.logprobs += [own for own in result.logprobs[first : first + len(tokens)] if own is not None]
         times: tuple[float, ...] = ()
-        if sequence.request.final_only:
+        if request.final_only:
             if reason == Reason.RUNS:
-                return []
+                return None
             tokens, times = sequence.tokens[sequence.prompt_len :].tolist(), tuple(sequence.times.tolist())
-        ends = None if reason == Reason.RUNS else "stop" if reason == Reason.STOP else "length"
-        logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        output = TokenOutput(sequence.id, tuple(tokens), ends, None, sequence.num_cached, logprobs, times=times)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.logprobs:
+            logprobs, sequence.logprobs = tuple(sequence.logprobs), []
+        output = TokenOutput(
+            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times
+        )
         if sequence.queue_time_s is None:
-            return [output]
+            return output
         # The first output of the request, and the only one with these.
         scores, sequence.scores = sequence.scores, None
         queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
-        return [output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)]
+        return output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)
 
-    def _collect_preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
+    def _collect_preempted(self, result: StepResult, work: Work, row: int, now: float) -> TokenOutput | None:
         """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
         sequence = self._scheduler.away(int(work.planned.slots[row]), int(work.epochs[row]))
         if sequence is None or self._requests.get(sequence.id) is not sequence:
-            return []
-        count, reason = sequence.append(result.tokens[row, : result.counts[row]].tolist(), now)
-        return self._tell(sequence, result, work, row, count, reason) if sequence.watched or reason != Reason.RUNS else []
+            return None
+        tokens = result.tokens[row, : result.counts[row]].tolist()
+        count, reason = sequence.append(tokens, now)
+        if not sequence.watched and reason == Reason.RUNS:
+            return None
+        return self._tell(sequence, tokens[:count], reason, result, work, row)
 
     def _register(self, work: Work, same: np.ndarray, drew: np.ndarray) -> None:
         """Register the pages that a step has filled. `drew`: the slots whose tokens were read."""

@@ -1,4 +1,4 @@
-"""`replay_times` refuses what it cannot time. Catches a graph of another size in place of the one asked for, and pages that stay."""
+"""`replay_times` refuses what it cannot time. Catches a graph of another size instead of the one asked for, and pages kept."""
 
 import pytest
 
