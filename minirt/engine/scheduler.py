@@ -23,7 +23,7 @@ from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import PlannedSequences
+from minirt.step.plan import NO_TOKENS, PlannedSequences
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _Planned = tuple[int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`
@@ -183,12 +183,14 @@ class Scheduler:
 
         def room() -> tuple[int, int, int]:
             """Tokens, rows of logits and KV splits that are left for further sequences."""
-            planned = [own for sequence, own in prompts if sequence.slot >= 0]
-            kept = self.slots.epochs[slots] == epochs  # others were preempted since
+            planned, used, split = [own for sequence, own in prompts if sequence.slot >= 0], 0, 0
+            if len(slots):
+                kept = self.slots.epochs[slots] == epochs  # others were preempted since
+                used, split = int(counts[kept].sum()), int(_splits(lens[kept]).sum())
             return (
-                limit - int(counts[kept].sum()) - sum([own[2] for own in planned]),
+                limit - used - sum([own[2] for own in planned]),
                 own_rows - sum([max(0, own[3] - draws) for own in planned]),
-                most_splits - int(_splits(lens[kept]).sum()) - sum([_splits(own[5]) for own in planned]),
+                most_splits - split - sum([_splits(own[5]) for own in planned]),
             )
 
         budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
@@ -232,13 +234,15 @@ class Scheduler:
         planned = PlannedSequences(slots, np.full_like(counts, -1), counts, counts, counts, lens)
         if prompts:
             others = PlannedSequences.of(own for _, own in prompts)
-            planned = PlannedSequences(*map(np.concatenate, zip(planned, others, strict=True)))
-            epochs = np.concatenate((epochs, self.slots.epochs[others.slots]))
+            planned = PlannedSequences(*map(np.concatenate, zip(planned, others, strict=True))) if len(slots) else others
+            epochs = self.slots.epochs[planned.slots]
         return Work(planned, epochs, [(len(slots) + i, sequence) for i, (sequence, _) in enumerate(prompts)])
 
     def _schedule_decoding(self, budget: int, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each."""
         own = self.slots
+        if not self._decoding:
+            return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
             self._decoding_slots = np.array(self._decoding, np.int32)
         slots = self._decoding_slots

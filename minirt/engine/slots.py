@@ -103,23 +103,24 @@ class HostSlots:
         Returns:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
-        lengths, final = self.lengths[slots], self.final_lens[slots]
-        before, reasons = lengths, np.zeros(len(slots), np.int64)
+        lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
+        before, reasons, runs = lengths, np.zeros(len(slots), np.int64), counts > 0
         for column in range(tokens.shape[1]):
-            token, runs = tokens[:, column], (reasons == Reason.RUNS) & (counts > column)
-            if column and not runs.any():
-                break
+            if column:
+                runs = (reasons == Reason.RUNS) & (counts > column)
+                if not runs.any():
+                    break
+            token = tokens[:, column]
             drawn = token >= 0
             takes = runs & drawn & (lengths < final)  # with max_tokens 0, the step has drawn a token all the same
             if takes.all():
-                where, own = slots, token
-                self.tokens[where, lengths], self.times[where, lengths] = own, now
+                self.tokens[slots, lengths], self.times[slots, lengths] = token, now
             else:
                 where, at = slots[takes], lengths[takes]
                 self.tokens[where, at], self.times[where, at] = token[takes], now
+                reasons[runs & ~drawn] = Reason.NO_TOKEN
             lengths = lengths + takes
-            reasons[runs & (lengths >= final)] = Reason.LENGTH
-            reasons[takes & (token[:, None] == self.ends[slots]).any(1)] = Reason.STOP
-            reasons[runs & ~drawn] = Reason.NO_TOKEN
+            reasons[runs & drawn & (lengths >= final)] = Reason.LENGTH
+            reasons[takes & (token[:, None] == ends).any(1)] = Reason.STOP
         self.lengths[slots] = lengths
         return lengths - before, reasons

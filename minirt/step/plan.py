@@ -4,6 +4,8 @@ It names sequences by slot, and says nothing that only the device knows: how man
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -96,25 +98,26 @@ class Sampling(NamedTuple):
     logprobs: tuple[int, ...] = ()
 
 
-class StepPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StepPlan:
     """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it."""
 
     sequences: PlannedSequences
-    tokens: np.ndarray = NO_TOKENS
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     edits: tuple[Edit, ...] = ()
     rules: tuple[SlotRules, ...] = ()
     scored: tuple[Scored, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """New tokens, at most."""
         return int(self.sequences.num_tokens.sum())
 
-    @property
+    @cached_property
     def num_logits(self) -> int:
         return int(self.sequences.num_logits.sum())
 
-    @property
+    @cached_property
     def num_draws(self) -> int:
         return int(self.sequences.num_draws.sum())

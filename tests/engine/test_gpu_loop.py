@@ -7,6 +7,7 @@ that hangs on a failed GPU.
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -292,7 +293,7 @@ def test_tokens_are_those_of_all_logits(count, monkeypatch):
     forward_of, left = Runner._forward, []
 
     def with_all_logits(self, plan):
-        forward = forward_of(self, plan._replace(sampling=plan.sampling._replace(any_rules=True)))
+        forward = forward_of(self, replace(plan, sampling=plan.sampling._replace(any_rules=True)))
         left.append(forward.row_maxima is not None and plan.sampling.all_greedy)
         return forward._replace(plan=plan, row_maxima=None)
 
