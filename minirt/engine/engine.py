@@ -325,7 +325,6 @@ class Engine:
         rows = (same & (planned.num_draws > 0)).nonzero()[0]
         own = planned.slots[rows]
         counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
-        self._scheduler.read(own, planned.num_draws[rows])
         told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
         values = (own[told], rows[told], counts[told], reasons[told])
         tokens = result.tokens[values[1]].tolist()
@@ -339,6 +338,7 @@ class Engine:
                     outputs.append(output)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
+        self._scheduler.read(own, planned.num_draws[rows])
         self._register(work, same, own[reasons != Reason.NO_TOKEN])
         for output in outputs:
             if output.finish_reason is not None:

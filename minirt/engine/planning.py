@@ -26,9 +26,10 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     """
     planned, rules, scored = work.planned, list[SlotRules](), list[Scored]()
     tokens, edits = list[np.ndarray](), list[Edit]()
+    going_on = len(planned) - len(work.prompts)  # the first ones; of prompts, each is looked at
     for place, sequence in work.prompts:
-        slot, start = sequence.slot, int(planned.starts[place])
-        known, stop = sequence.tokens, start + int(planned.num_tokens[place])
+        slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
+        known, stop = sequence.tokens, start + count
         if slots.num_sent[slot] < 0:
             edits.append(_admission(sequence, start, vocab))
             if sequence.rules is not None:
@@ -37,17 +38,26 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
             if columns.history and start > 0:  # the other tokens of a prompt come as the tokens of steps
                 edits.append(Edit(slot, columns.tokens, known[:start].copy()))
             _describe_draws(sequence, slots, vocab)
-        tokens.append(known[start:stop])
-        if num_scored := int(planned.num_logits[place] - planned.num_draws[place]):
-            after = stop - int(planned.num_logits[place]) + 1  # the place of the first target
+        edits += _new_pages(slots, slot, columns)
+        tokens.append(known[start:stop].copy())
+        if num_scored := num_logits - num_draws:
+            after = stop - num_logits + 1  # the place of the first target
             targets = None if sequence.logits_only else known[after : after + num_scored].copy()
             scored.append(Scored(place, num_scored, targets, num_top(sequence.sampling.prompt_logprobs or 0, vocab)))
-    sent, held = slots.num_sent[planned.slots], slots.num_pages[planned.slots]
-    for place in (sent < held).nonzero()[0].tolist():
-        slot, first, end = int(planned.slots[place]), max(0, int(sent[place])), int(held[place])
-        edits.append(Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy()))
-    given = np.concatenate(tokens) if tokens else NO_TOKENS
+    if going_on:
+        own = planned.slots[:going_on]
+        for slot in own[slots.num_sent[own] < slots.num_pages[own]].tolist():
+            edits += _new_pages(slots, slot, columns)
+    given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
     return StepPlan(planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots))
+
+
+def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
+    """The edit that tells the device of pages that it does not know, if there are any."""
+    first, end = max(0, int(slots.num_sent[slot])), int(slots.num_pages[slot])
+    if first == end:
+        return []
+    return [Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy())]
 
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:

@@ -231,12 +231,16 @@ class Scheduler:
             prompts = [own for own in prompts if own[0].slot >= 0]
         if not len(slots) and not prompts:
             return None
-        planned = PlannedSequences(slots, np.full_like(counts, -1), counts, counts, counts, lens)
+        planned = np.empty((6, len(slots) + len(prompts)), np.int32)
+        if len(slots):
+            for row, value in zip(planned[:, : len(slots)], (slots, -1, counts, counts, counts, lens), strict=True):
+                row[:] = value
+        for i, (_, one) in enumerate(prompts, len(slots)):
+            planned[:, i] = one
         if prompts:
-            others = PlannedSequences.of(own for _, own in prompts)
-            planned = PlannedSequences(*map(np.concatenate, zip(planned, others, strict=True))) if len(slots) else others
-            epochs = self.slots.epochs[planned.slots]
-        return Work(planned, epochs, [(len(slots) + i, sequence) for i, (sequence, _) in enumerate(prompts)])
+            epochs = self.slots.epochs[planned[0]]
+        places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
+        return Work(PlannedSequences(planned), epochs, places)
 
     def _schedule_decoding(self, budget: int, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each."""

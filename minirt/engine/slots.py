@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
+_FEW = 3  # so many sequences take less time one by one than on arrays
 
 
 class Reason(IntEnum):
@@ -103,6 +104,10 @@ class HostSlots:
         Returns:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
+        if len(slots) <= _FEW:
+            found = [self._extend_one(*own, now) for own in zip(slots.tolist(), counts.tolist(), tokens.tolist(), strict=True)]
+            taken, why = np.array(found, np.int64).reshape(-1, 2).T
+            return taken, why
         lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
         before, reasons, runs = lengths, np.zeros(len(slots), np.int64), counts > 0
         for column in range(tokens.shape[1]):
@@ -124,3 +129,19 @@ class HostSlots:
             reasons[takes & (token[:, None] == ends).any(1)] = Reason.STOP
         self.lengths[slots] = lengths
         return lengths - before, reasons
+
+    def _extend_one(self, slot: int, count: int, tokens: list[int], now: float) -> tuple[int, Reason]:
+        """`extend` of one slot."""
+        length, final, taken = int(self.lengths[slot]), int(self.final_lens[slot]), 0
+        reason, ends = Reason.RUNS, self.ends[slot].tolist()
+        for token in tokens[:count]:
+            if token < 0 or length == final:
+                reason = Reason.NO_TOKEN if token < 0 else Reason.LENGTH
+                break
+            self.tokens[slot, length], self.times[slot, length] = token, now
+            length, taken = length + 1, taken + 1
+            if token in ends or length == final:
+                reason = Reason.STOP if token in ends else Reason.LENGTH
+                break
+        self.lengths[slot] = length
+        return taken, reason

@@ -80,9 +80,8 @@ class StepBuffers:
         words = self._message.host().numpy()
         words[0], words[1] = len(edits), logits_needed
         rows = words[_HEAD : self._edits_at].reshape(_NUM_ROWS, size)
+        rows[:, :count] = plan.sequences.values[:_NUM_ROWS]
         rows[:, count:], rows[0, count:] = 0, -1
-        for row, column in zip(rows, plan.sequences[:_NUM_ROWS], strict=True):
-            row[:count] = column
         end = self._edits_at
         if edits:
             end, table = self._values_at, words[self._edits_at : self._values_at].reshape(-1, 4)

@@ -24,32 +24,53 @@ class Edit(NamedTuple):
     values: np.ndarray
 
 
-class PlannedSequences(NamedTuple):
-    """The sequences of a step, in order: arrays [B] of int32.
+@dataclass(frozen=True, eq=False)
+class PlannedSequences:
+    """The sequences of a step, in order.
 
     Args:
-        slots: the row of the table.
-        starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
-        num_tokens: number of new tokens; with next tokens, the maximum.
-        num_logits: number of the last new tokens that need logits.
-        num_draws: how many of these, the last ones, a token is drawn from.
-        seq_lens: cached tokens after the step, at most.
+        values: [6, B] int32, one row for each property:
+            slots: the row of the table.
+            starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
+            num_tokens: number of new tokens; with next tokens, the maximum.
+            num_logits: number of the last new tokens that need logits.
+            num_draws: how many of these, the last ones, a token is drawn from.
+            seq_lens: cached tokens after the step, at most.
     """
 
-    slots: np.ndarray
-    starts: np.ndarray
-    num_tokens: np.ndarray
-    num_logits: np.ndarray
-    num_draws: np.ndarray
-    seq_lens: np.ndarray
+    values: np.ndarray
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        return cls(*np.array([*sequences], np.int32).reshape(-1, len(cls._fields)).T)
+        return cls(np.array([*sequences], np.int32).reshape(-1, 6).T)
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self.values.shape[1]
+
+    @property
+    def slots(self) -> np.ndarray:
+        return self.values[0]
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self.values[1]
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        return self.values[2]
+
+    @property
+    def num_logits(self) -> np.ndarray:
+        return self.values[3]
+
+    @property
+    def num_draws(self) -> np.ndarray:
+        return self.values[4]
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        return self.values[5]
 
 
 class SlotRules(NamedTuple):
@@ -110,14 +131,18 @@ class StepPlan:
     sampling: Sampling = field(default_factory=Sampling)
 
     @cached_property
+    def _sums(self) -> list[int]:
+        return self.sequences.values[2:5].sum(1).tolist()
+
+    @property
     def num_tokens(self) -> int:
         """New tokens, at most."""
-        return int(self.sequences.num_tokens.sum())
+        return self._sums[0]
 
-    @cached_property
+    @property
     def num_logits(self) -> int:
-        return int(self.sequences.num_logits.sum())
+        return self._sums[1]
 
-    @cached_property
+    @property
     def num_draws(self) -> int:
-        return int(self.sequences.num_draws.sum())
+        return self._sums[2]
