@@ -18,7 +18,7 @@ from minirt import models
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
-from minirt.engine.limits import EngineLimits, check_limits
+from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import Request
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
@@ -73,20 +73,21 @@ class Generator:
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         max_waiting: int | None = None,
+        max_step_ms: float = MAX_STEP_MS,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, prefix_cache, cuda_graphs:
-                see `minirt.LoadOptions`.
+            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, max_step_ms, prefix_cache,
+                cuda_graphs: see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
-        check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
+        check_limits(max_num_seqs, max_num_batched_tokens, max_waiting, max_step_ms)
         options = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
@@ -100,7 +101,9 @@ class Generator:
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
         )
-        limits = EngineLimits(model.max_model_len, max_num_seqs, self.memory.max_num_batched_tokens, max_waiting)
+        limits = EngineLimits(
+            model.max_model_len, max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms
+        )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
             cuda_graphs=cuda_graphs and model.capturable,
@@ -131,7 +134,8 @@ class Generator:
                 ("compiling kernels", …) if some are not in Triton's cache, and with ("CUDA graphs", captured, total).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
-                max_waiting, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
+                max_waiting, max_step_ms, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup,
+                cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -148,7 +152,8 @@ class Generator:
                 loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
                 eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
-                max_waiting=settings.max_waiting, prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
+                max_waiting=settings.max_waiting, max_step_ms=settings.max_step_ms, prefix_cache=settings.prefix_cache,
+                cuda_graphs=settings.cuda_graphs,
             )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started

@@ -193,6 +193,10 @@ load_options = option_group(
         "--max-num-batched-tokens", type=TokenCount(1),
         help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
     ),
+    click.option(
+        "--max-step-ms", type=click.FloatRange(0),
+        help="On a GPU: milliseconds of a step's prompt tokens while other requests decode; 0: any. Default: 60.",
+    ),
     click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
     click.option(
         "--threads", type=click.IntRange(1),
@@ -395,8 +399,8 @@ def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[s
     if options.get("random_weights") and options.get("check_weights"):
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_model_len",
-            "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights",
-            "seed")  # fmt: skip
+            "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_step_ms", "threads", "random_weights",
+            "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": quantize, "quantize_head": head}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}

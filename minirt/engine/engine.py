@@ -158,6 +158,7 @@ class Engine:
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
+        self._scheduler.prompt_time = self._runner.prompt_time
 
     def observe(self, observer: Observer | None) -> None:
         """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""

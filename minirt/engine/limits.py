@@ -1,5 +1,6 @@
 """`EngineLimits`: how large an engine's steps, sequences and queue may be. One value, which every part of the engine gets."""
 
+import math
 from dataclasses import dataclass
 
 from minirt.errors import InputError
@@ -9,6 +10,7 @@ from minirt.kernels.attention.limits import KV_SPLIT
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 MAX_LOGITS_ROWS = 256  # rows of logits of a step, unless more sequences run at once
 MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
+MAX_STEP_MS = 60.0  # the default time of the prompt tokens of a step beside decoding sequences
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -21,6 +23,8 @@ class EngineLimits:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of the largest step. A longer prompt is computed in chunks.
         max_waiting: requests that wait while a step computes others; further ones are refused. None: no limit.
+        max_step_ms: milliseconds that a step's prompt tokens may take while sequences decode, by the times measured at warm-up on
+            a GPU; 0: any number.
         max_drafts: proposed tokens of a sequence that a step verifies; set by the engine.
     """
 
@@ -28,6 +32,7 @@ class EngineLimits:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
     max_waiting: int | None = None
+    max_step_ms: float = 0.0
     max_drafts: int = 0
 
     @property
@@ -44,7 +49,9 @@ def max_splits(count: int, max_seq_len: int, capacity: int) -> int:
     return min(count * -(-max_seq_len // KV_SPLIT), MAX_SHARING * (capacity // KV_SPLIT) + count)
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:
+def check_limits(
+    max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None, max_step_ms: float = MAX_STEP_MS
+) -> None:
     """Raise InputError unless the limits are in range. Kernels count the sequences and tokens of a step in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value is None and name == "max_num_batched_tokens":
@@ -55,3 +62,6 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_wait
     if max_waiting is not None and (type(max_waiting) is not int or max_waiting < 0):
         expected, found = "an integer >= 0, or None", repr(max_waiting)[:80]
         raise InputError("not an acceptable value", where="--max-waiting", expected=expected, found=found)
+    if type(max_step_ms) not in (int, float) or not 0 <= max_step_ms < math.inf:
+        expected, found = "milliseconds, or 0 for any time", repr(max_step_ms)[:80]
+        raise InputError("not an acceptable value", where="--max-step-ms", expected=expected, found=found)

@@ -19,6 +19,7 @@ from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_toke
 from minirt.engine.cuda_graphs import CudaGraphs
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
+from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
@@ -36,6 +37,7 @@ from minirt.step.plan import PlannedSequences, StepPlan
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
+_MEASURED_TOKENS = 2048  # of a prompt at warm-up
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -141,6 +143,7 @@ class Runner:
         )
         self._stages = SamplingStages(limits, vocab_size, seqs * (1 + limits.max_drafts), device)
         self._statics: dict[Bucket, tuple[StepTensors, Batch]] = {}
+        self.prompt_time: PromptTime | None = None  # after warm-up on a GPU
         self._masked: _Forward | None = None  # the step that waits for its masks
 
     @property
@@ -333,6 +336,8 @@ class Runner:
                     self._sample(SamplingParams(temperature=0.0), maxima.values)
             torch.cuda.synchronize(self._device)
             self._reserve(self._model)
+            with suppress(torch.OutOfMemoryError):
+                self.prompt_time = self._measure_prompts(self._model)
 
     def launch_all(self, model: Model) -> None:
         """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
@@ -389,10 +394,31 @@ class Runner:
         return graph + max(peak(partial(self._run_dry, model, chunks)) for chunks in steps)
 
     def _run_dry(self, model: Model, chunks: Sequence[Chunk]) -> None:
+        model.dry_run(self._dry_batch(chunks), self._cache)
+
+    def _dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
         batch = Batch.build(chunks, self._cache.page_size).to(self._device)
-        if self._graphs is not None:
-            batch = replace(batch, row_maxima=self._row_maxima(len(batch.logits_indices)))
-        model.dry_run(batch, self._cache)
+        return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(len(batch.logits_indices)))
+
+    def _measure_prompts(self, model: Model) -> PromptTime:
+        """Run a chunk of a prompt, at its beginning and at the end of the longest context. All its pages are page 0."""
+        longest = min(self._limits.max_model_len, self._cache.capacity)
+        count = min(_MEASURED_TOKENS, self._limits.max_num_batched_tokens, longest)
+
+        def seconds(start: int) -> float:
+            batch = self._dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            for event in (None, *events):  # the first run is not counted
+                if event is not None:
+                    event.record()
+                if event is not events[1]:
+                    model(batch, self._cache)
+            torch.cuda.synchronize(self._device)
+            return events[0].elapsed_time(events[1]) / 1e3
+
+        first, start = seconds(0), longest - count
+        more = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
+        return PromptTime(first / count, more)
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)

@@ -7,6 +7,7 @@ number of tokens that only the device knows. So the scheduler reserves pages for
 returns what is too much once the host knows.
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ import numpy as np
 
 from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import PrefixCache
+from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
@@ -26,6 +28,7 @@ from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_TOKENS, PlannedSequences
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
+_PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
 _Planned = tuple[int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`
 
 
@@ -74,6 +77,7 @@ class Scheduler:
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
         self._decoding: list[int] = []  # the slots of those that go on, in the order in which they began to
         self._decoding_slots: np.ndarray | None = None  # the same as an array; None: to be made
+        self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
         self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
         self._num_arrivals = 0
         self.num_preemptions = 0
@@ -193,13 +197,14 @@ class Scheduler:
                 most_splits - split - sum([_splits(own[5]) for own in planned]),
             )
 
+        time_left = self._seconds_of_prompts() if len(slots) else math.inf
         budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
         for sequence in list(self._prefilling.values()):
             if budget <= 0:
                 break
             if sequence.slot < 0:  # preempted for an earlier one
                 continue
-            own = self._plan_prompt(sequence, budget, rows + draws)
+            own = self._plan_prompt(sequence, self._in_time(sequence.num_prefilled, budget, time_left), rows + draws)
             if own is None or _splits(own[5]) > splits:
                 continue
             while not self._reserve(sequence.slot, own[5]):
@@ -207,22 +212,24 @@ class Scheduler:
                     break
             else:
                 prompts.append((sequence, own))
+                time_left -= self._seconds(own)
             budget, rows, splits = room()
         rows += draws * admits
         while (
             self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs
-            and self.num_preemptions == preemptions
+            and self.num_preemptions == preemptions and (not prompts or self._in_time(0, budget, time_left))
         ):  # fmt: skip
             sequence = self.waiting.first()
             if _splits(len(sequence.tokens)) > splits or not self._admit(sequence):
                 break
-            own = self._plan_prompt(sequence, budget, rows)
+            own = self._plan_prompt(sequence, max(1, self._in_time(sequence.num_prefilled, budget, time_left)), rows)
             if own is None:
                 raise EngineError("an admitted sequence has nothing to compute", where=f"request {sequence.id}")
             self._reserve(sequence.slot, own[5])
             self.running[sequence.id] = self._prefilling[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
             prompts.append((sequence, own))
+            time_left -= self._seconds(own)
             splits -= _splits(own[5])
             budget, rows = budget - own[2], rows - max(draws, own[3])
         if self.num_preemptions != preemptions:
@@ -241,6 +248,22 @@ class Scheduler:
             epochs = self.slots.epochs[planned[0]]
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
         return Work(PlannedSequences(planned), epochs, places)
+
+    def _seconds_of_prompts(self) -> float:
+        """How long a step may compute prompts while others decode."""
+        return self.limits.max_step_ms / 1e3 if self.prompt_time is not None and self.limits.max_step_ms else math.inf
+
+    def _seconds(self, own: _Planned) -> float:
+        return 0.0 if self.prompt_time is None else self.prompt_time.seconds(own[1], own[2])
+
+    def _in_time(self, start: int, budget: int, seconds: float) -> int:
+        """How many of `budget` tokens of a prompt, the first at position `start`, a step computes in so many seconds."""
+        if self.prompt_time is None or seconds == math.inf:
+            return budget
+        tokens = self.prompt_time.tokens(start, seconds)
+        if tokens >= budget or tokens < _PROMPT_TILE:
+            return min(tokens, budget)
+        return tokens // _PROMPT_TILE * _PROMPT_TILE
 
     def _schedule_decoding(self, budget: int, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each."""

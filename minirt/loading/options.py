@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.engine.limits import check_limits
+from minirt.engine.limits import MAX_STEP_MS, check_limits
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.foreign_names import check_names
 from minirt.layers import Layer
@@ -55,6 +55,8 @@ class LoadOptions:
             cgroup quota).
         max_waiting: maximum number of requests that wait while a step computes others. Further requests end with a
             `QueueFullError`. None: no limit.
+        max_step_ms: on a GPU, milliseconds that a step's prompt tokens may take while other requests decode, which wait for it;
+            by times measured at warm-up. 0: any time.
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
             beginning does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
@@ -84,6 +86,7 @@ class LoadOptions:
     max_num_batched_tokens: int | None = None
     threads: int | None = None
     max_waiting: int | None = None
+    max_step_ms: float = MAX_STEP_MS
     prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0
@@ -105,7 +108,7 @@ class LoadOptions:
         if self.layers is not None and not callable(self.layers):
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
-        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
+        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting, self.max_step_ms)
         self.memory  # noqa: B018  (checks its values)
 
     @property

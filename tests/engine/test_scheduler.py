@@ -4,14 +4,19 @@ Catches a request that overtakes a more important one, the wrong victim of a pre
 """
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from engine.test_engine import engine, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
+from minirt.engine.limits import EngineLimits
+from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
+from minirt.engine.slots import HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -245,3 +250,71 @@ def test_the_queue_of_waiting_sequences():
         assert len(queue) == len(model)
         assert len(queue._heap) <= 2 * len(model) + 16
     assert [queue.pop().rank for _ in range(len(model))] == sorted(sequence.rank for sequence in model.values())
+
+
+@pytest.mark.parametrize("context_s", [0.0, 1e-5])
+def test_prompts_leave_time_to_those_that_decode(context_s):
+    """A prompt token takes 1 ms, and more the more come before it; a step's prompts get 20 ms while others decode. Alone they get
+    the whole budget, and the tokens are the same."""
+    it, _ = engine(pages=400, seqs=6, budget=256, length=400, prefix_cache=False)
+    it._scheduler.limits = replace(it._scheduler.limits, max_step_ms=20.0)
+    it._scheduler.prompt_time = PromptTime(1e-3, context_s)
+    watched, plans, inner = Watched(it), [], it._runner.start
+    it._runner.start = lambda plan: plans.append(plan) or inner(plan)
+    watched.add([60, 61], 60)
+    watched.step()
+    for i in range(3):
+        watched.add([70 + i] * 120, 4)
+    while it.has_work:
+        watched.step()
+    for plan in plans[1:]:
+        own = plan.sequences
+        new = zip(own.starts.tolist(), own.num_tokens.tolist(), strict=True)
+        prompts = [(start, count) for start, count in new if start >= 0]
+        seconds = sum(count * (1e-3 + context_s * (start + count / 2)) for start, count in prompts)
+        assert seconds <= 20e-3
+        assert (own.starts < 0).any() or not prompts, "a test of steps beside others"
+    assert len(plans) > 360 / 20
+    assert watched.tokens[0] == undisturbed([60, 61], 60, EOS)
+    assert all(watched.tokens[i + 1] == undisturbed([70 + i] * 120, 4, EOS) for i in range(3))
+
+
+def test_alone_prompts_have_the_whole_budget():
+    it, _ = engine(pages=400, seqs=6, budget=256, length=400)
+    it._scheduler.limits = replace(it._scheduler.limits, max_step_ms=1e-9)
+    it._scheduler.prompt_time = PromptTime(1e-3)
+    watched, sizes, inner = Watched(it), [], it._runner.start
+    it._runner.start = lambda plan: sizes.append(plan.num_tokens) or inner(plan)
+    watched.add([60] * 300, 4)
+    while it.has_work:
+        watched.step()
+    assert sizes[:2] == [256, 44]
+
+
+@given(start=st.integers(0, 10**6), seconds=st.floats(0, 10), token_s=st.floats(1e-7, 1e-2), context_s=st.floats(0, 1e-5))
+def test_the_time_of_prompts(start, seconds, token_s, context_s):
+    own = PromptTime(token_s, context_s)
+    tokens = own.tokens(start, seconds)
+    assert own.seconds(start, tokens) <= seconds * (1 + 1e-6) + 1e-12
+    assert own.seconds(start, tokens + 2) >= seconds * (1 - 1e-6)
+
+
+@given(data=st.data())
+def test_few_sequences_and_many_are_extended_alike(data):
+    """The same steps, one by one and on arrays: drafts, stop tokens, the last token, a row that drew nothing."""
+    limits, draw = EngineLimits(24, 6, 64, max_drafts=2), data.draw(st.randoms(use_true_random=False))
+    alone, together = HostSlots(limits, 1), HostSlots(limits, 1)
+    for i in range(6):
+        own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
+        for slots in (alone, together):
+            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
+    every = np.arange(6)
+    for _ in range(4):
+        counts = np.array([draw.randrange(4) for _ in every])
+        tokens = np.array([[draw.randrange(-1, 40) for _ in range(3)] for _ in every])
+        found = together.extend(every, counts, tokens, 1.5)
+        one = [alone.extend(every[i : i + 1], counts[i : i + 1], tokens[i : i + 1], 1.5) for i in every]
+        assert [array.tolist() for array in found] == [np.concatenate(parts).tolist() for parts in zip(*one, strict=True)]
+        assert (alone.lengths == together.lengths).all()
+        assert (alone.tokens == together.tokens).all()
+        assert (alone.times == together.times).all()
