@@ -200,9 +200,9 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
         expected = [generator.generate(p, own).token_ids for p, own in zip(prompts, params, strict=True)]
     start = Runner.start
 
-    def late(self, chunks, settings, fill):
+    def late(self, plan):
         torch.cuda._sleep(40_000_000)  # GPU cycles: about 20 ms
-        return start(self, chunks, settings, fill)
+        return start(self, plan)
 
     monkeypatch.setattr(Runner, "start", late)
     with Generator.from_pretrained(max_num_batched_tokens=64, **options) as generator:
