@@ -45,6 +45,16 @@ class _InFlight(NamedTuple):
     work: Work
 
 
+class _Drawn(NamedTuple):
+    """Whose tokens of a step were read: slots and numbers of draws [N], whether the draws were usable [N]; and for each sequence
+    of the step, whether it still has its slot [B]."""
+
+    slots: np.ndarray
+    draws: np.ndarray
+    usable: np.ndarray
+    same: np.ndarray
+
+
 class _DeviceErrors:
     """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
 
@@ -320,27 +330,12 @@ class Engine:
         Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
         """
         result, work = ended.step.result(), ended.work
-        now, slots, planned = time.perf_counter(), self._scheduler.slots, work.planned
-        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
-        outputs = self._collect_scores(result, work)
-        rows = (same & (planned.num_draws > 0)).nonzero()[0]
-        own = planned.slots[rows]
-        counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
-        told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
-        values = (own[told], rows[told], counts[told], reasons[told])
-        tokens = result.tokens[values[1]].tolist()
-        for slot, row, count, reason, new in zip(*(value.tolist() for value in values), tokens, strict=True):
-            sequence = slots.sequences[slot]
-            if sequence is not None and (output := self._tell(sequence, new[:count], reason, result, work, row)) is not None:
-                outputs.append(output)
-        if not same.all():
-            for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
-                if (output := self._collect_preempted(result, work, row, now)) is not None:
-                    outputs.append(output)
+        outputs = self._collect_scores(result, work) if result.scored else []
+        drawn = self._collect_tokens(result, work, outputs)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        self._scheduler.read(own, planned.num_draws[rows])
-        self._register(work, same, own[reasons != Reason.NO_TOKEN])
+        self._scheduler.read(drawn.slots, drawn.draws)
+        self._register(work, drawn)
         for output in outputs:
             if output.finish_reason is not None:
                 self.abort(output.request_id)
@@ -363,6 +358,28 @@ class Engine:
                     logits = torch.cat(sequence.logits)
                     outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
         return outputs
+
+    def _collect_tokens(self, result: StepResult, work: Work, outputs: list[TokenOutput]) -> "_Drawn":
+        """Append the tokens of a step to its sequences, and what callers get to `outputs`."""
+        now, slots, planned = time.perf_counter(), self._scheduler.slots, work.planned
+        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
+        draws = planned.num_draws > 0
+        rows = (same & draws).nonzero()[0]
+        own = planned.slots[rows]
+        counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
+        told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
+        if len(told):
+            where = rows[told]
+            values = own[told].tolist(), where.tolist(), counts[told].tolist(), reasons[told].tolist()
+            for slot, row, count, reason, new in zip(*values, result.tokens[where].tolist(), strict=True):
+                sequence = slots.sequences[slot]
+                if sequence is not None and (output := self._tell(sequence, new[:count], reason, result, work, row)) is not None:
+                    outputs.append(output)
+        if not same.all():
+            for row in (~same & draws).nonzero()[0].tolist():
+                if (output := self._collect_preempted(result, work, row, now)) is not None:
+                    outputs.append(output)
+        return _Drawn(own, planned.num_draws[rows], reasons != Reason.NO_TOKEN, same)
 
     def _tell(
         self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
@@ -405,12 +422,13 @@ class Engine:
             return None
         return self._tell(sequence, tokens[:count], reason, result, work, row)
 
-    def _register(self, work: Work, same: np.ndarray, drew: np.ndarray) -> None:
-        """Register the pages that a step has filled. `drew`: the slots whose tokens were read."""
+    def _register(self, work: Work, drawn: "_Drawn") -> None:
+        """Register the pages that a step has filled."""
         slots = self._scheduler.slots
-        self._scheduler.register(drew, slots.lengths[drew] - 1)
+        own = drawn.slots[drawn.usable]
+        self._scheduler.register(own, slots.lengths[own] - 1)
         for place, sequence in work.prompts:
-            if same[place] and not work.planned.num_draws[place] and sequence.slot >= 0:
+            if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
                 computed = min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1)
                 self._scheduler.register(np.array([sequence.slot]), np.array([computed]))
 

@@ -77,7 +77,7 @@ class StepBuffers:
                 known = known.pin_memory() if self._device.type == "cuda" else known
                 self.table[slot, first : first + len(values)].copy_(known, non_blocking=True)
             edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
-        words = self._message.host().numpy()
+        words = self._message.array()
         words[0], words[1] = len(edits), logits_needed
         rows = words[_HEAD : self._edits_at].reshape(_NUM_ROWS, size)
         rows[:, :count] = plan.sequences.values[:_NUM_ROWS]
@@ -91,7 +91,7 @@ class StepBuffers:
                 end += len(values)
         self._message.copy(end)
         if len(plan.tokens):
-            self._tokens.host().numpy()[: len(plan.tokens)] = plan.tokens
+            self._tokens.array()[: len(plan.tokens)] = plan.tokens
             self._tokens.copy(len(plan.tokens))
 
     def sent(self, plan: StepPlan) -> None:
