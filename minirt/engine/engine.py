@@ -29,7 +29,7 @@ from minirt.engine.request_checks import RequestChecks, no_constraints
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step, StepResult
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import Reason
+from minirt.engine.slots import FEW, Reason
 from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
 from minirt.modeling.model import Observer
@@ -49,10 +49,10 @@ class _Drawn(NamedTuple):
     """Whose tokens of a step were read: slots and numbers of draws [N], whether the draws were usable [N]; and for each sequence
     of the step, whether it still has its slot [B]."""
 
-    slots: np.ndarray
-    draws: np.ndarray
-    usable: np.ndarray
-    same: np.ndarray
+    slots: list[int] | np.ndarray
+    draws: list[int] | np.ndarray
+    usable: list[bool] | np.ndarray
+    same: list[bool] | np.ndarray
 
 
 class _DeviceErrors:
@@ -362,6 +362,8 @@ class Engine:
     def _collect_tokens(self, result: StepResult, work: Work, outputs: list[TokenOutput]) -> "_Drawn":
         """Append the tokens of a step to its sequences, and what callers get to `outputs`."""
         now, slots, planned = time.perf_counter(), self._scheduler.slots, work.planned
+        if len(planned) <= FEW:
+            return self._collect_few(result, work, outputs, now)
         same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
         draws = planned.num_draws > 0
         rows = (same & draws).nonzero()[0]
@@ -422,15 +424,37 @@ class Engine:
             return None
         return self._tell(sequence, tokens[:count], reason, result, work, row)
 
+    def _collect_few(self, result: StepResult, work: Work, outputs: list[TokenOutput], now: float) -> "_Drawn":
+        """`_collect_tokens`, one sequence after the other."""
+        slots, own, own_draws, usable, same = self._scheduler.slots, list[int](), list[int](), list[bool](), list[bool]()
+        columns = work.planned.slots, work.planned.num_draws, work.epochs, result.counts, result.tokens
+        for row, (slot, draws, epoch, count, new) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            sequence = slots.sequences[slot] if slots.epochs[slot] == epoch else None
+            same.append(sequence is not None)
+            if not draws:
+                continue
+            if sequence is None:
+                output = self._collect_preempted(result, work, row, now)
+            else:
+                count, reason = slots.extend_one(slot, count, new, now)
+                own.append(slot)
+                own_draws.append(draws)
+                usable.append(reason != Reason.NO_TOKEN)
+                watched = sequence.watched or reason != Reason.RUNS
+                output = self._tell(sequence, new[:count], reason, result, work, row) if watched else None
+            if output is not None:
+                outputs.append(output)
+        return _Drawn(own, own_draws, usable, same)
+
     def _register(self, work: Work, drawn: "_Drawn") -> None:
         """Register the pages that a step has filled."""
-        slots = self._scheduler.slots
-        own = drawn.slots[drawn.usable]
-        self._scheduler.register(own, slots.lengths[own] - 1)
+        slots = drawn.slots
+        if not all(drawn.usable):
+            slots = [slot for slot, usable in zip(drawn.slots, drawn.usable, strict=True) if usable]
+        self._scheduler.register(slots)
         for place, sequence in work.prompts:
             if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
-                computed = min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1)
-                self._scheduler.register(np.array([sequence.slot]), np.array([computed]))
+                self._scheduler.register([sequence.slot], int(work.planned.seq_lens[place]))
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

@@ -62,12 +62,18 @@ def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:
     """What the draws of a step need together."""
-    drawing, draws = work.planned.slots, work.planned.num_draws
-    if work.prompts:
-        drawing, draws = drawing[draws > 0], draws[draws > 0]
-    flags = slots.flags[drawing]
-    bits = int(np.bitwise_or.reduce(flags, initial=0))
+    going_on, bits = len(work.planned) - len(work.prompts), 0
+    if going_on:
+        bits = int(np.bitwise_or.reduce(slots.flags[work.planned.slots[:going_on]]))
+    for place, sequence in work.prompts:
+        if work.planned.num_draws[place]:
+            bits |= int(slots.flags[sequence.slot])
+    if not bits & (_OF_RULES | _LOGPROBS):
+        return _of_bits(bits)
+    draws = work.planned.num_draws
+    drawing, draws = work.planned.slots[draws > 0], draws[draws > 0]
     if bits & _OF_RULES:
+        flags = slots.flags[drawing]
         generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
         bits = int(np.bitwise_or.reduce(np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)))
     found = _of_bits(bits)

@@ -20,7 +20,7 @@ from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import NEVER, HostSlots
+from minirt.engine.slots import FEW, NEVER, HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
 from minirt.kernels.attention.limits import KV_SPLIT
@@ -43,6 +43,9 @@ class Work(NamedTuple):
     planned: PlannedSequences
     epochs: np.ndarray
     prompts: list[tuple[int, Sequence]]
+
+
+_NO_EPOCHS = np.zeros(0, np.int64)
 
 
 def _splits(length: Any) -> Any:
@@ -179,7 +182,7 @@ class Scheduler:
         preemptions, limit = self.num_preemptions, self._limit_tokens
         most_splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
         slots, counts, lens = self._schedule_decoding(limit, most_splits)
-        epochs = self.slots.epochs[slots]
+        epochs = self.slots.epochs[slots] if len(slots) else _NO_EPOCHS
         prompts = list[tuple[Sequence, _Planned]]()
         # Rows of logits beside those of draws, for which each running sequence has room, and the next one that is admitted.
         draws, admits = 1 + self.limits.max_drafts, bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
@@ -315,9 +318,10 @@ class Scheduler:
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
         own, planned = self.slots, work.planned
-        own.num_sent[planned.slots] = own.num_pages[planned.slots]
-        own.steps[planned.slots] += planned.num_draws > 0
-        own.unread[planned.slots] += planned.num_draws
+        slots, draws = planned.slots, planned.num_draws
+        own.num_sent[slots] = own.num_pages[slots]
+        own.steps[slots] += draws > 0
+        own.unread[slots] += draws
         for place, sequence in work.prompts:
             sequence.num_prefilled += int(planned.num_tokens[place])
             sequence.num_scored += int(planned.num_logits[place] - planned.num_draws[place])
@@ -327,10 +331,15 @@ class Scheduler:
                     self._decoding.append(sequence.slot)
                     self._decoding_slots = None
 
-    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
+    def read(self, slots: list[int] | np.ndarray, draws: list[int] | np.ndarray) -> None:
         """The tokens of a step with so many draws of each slot are known now."""
-        self.slots.steps[slots] -= 1
-        self.slots.unread[slots] -= draws
+        if len(slots) <= FEW:
+            for slot, count in zip(slots, draws, strict=True):
+                self.slots.steps[slot] -= 1
+                self.slots.unread[slot] -= count
+        else:
+            self.slots.steps[slots] -= 1
+            self.slots.unread[slots] -= draws
 
     def away(self, slot: int, epoch: int) -> Sequence | None:
         """Who had the slot then, and was preempted before the host has read the tokens of a step. This step is read now."""
@@ -376,21 +385,27 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.request.cache_salt)
 
-    def register(self, slots: np.ndarray, computed: np.ndarray) -> None:
-        """Add the full pages of the first `computed` tokens of each slot to the prefix cache. Their step must have ended."""
+    def register(self, slots: list[int] | np.ndarray, computed: int | None = None) -> None:
+        """Add full pages of each slot to the prefix cache. The steps of their tokens must have ended.
+
+        Args:
+            computed: tokens whose pages count; None: all but the last one, whose KV values come with the next step.
+        """
         if self.prefix_cache is None:
             return
-        own = self.slots
-        full = np.minimum(computed // self._cache.page_size, own.num_pages[slots])
-        for i in (full > own.num_registered[slots]).nonzero()[0].tolist():
-            slot, count = int(slots[i]), int(full[i])
-            sequence = own.sequences[slot]
-            if sequence is None:
+        own, size = self.slots, self._cache.page_size
+        if len(slots) > FEW:
+            slots = np.asarray(slots)
+            slots = slots[(own.lengths[slots] - 1) // size > own.num_registered[slots]]
+        for slot in map(int, slots):
+            known, registered, sequence = int(own.lengths[slot]) - 1, int(own.num_registered[slot]), own.sequences[slot]
+            full = min((known if computed is None else min(computed, known)) // size, int(own.num_pages[slot]))
+            if full <= registered or sequence is None:
                 continue
             self.extend_keys(sequence)
-            for page in range(int(own.num_registered[slot]), count):
+            for page in range(registered, full):
                 self._cache.allocator.register(int(own.page_tables[slot, page]), sequence.keys[page])
-            own.num_registered[slot] = count
+            own.num_registered[slot] = full
             self._release_followers(sequence)
 
     def pin(self, tokens: np.ndarray, longest: int = 0) -> int:

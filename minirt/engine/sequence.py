@@ -1,5 +1,6 @@
 """`Sequence`: what the host knows of one request while it waits and runs."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ class Sequence:
     _times: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        self._tokens = np.array(self.request.prompt_token_ids, np.int32)
+        self._tokens = np.frombuffer(array("i", self.request.prompt_token_ids), np.int32)  # faster than NumPy from a list
         self.num_scored = self.request.num_unscored - 1
         self.scores = None if self.sampling.prompt_logprobs is None else []
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
-_FEW = 3  # so many sequences take less time one by one than on arrays
+FEW = 3  # so many sequences take less time one by one than on arrays
 
 
 class Reason(IntEnum):
@@ -104,10 +104,6 @@ class HostSlots:
         Returns:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
-        if len(slots) <= _FEW:
-            found = [self._extend_one(*own, now) for own in zip(slots.tolist(), counts.tolist(), tokens.tolist(), strict=True)]
-            taken, why = np.array(found, np.int64).reshape(-1, 2).T
-            return taken, why
         lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
         before, reasons, runs = lengths, np.zeros(len(slots), np.int64), counts > 0
         for column in range(tokens.shape[1]):
@@ -130,7 +126,7 @@ class HostSlots:
         self.lengths[slots] = lengths
         return lengths - before, reasons
 
-    def _extend_one(self, slot: int, count: int, tokens: list[int], now: float) -> tuple[int, Reason]:
+    def extend_one(self, slot: int, count: int, tokens: list[int], now: float) -> tuple[int, Reason]:
         """`extend` of one slot."""
         length, final, taken = int(self.lengths[slot]), int(self.final_lens[slot]), 0
         reason, ends = Reason.RUNS, self.ends[slot].tolist()

@@ -85,10 +85,12 @@ class StepBuffers:
         end = self._edits_at
         if edits:
             end, table = self._values_at, words[self._edits_at : self._values_at].reshape(-1, 4)
-            for i, (slot, first, values) in enumerate(edits):
-                table[i] = slot, first, len(values), end
+            heads = []
+            for slot, first, values in edits:
+                heads.append((slot, first, len(values), end))
                 words[end : end + len(values)] = values
                 end += len(values)
+            table[: len(heads)] = heads
         self._message.copy(end)
         if len(plan.tokens):
             self._tokens.array()[: len(plan.tokens)] = plan.tokens
