@@ -1,5 +1,7 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -150,10 +152,7 @@ def test_each_rope_table_counts_once(hf_folder):
     other = RopeConfig(theta=500.0)
 
     def compose(config):
-        layers = decoder_layers(config)
-        attention = [layer for layer in layers if layer.kind == "attention"]
-        attention[1].rope = other
-        return layers
+        return decoder_layers(config, lambda i: replace(config.attention(i), rope=other if i == 1 else config.rope))
 
     folder, length = hf_folder("Llama", seed=3), 48
     one, two = (plan_load(LoadOptions(model=folder, device="cpu", max_model_len=length, layers=own)) for own in (None, compose))

@@ -85,5 +85,5 @@ def test_blocks_of_several_heads_are_refused():
     linear = PackedLinear([Part("q", 4 * 64, Interleaved(64, 2, 0))], K)
     linear.format = formats.StoredFp8Blocks()
     linear.allocate(CPU, torch.float32)
-    with pytest.raises(UnsupportedError, match="q.weight_scale_inv: 512 rows are stored in 4 groups"):
+    with pytest.raises(UnsupportedError, match=r"q\.weight_scale_inv: 512 rows are stored in 4 groups"):
         linear.load("q.weight_scale_inv", torch.ones(4, 3))
