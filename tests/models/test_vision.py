@@ -163,6 +163,36 @@ def test_ends_of_sequences_are_those_of_the_decoder(tmp_path: Any) -> None:
         Generator.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_fp8_weights_of_a_decoder(tmp_path: Any) -> None:
+    """Ministral 3 Instruct as it is published: one scale for each weight, and one that is not used for its input.
+
+    Catches a quantization_config of the top level that is not read, and scales under a name of the wrapper that are not found.
+    """
+    model = make("mistral3 with ministral3", tmp_path)
+    tensors, kept = load_file(tmp_path / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        linear = name.removesuffix(".weight")
+        if name.startswith("language_model.model.layers.") and linear.endswith("_proj"):
+            scale = tensor.abs().max() / 448
+            kept[name], kept[f"{linear}.weight_scale_inv"] = (tensor / scale).to(torch.float8_e4m3fn), scale
+            kept[f"{linear}.activation_scale"] = torch.tensor(0.1)
+            parameter = model.get_parameter(name.replace("language_model.model.", "model.language_model."))
+            parameter.data = kept[name].float() * scale
+        else:
+            kept[name] = tensor
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    stated = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    stated["modules_to_not_convert"] = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22) as generator:
+        assert any("input scales are not used" in note for note in generator.plan.notes)
+        for token in (5, 99, 170):  # one token: activations are not rounded
+            expected = truth(model, [token])
+            assert (generator.logits([token]) - expected).norm() / expected.norm() < 1e-5
+
+
 def test_no_warning_about_usual_names(tmp_path: Any) -> None:
     """Catches a warning about what is as it should be: only the vision encoder is told."""
     make("qwen3-vl", tmp_path)
