@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.config_files import INNER, as_file
 from support.model_cases import make, truth
@@ -203,3 +205,34 @@ def test_no_warning_about_usual_names(tmp_path: Any) -> None:
         [f"{count} tensors model.visual.* are not used", "a vision encoder is not supported"]
         for count in [sum(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))]
     ]
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "yarn", "mrope", "default"])
+KEYS = st.sampled_from(["type", "factor"])
+VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=2))
+ROPE_KEYS = st.sampled_from(["rope_type", "type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "factor"])
+NAMES = ["text_config", "model_type", "architectures", "dtype", "tie_word_embeddings", "eos_token_id", "hidden_size"]
+NAMES += ["rope_scaling", "rope_parameters", "rope_theta", "quantization_config", "layer_types", "sliding_window", "head_dim"]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([*INNER, "smollm3", "ministral3"]),
+    outer=st.dictionaries(st.sampled_from([*NAMES, "no_rope_layers", "no_rope_layer_interval"]), VALUES, max_size=2),
+    inner=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    rope=st.none() | st.dictionaries(ROPE_KEYS, VALUES, max_size=3),
+)
+def test_any_json_parses_or_is_refused(kind: str, outer: dict[str, Any], inner: dict[str, Any], rope: Any) -> None:
+    """Catches an error of Python on a damaged file, instead of a ConfigError that names the field."""
+    raw = raw_config(kind)
+    if kind in INNER:
+        raw["text_config"] = raw["text_config"] | inner | ({} if rope is None else {"rope_parameters": rope})
+    raw = raw | {name: value for name, value in outer.items() if name != "model_type"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parsed = parse_config(raw)
+        except ConfigError:
+            return
+    assert parsed.num_parameters > 0
+    assert isinstance(decoder_fields(raw), dict)
