@@ -43,7 +43,7 @@ from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
 
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
-_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16)  # of decoding
+_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16, head_dims=(64, 128, 256))  # of decoding
 _SPLITS = SumOrder("steps", splits=True)
 
 
@@ -78,16 +78,17 @@ DECODE = (
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch, limits=replace(_HOPPER, formats=("fp8",), tile_queries=decode_fp8_sm90.TILE_QUERIES),
+        launch=decode_fp8_sm90.launch,
+        limits=replace(_HOPPER, formats=("fp8",), head_dims=(64, 128), tile_queries=decode_fp8_sm90.TILE_QUERIES),
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
 _SM90 = AttentionRegime(
     "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
-    limits=replace(ANY, formats=("fp16",), alignment=16), sums=SumOrder("steps"),
+    limits=replace(ANY, formats=("fp16",), alignment=16, head_dims=(64, 128, 256)), sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
-    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128,))),
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),
     replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
     AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps")),
 )
