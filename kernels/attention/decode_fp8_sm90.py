@@ -403,11 +403,11 @@ def _attend_items(
         item, head = unit // UNITS, unit % UNITS * HEADS
         place = next_place
         b, length, split = place
-        q, k, v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
+        raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
-        q_left, q_right = turn(q, q_partners, q_norm, angles, q_scale, d, rope, C)
+        q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
@@ -420,11 +420,11 @@ def _attend_items(
         new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
         new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
-            turned_left, turned_right = turn(k, k_partners, k_norm, angles, (), d, rope, C)
+            turned_left, turned_right = turn(raw_k, k_partners, k_norm, angles, (), d, rope, C)
             slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
             exists = writes & (head + row // GROUP < NKV)
             new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, D)
-            v_scale = _write(v[0], v[1], pages.v, pages.v_scale, slot, d, exists, D)[2]
+            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, D)[2]
             product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
             new_score, factor = score(gl.convert_layout(product, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
             new_score *= factor
@@ -501,12 +501,11 @@ def _attend_items(
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
                     out_ptrs = results.out + (b * NQ + head * GROUP) * D + at
-                    even, odd = even * normalize[None, :], odd * normalize[None, :]
-                    channels, heads_of = (channel % D)[:, None], head * GROUP + n[None, :]
-                    even = gate_output(even, results, b, heads_of, channels, stored)
-                    odd = gate_output(odd, results, b, heads_of, channels + 1, stored)
-                    gl.store(out_ptrs, even.to(results.out.dtype.element_ty), mask=stored)
-                    gl.store(out_ptrs + 1, odd.to(results.out.dtype.element_ty), mask=stored)
+                    own_head, own_channel = head * GROUP + n[None, :], (channel % D)[:, None]
+                    x = gate_output(even * normalize[None, :], results, b, own_head, own_channel, stored)
+                    gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
+                    x = gate_output(odd * normalize[None, :], results, b, own_head, own_channel + 1, stored)
+                    gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
                     gl.store(results.sums + part * D + at, even, mask=stored)
                     gl.store(results.sums + part * D + at + 1, odd, mask=stored)
