@@ -48,13 +48,13 @@ SETTINGS = [
 ]
 STEPS = {  # cached tokens with the new ones, new tokens
     "decode": ([1, 63, 0, 64, 65, 257], [1, 1, 1, 1, 1, 1]),
-    "mixed": ([70, 0, 300, 40, 1, 65], [1, 0, 5, 40, 1, 65]),
+    "mixed": ([70, 0, 300, 9, 1, 65], [1, 0, 5, 9, 1, 2]),
 }
 
 
 def name(setting):
-    on = [f"norm={setting.norm}" if setting.norm else "", "scaled" if setting.q_scales else "", "gate" if setting.gate else ""]
-    return " ".join([f"D={setting.D} R={setting.R} {setting.Nq}:{setting.Nkv}", *filter(None, on)])
+    on = [setting.norm or "", "scaled" if setting.q_scales else "", "gate" if setting.gate else ""]
+    return "-".join([f"D{setting.D}-R{setting.R}-{setting.Nq}:{setting.Nkv}", *filter(None, on)])
 
 
 def turned(setting, rope, positions, q, k):
