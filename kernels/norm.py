@@ -160,11 +160,6 @@ def _launch(
         _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
-def residual_cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
-    """`cost` of `norm_residual`."""
-    return (3 * T * H + H) * itemsize, 5 * T * H
-
-
 def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:
     """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
     return (T * H + H) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H

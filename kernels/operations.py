@@ -70,7 +70,7 @@ OPERATIONS = {
         ),
         Operation(
             "norm_residual", "norm", "RMSNorm and residual", ("norm:_rms_norm_kernel",), ("norm_residual",),
-            "norm:residual_cost", "norm:CASES",
+            cases="norm:CASES",
             schema="(Tensor y, Tensor weight, float eps, Tensor residual) -> Tensor",
         ),
         Operation(

@@ -159,20 +159,21 @@ def check(setting, step, a, agrees):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("setting", SETTINGS, ids=name)
 def test_a_step(setting, step, dtype, make, cache, nan, agrees, device):
+    if step == "mixed" and dtype == torch.float16 and device.type == "cpu" and not setting.gate:
+        pytest.skip("takes long in the interpreter; fp32 has the same code")
     check(setting, step, problem(setting, step, dtype, False, make, cache, nan, device), agrees)
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("setting", SETTINGS, ids=name)
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate], ids=name)
 def test_a_step_on_fp8_pages(setting, step, make, cache, nan, agrees, device):
     check(setting, step, problem(setting, step, torch.float16, True, make, cache, nan, device), agrees)
 
 
-@pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_every_size_of_heads_has_settings(D, gate):
-    """Also those that this file would lose to an edit: each size is gated in a case."""
-    assert any(setting.D == D and setting.gate in (gate, True) for setting in SETTINGS)
+def test_every_size_of_heads_has_a_case(D):
+    """Catches a size that is declared and never computed here, without and with a gate."""
+    assert any(setting.D == D and setting.gate for setting in SETTINGS)
 
 
 def test_wrong_settings_are_named(make, cache, nan, device):
@@ -209,13 +210,17 @@ def test_infinite_channels_that_are_not_rotated(make, device):
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.skipif("not torch.cuda.is_available() and 'MINIRT_EMULATE' not in __import__('os').environ", reason="needs Hopper")
 def test_prompts_of_256_channels_on_hopper(gate, half_dtype, make, cache, nan, agrees, device):
-    """Blocks of half as many tokens, of pages that are smaller and larger than a block; a last block that is not full."""
+    """Catches blocks of half as many tokens taken for whole ones, and a gate in another layout than the sums.
+
+    Pages are smaller and larger than a block, and the last block is not full.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs Hopper")
-    for Nq, Nkv, page_size, total, new in ((8, 1, 128, 201, 70), (3, 3, 16, 65, 65)):
+    cases = ((8, 1, 128, 201, 70), (3, 3, 16, 65, 65), (14, 2, 64, 700, 513))
+    for Nq, Nkv, page_size, total, new in cases if device.type == "cuda" else cases[:1]:
         pages = cache([total], Nkv, 256, page_size, half_dtype)
         rows = make(new, 2 * Nq * 256, dtype=half_dtype)
-        q, g = rows[:, : Nq * 256].reshape(new, Nq, 256), rows[:, Nq * 256 :].view(new, Nq, 256) if gate else None
+        q, g = rows[:, : Nq * 256].reshape(new, Nq, 256).contiguous(), rows[:, Nq * 256 :].view(new, Nq, 256) if gate else None
         starts = torch.tensor([0, new], dtype=torch.int32, device=device)
         out = nan(new, Nq, 256, dtype=half_dtype)
         sequences = Sequences(pages.tables, pages.lens, query_starts=starts)
