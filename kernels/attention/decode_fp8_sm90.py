@@ -572,7 +572,8 @@ def launch(a: AttentionInput) -> None:
     units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
     programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=c.tiles,
+        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
+        UNITS=units, TILES=c.tiles,
         HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
         REGISTERS=c.registers, EARLY=fetches_early(B, device),
     )  # fmt: skip

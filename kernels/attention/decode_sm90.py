@@ -49,8 +49,12 @@ STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CH
 
 @compile_time
 class _Constants(NamedTuple):
-    """What a launch compiles in. R, ROW: as in `constants.Constants`. N: heads, padded. EARLY: whether the next kernel is triggered
-    before the work."""
+    """What a launch compiles in.
+
+    Args:
+        R, ROW: as in `constants.Constants`.
+        N: heads, padded. EARLY: whether the next kernel is triggered before the work.
+    """
 
     NQ: int
     NKV: int
@@ -69,8 +73,8 @@ class _Constants(NamedTuple):
 def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     """Load everything that an item needs of its sequence's new token, without waiting.
 
-    These are q, k and v in pieces; v again in the layout of the sums; cosines and sines; the token's page; partners of q and k; the
-    scale of q.
+    These are q, k and v in pieces; v again in the layout of the sums; cosines and sines; the token's page; the partners of q and
+    k; the scale of q.
     """
     NQ: gl.constexpr = C.NQ
     NKV: gl.constexpr = C.NKV
@@ -249,7 +253,8 @@ def _attend_items(
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
-                out = gate_output(acc * inverse[None, :], results, b, kv_head * GROUP + n[None, :], c * CHANNELS + m[:, None], stored)
+                head, channel = kv_head * GROUP + n[None, :], c * CHANNELS + m[:, None]
+                out = gate_output(acc * inverse[None, :], results, b, head, channel, stored)
                 gl.store(out_ptrs + c * CHANNELS, out.to(results.out.dtype.element_ty), mask=stored)
             else:
                 gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
@@ -302,7 +307,8 @@ def launch(a: AttentionInput) -> None:
     share = PROGRAMS if D <= 128 else 1  # programs that share an SM: the ring of one has as many bytes as two of 128 channels
     programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
+        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
+        N=8 if Nq // Nkv <= 8 else 16,
         STAGES=STAGES, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](

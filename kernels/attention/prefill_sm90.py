@@ -218,7 +218,8 @@ def _attend_tiles(
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
             if results.gate is not None:  # through shared memory, so that its loads are contiguous
                 token = start.to(gl.int64) + gl.minimum(row // GROUP, queries - 1)
-                gate_ptrs = results.gate + (token * results.gate_token + (kv_head * GROUP + row % GROUP) * results.gate_head)[:, None]
+                head = kv_head * GROUP + row % GROUP
+                gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head)[:, None]
                 q_tile.store(gl.load(gate_ptrs + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]))
                 acc *= tl.sigmoid(q_tile.load(SUMS).to(gl.float32))
             q_tile.store(acc.to(q_tile.dtype))

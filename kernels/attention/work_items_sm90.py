@@ -135,8 +135,8 @@ def load_partners(ptrs, d, C):
 
 @gluon.jit
 def load_angles(rope, position, d, C):
-    """Cosines and sines at a position, alternately: of the pieces of the lower half if whole heads are rotated, else of those with
-    rotated channels."""
+    """Cosines and sines at a position, alternately, for the pieces of the lower half if whole heads are rotated, else for those
+    with rotated channels."""
     WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
     R: gl.constexpr = C.R
     found = ()
@@ -222,10 +222,7 @@ def turn(pieces, partners, norm, angles, scale, d, rope, C):
         if R == C.D:
             other = x[(i + PIECES // 2) % PIECES]
             cos, sin = _like(angles[2 * (i % (PIECES // 2))], z), _like(angles[2 * (i % (PIECES // 2)) + 1], z)
-            if i < PIECES // 2:
-                z = z * cos - other * sin
-            else:
-                z = z * cos + other * sin
+            z = z * cos - other * sin if i < PIECES // 2 else z * cos + other * sin
         elif i * WIDTH < R:
             at = i * WIDTH + d
             cos, sin = _like(angles[2 * i], z), _like(angles[2 * i + 1], z)

@@ -362,8 +362,8 @@ def check_capped(T, V, K, dtype, stored, multiplier, softcap, make, nan, agrees,
 @pytest.mark.parametrize("stored", ["plain", "fp8", "int4"])
 @pytest.mark.parametrize("T", [1, 3, 70, 130])
 def test_logits_are_multiplied_and_capped(T, stored, multiplier, softcap, make, nan, agrees, device):
-    """Catches a multiplier after the cap, a cap before the sum of a split K or before the bias, and row maxima of other logits than
-    those that are stored, as a negative multiplier shows."""
+    """Catches a multiplier after the cap, a cap before the sum of a split K or before the bias, and row maxima of other logits
+    than those that are stored, as a negative multiplier shows."""
     check_capped(T, 77, 160, torch.float32, stored, multiplier, softcap, make, nan, agrees, device)
 
 
