@@ -9,10 +9,10 @@ integers that are 1 or multiples of 16, constexprs and launch options. Launches 
 integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
 constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
 
-An argument may be a record, that is a NamedTuple of tensors, numbers, texts, bools and None: kernels read its fields by name.
-Its texts, bools and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest, and TMA
-descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants as a
-constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
+An argument may be a record, that is a NamedTuple of tensors, numbers, bools, texts and None: kernels read its fields by name.
+Its bools, texts and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest,
+and TMA descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants
+as a constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
 
 No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
 If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.

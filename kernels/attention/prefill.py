@@ -106,7 +106,7 @@ def rule(facts: AttentionFacts, gpu: Gpu) -> PrefillConfig:
         return PrefillConfig(32, 32 if facts.D <= 128 else 16, 8, 1)
     if facts.D > 128:
         return PrefillConfig(64, 32, 4, 2)
-    if facts.fp8 and facts.D == 128:
+    if facts.fp8 and facts.D > 64:
         return PrefillConfig(64, 64, 4, 3, registers=168)
     if facts.D == 64 and not facts.fp8:
         return PrefillConfig(64, 64, 4, 3)

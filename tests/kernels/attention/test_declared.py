@@ -173,13 +173,13 @@ def test_whether_the_order_depends_on_the_step(name, stored, make, cache, cache8
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_rope_and_write_within_their_limits(stored, make, device):
-    """Each format and size of heads, pages of one token, more query heads than attention takes: bit by bit the same q, K and V of
+    """Each format, sizes of heads, pages of one token, more query heads than attention takes: bit by bit the same q, K and V of
     the first token in steps of several sizes of a regime."""
     dtype = torch.float32 if "fp32" in stored else torch.float16
     for regime in rope_write.REGIMES[:2]:
         limits = regime.limits
         assert (limits.raw, limits.formats, regime.sums.by_tokens) == (True, FORMATS, False)
-        for D in limits.head_dims:
+        for D in limits.head_dims[::3]:  # 64, one that is padded, 256
             heads, norm = make(regime.first + 5, 20 * D, dtype=dtype), make(D, dtype=dtype)
             cos_sin, found = make(1, D, dtype=torch.float32), []
             for T in (regime.first, regime.first + 5):
