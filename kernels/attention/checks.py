@@ -116,4 +116,5 @@ def _check_raw_heads(qkv: Tensor, width: int) -> None:
 
 def _check_head_dim(where: str, D: int) -> None:
     if D not in ANY.head_dims:
-        raise InputError("unsupported head size", where=where, expected=" or ".join(map(str, ANY.head_dims)), found=D)
+        expected = f"one of {', '.join(map(str, ANY.head_dims))}"
+        raise InputError("unsupported head size", where=where, expected=expected, found=D)

@@ -215,14 +215,14 @@ class AttentionInput(NamedTuple):
         fp8 = self.pages.k_scale is not None
         return AttentionFacts._make((tokens, Nq, Nkv, D, self.out.element_size(), fp8, self.split))
 
-    def results(self, parts: int) -> Results:
+    def results(self, parts: int | None = None) -> Results:
         """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens).
 
-        With 0 parts: no partial results.
+        parts None: the kernel has no partial results.
         """
         _, Nq, D = self.out.shape
         sums, row_stats = None, None
-        if parts:
+        if parts is not None:
             if self.workspace is None:
                 raise InputError("missing", where="workspace", expected="room for partial results")
             sums, row_stats = self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq)

@@ -126,7 +126,7 @@ def launch(a: AttentionInput) -> None:
         a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
     )
     _prefill_kernel[(blocks * Nkv,)](
-        q, pages.for_kernel(torch.int16), a.sequences, a.results(0), a.scores.in_base_2(), B, a.table_width, C=constants,
+        q, pages.for_kernel(torch.int16), a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, C=constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers, enable_fp_fusion=fuses(q.dtype),
     )  # fmt: skip
 

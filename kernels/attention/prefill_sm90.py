@@ -269,5 +269,5 @@ def launch(a: AttentionInput) -> None:
     k, v = (tma_descriptor(x, min(pages.page_size, block_n), CHANNELS.value, Nkv * D) for x in pages[:2])
     constants = Constants.of(a, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
-        q, k, v, a.sequences, a.results(0), a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
+        q, k, v, a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
     )

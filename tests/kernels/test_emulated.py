@@ -59,7 +59,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     ids=[
         "decode", "decode of long sequences", "decode in 16 bits", "settings", "prompts", "experts", "experts in blocks",
         "linear", "int4",
-    ],  # fmt: skip
+    ],
 )
 def test_kernels(files, selection, count):
     said = emulated(files, selection)
