@@ -4,7 +4,8 @@
 fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for sequences with
 one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the others.
 `combine` adds the KV splits of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
-can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
+can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes `out` applies the output gate.
+The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -202,7 +203,7 @@ def rope_paged_attention_decode(
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
     Args:
-        cos_sin: [L, D] fp32 (cosines | sines).
+        cos_sin: [L, R] fp32 (cosines | sines): the first R channels of a head are rotated.
         seq_lens: [B] int32, including the new token: its position is seq_lens − 1, and block_tables has its page. If it is 0,
             nothing is written to the pages.
         q_norm, k_norm: [D].

@@ -172,7 +172,7 @@ def test_a_step_on_fp8_pages(setting, step, make, cache, nan, agrees, device):
 
 
 def test_padding_alone(dtype, make, cache, nan, device):
-    """Catches a gate of NaN that is applied to the zeros of padding, and a launch that needs partial results where none can be."""
+    """Catches a gate of NaN on the zeros of padding, and a launch that needs partial results where there can be none."""
     setting = SETTINGS[2]
     a = problem(setting, "empty", dtype, False, make, cache, nan, device)
     assert a.max_splits == 0
