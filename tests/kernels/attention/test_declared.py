@@ -73,6 +73,17 @@ def test_any_operand_may_be_misaligned():
             assert not kernels[name].accepts(one)
 
 
+@pytest.mark.parametrize("name", ["decode_sm90", "decode_fp8_sm90"])
+def test_rows_of_raw_heads_may_lie_apart(name):
+    """Catches a kernel that loads 16 bytes at once from rows whose distance is no multiple of 16 bytes."""
+    (regime,) = (regime for regime in DECODE if regime.kernel == name)
+    a = least(regime.limits)
+    width = a.heads.shape[1]
+    for more in (0, 8, 4, 1):
+        heads = torch.empty(2, width + more, dtype=a.heads.dtype)[:1, :width]
+        assert regime.accepts(a._replace(heads=heads)) == (more % 8 == 0)
+
+
 def test_the_queries_of_a_tile():
     """Two heads of 64 channels share a tile, one of 128 has it for itself, and so has a single head of 64."""
     (fp8,) = (regime for regime in DECODE if regime.limits.tile_queries)
