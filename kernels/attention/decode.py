@@ -284,7 +284,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
     """The configuration, whose blocks are not longer than a split. With more than 128 channels, a block has as many bytes."""
     if facts.itemsize == 4:
-        return DecodeConfig(32 if facts.D <= 128 else 16, 8, 3, 3)
+        return DecodeConfig(32, 8, 3, 3) if facts.D <= 128 else DecodeConfig(16, 8, 3, 1)
     if facts.D > 128:
         return DecodeConfig(32, 4, 3, 2)
     if facts.fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.
