@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from minirt.kernels.linear.dispatch import row_maxima_tiles as row_maxima_tiles
     from minirt.kernels.linear.product import RowMaxima as RowMaxima
     from minirt.kernels.moe.dispatch import mixture_residual as mixture_residual
+    from minirt.kernels.norm import norm_residual as norm_residual
     from minirt.kernels.norm import rms_norm as rms_norm
     from minirt.kernels.norm import rms_norm_quantize as rms_norm_quantize
     from minirt.kernels.rope import norm_rope as norm_rope

@@ -16,9 +16,18 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strided: bool = False,
 ) -> None:
-    """Raise InputError unless `tensor` is contiguous and has this shape (None: any size), dtype and device."""
+    """Raise InputError unless `tensor` is contiguous and has this shape (None: any size), dtype and device.
+
+    `strided`: only its last dimension must be contiguous.
+    """
     if tensor.ndim != len(shape) or any(
         want is not None and want != n for want, n in zip(shape, tensor.shape, strict=True)
     ):
@@ -28,15 +37,15 @@ def check_tensor(
         raise InputError("wrong dtype", where=name, expected=dtype, found=tensor.dtype)
     if tensor.device != device:
         raise InputError("wrong device", where=name, expected=device, found=tensor.device)
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous() and not (strided and tensor.stride(-1) == 1):
         raise InputError("not contiguous", where=name, found=f"strides {tensor.stride()}", hint="call .contiguous()")
 
 
-def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
-    """Raise InputError unless `tensor` is a contiguous bf16, fp16 or fp32 tensor of `ndim` dimensions."""
+def check_activations(name: str, tensor: Tensor, ndim: int = 2, *, strided: bool = False) -> None:
+    """Raise InputError unless `tensor` is a bf16, fp16 or fp32 tensor of `ndim` dimensions, contiguous as in `check_tensor`."""
     if tensor.dtype not in DTYPES:
         raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=tensor.dtype)
-    check_tensor(name, tensor, (None,) * ndim, tensor.dtype, tensor.device)
+    check_tensor(name, tensor, (None,) * ndim, tensor.dtype, tensor.device, strided=strided)
 
 
 def check_linear(

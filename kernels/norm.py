@@ -29,10 +29,13 @@ CASES = [
 @prepared
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, residual_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉]."""
+    """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉].
+
+    A residual [T, H], if it is given, is added to the result.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -44,6 +47,9 @@ def _rms_norm_kernel(
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
     y = (wide * inverse_rms).to(x.dtype) * weight
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + t * H + h, mask=inside, other=0.0)
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
     if GROUP is not None:
         groups = (H + GROUP - 1) // GROUP
         y = quantize_groups(y, scale_ptr + t * groups, 0, groups, GROUP)
@@ -76,7 +82,33 @@ def rms_norm(
         out = torch.empty_like(x)
     elif check:
         check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
-    _launch(x, weight, eps, out, None, False, early, pdl)
+    _launch(x, weight, eps, out, None, None, False, early, pdl)
+    return out
+
+
+def norm_residual(
+    y: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor,
+    out: Tensor | None = None,
+    *,
+    early: bool = False,
+    pdl: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """residual + rms_norm(y, weight, eps), all [T, H]: a norm after a layer, before its residual is added (Gemma).
+
+    `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
+    """
+    if check:
+        _check(y, weight, "y")
+        check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
+    if out is None:
+        out = torch.empty_like(y)
+    elif check:
+        check_tensor("out", out, tuple(y.shape), y.dtype, y.device)
+    _launch(y, weight, eps, out, residual, None, False, early, pdl)
     return out
 
 
@@ -100,24 +132,32 @@ def rms_norm_quantize(
         _check(x, weight)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check, blocks)
-    _launch(x, weight, eps, out, scale, blocks, early, pdl)
+    _launch(x, weight, eps, out, None, scale, blocks, early, pdl)
     return out, scale
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    check_activations("x", x)
+def _check(x: Tensor, weight: Tensor, name: str = "x") -> None:
+    check_activations(name, x)
     check_norm("weight", weight, x)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, blocks: bool, early: bool, pdl: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    blocks: bool,
+    early: bool,
+    pdl: bool,
 ) -> None:
     T, H = x.shape
     if T:
         group = FP8_BLOCK if blocks else None
         block = max(group or 1, next_power_of_2(H))
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
+        _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
 def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:

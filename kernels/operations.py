@@ -69,6 +69,11 @@ OPERATIONS = {
             schema="(Tensor x, Tensor weight, float eps) -> Tensor",
         ),
         Operation(
+            "norm_residual", "norm", "RMSNorm and residual", ("norm:_rms_norm_kernel",), ("norm_residual",),
+            cases="norm:CASES",
+            schema="(Tensor y, Tensor weight, float eps, Tensor residual) -> Tensor",
+        ),
+        Operation(
             "rms_norm_quantize", "norm", "RMSNorm and FP8 quantization", ("norm:_rms_norm_kernel",),
             ("rms_norm", "quantize_fp8", "quantize_fp8_blocks"), "norm:cost", "norm:CASES",
             schema="(Tensor x, Tensor weight, float eps, *, bool blocks=False) -> (Tensor, Tensor)",

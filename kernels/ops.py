@@ -142,6 +142,12 @@ def _empty_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _check_norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+    check_activations("y", y)
+    check_norm("weight", weight, y)
+    check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
+
+
 def _empty_quantized(x: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
     T, K = x.shape
     scale = (T, cdiv(K, reference.FP8_BLOCK)) if blocks else (T,)
@@ -419,6 +425,9 @@ def _scratch(x: Tensor, *rest: Any, **_: Any) -> dict[str, Any]:
 _DEFINITIONS = {
     "embedding": _Definition(_check_embedding, _empty_embedding, reference.embedding),
     "rms_norm": _Definition(_check_rms_norm, _empty_rms_norm, reference.rms_norm),
+    "norm_residual": _Definition(
+        _check_norm_residual, lambda y, weight, eps, residual: torch.empty_like(y), reference.norm_residual
+    ),
     "rms_norm_quantize": _Definition(
         _check_rms_norm_quantize, lambda x, weight, eps, *, blocks=False: _empty_quantized(x, blocks), _rms_norm_quantize
     ),

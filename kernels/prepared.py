@@ -9,10 +9,10 @@ integers that are 1 or multiples of 16, constexprs and launch options. Launches 
 integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
 constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
 
-An argument may be a record, that is a NamedTuple of tensors, numbers, texts and None: kernels read its fields by name. Its texts
-and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest, and TMA
-descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants as a
-constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
+An argument may be a record, that is a NamedTuple of tensors, numbers, bools, texts and None: kernels read its fields by name.
+Its bools, texts and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest,
+and TMA descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants
+as a constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
 
 No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
 If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
@@ -163,7 +163,7 @@ def _for_triton(argument: Any) -> Any:
     if not _is_record(kind):
         return argument
     every = kind in _CONSTANTS
-    return kind._make(triton.language.constexpr(a) if every or type(a) is str else a for a in argument)
+    return kind._make(triton.language.constexpr(a) if every or type(a) in (str, bool) else a for a in argument)
 
 
 class _Interpreted:
@@ -297,7 +297,9 @@ class _Arguments:
     def record(self, name: str, kinds: tuple[type, ...]) -> str | None:
         """What is passed for a record with fields of these types. None: a type is not covered."""
         fields = zip(_fields(name, len(kinds)), kinds, strict=True)
-        values = [None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in fields]
+        # A bool of a record is a constant, as a constexpr is.
+        known = ((field, None if kind is bool else kind) for field, kind in fields)
+        values = [None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in known]
         return None if None in values else f"({', '.join(map(str, values))},)"
 
 

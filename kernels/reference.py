@@ -25,13 +25,25 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     return F.embedding(tokens, table)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x` [..., H] with `weight` [H]."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x` [..., H] with `weight` [H]; None: without a weight."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
+
+
+def norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """residual + rms_norm(y): the norm after a layer, before its residual is added (Gemma's sandwich norms). All [..., H]."""
+    return residual + rms_norm(y, weight, eps)
+
+
+def cap_logits(logits: Tensor, multiplier: float = 1.0, softcap: float = 0.0) -> Tensor:
+    """Logits times `multiplier`, then softcap · tanh(logits / softcap) (Gemma 2); softcap 0: no cap."""
+    if multiplier != 1.0:
+        logits = logits * multiplier
+    return logits if softcap == 0.0 else softcap * torch.tanh(logits / softcap)
 
 
 def linear(
@@ -280,11 +292,25 @@ def mixture(
     return out
 
 
-def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021), half-split as in Llama: x [T, N, D], cos_sin [T, D] fp32 (cos | sin) → [T, N, D]."""
-    cos, sin = cos_sin.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rope(x: Tensor, cos_sin: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of the first R channels of each head, by halves of R as in Llama → [T, N, D].
+
+    Args:
+        x: [T, N, D].
+        cos_sin: [T, R] fp32 (cos | sin), R ≤ D and even. None: nothing is rotated.
+        scales: [T] fp32, factors of the rotated heads (Llama 4's scale of queries by their position).
+    """
+    if cos_sin is not None:
+        R = cos_sin.shape[1]
+        cos, sin = cos_sin.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
+        first, second = x[..., :R].chunk(2, dim=-1)
+        x = torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., R:]), dim=-1)
+    return x if scales is None else x * scales.to(x.dtype)[:, None, None]
+
+
+def gate_output(x: Tensor, gate: Tensor) -> Tensor:
+    """Attention's output [T, N, D] times sigmoid(gate), as Qwen3-Next gates it."""
+    return x * torch.sigmoid(gate)
 
 
 def norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -12,7 +12,7 @@ from minirt.bench.bounds import floor
 from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
-from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT
 from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.rope import rope_table
 from minirt.step.kv_cache import PAGE_SIZE
@@ -25,8 +25,9 @@ class Pages:
 
     def __init__(self, inputs: Inputs, sequences: int, length: int, fp8: bool) -> None:
         step = inputs.step
-        if step.config.head_dim not in (64, 128):
-            raise UnsupportedError("no kernel for this head size", expected="64 or 128", found=step.config.head_dim)
+        if step.config.head_dim not in HEAD_DIMS:
+            expected = f"one of {', '.join(map(str, HEAD_DIMS))}"
+            raise UnsupportedError("no kernel for this head size", expected=expected, found=step.config.head_dim)
         counts = -(-length // PAGE_SIZE)
         total = sequences * counts + 1
         shape = (total, PAGE_SIZE, step.config.num_kv_heads, step.config.head_dim)

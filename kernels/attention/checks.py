@@ -34,7 +34,16 @@ def check_pages(pages: KVPages, Nkv: int | None, D: int, x: Tensor) -> None:
 
 def check_rope(rope: Rope, D: int, x: Tensor) -> None:
     """Raise InputError unless the rotary table and the norms' weights fit heads of size D and of x's dtype and device."""
-    check_tensor("cos_sin", rope.cos_sin, (None, D), torch.float32, x.device)
+    if rope.cos_sin is not None:
+        check_tensor("cos_sin", rope.cos_sin, (None, None), torch.float32, x.device)
+        if not 0 < rope.channels <= D or rope.channels % 2:
+            expected = f"an even number up to {D}, those of a head"
+            raise InputError("wrong number of rotated channels", where="cos_sin", expected=expected, found=rope.channels)
+    if rope.q_scales is not None:
+        check_tensor("q_scales", rope.q_scales, (None,), torch.float32, x.device)
+        if rope.cos_sin is not None and len(rope.cos_sin) != len(rope.q_scales):
+            expected = f"{len(rope.cos_sin)} positions, those of cos_sin"
+            raise InputError("wrong length", where="q_scales", expected=expected, found=len(rope.q_scales))
     for name, norm in (("q_norm", rope.q_norm), ("k_norm", rope.k_norm)):
         if norm is not None:
             check_tensor(name, norm, (D,), x.dtype, x.device)
@@ -45,9 +54,8 @@ def check_kv_write(
 ) -> None:
     """Raise InputError unless raw heads qkv [T, (Nq + 2·Nkv)·D] fit the pages, the rotary table and their positions and slots."""
     D = pages.k.shape[-1]
-    check_activations("qkv", qkv)
     _check_head_dim("k_pages", D)
-    check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
+    _check_raw_heads(qkv, (Nq + 2 * Nkv) * D)
     check_tensor("positions", positions, (qkv.shape[0],), torch.int64, qkv.device)
     check_tensor("slots", slots, (qkv.shape[0],), torch.int64, qkv.device)
     check_pages(pages, Nkv, D, qkv)
@@ -66,9 +74,7 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
     if not 64 <= a.split <= 1024 or a.split & (a.split - 1):
         raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
     if a.rope is not None and raw_queries is not None:
-        D = a.pages.k.shape[-1]
-        check_tensor("qkv", x, (None, (raw_queries + 2 * a.pages.num_kv_heads) * D), x.dtype, x.device)
-        check_rope(a.rope, D, x)
+        check_rope(a.rope, a.pages.k.shape[-1], x)
 
 
 def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
@@ -82,8 +88,8 @@ def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
         check_activations("q", x, 3)
         _, Nq, D = x.shape
     else:
-        check_activations("qkv", x)
         Nq, D = raw_queries, pages.k.shape[-1]
+        _check_raw_heads(x, (Nq + 2 * pages.num_kv_heads) * D)
     if not a.scores.scale > 0:
         raise InputError("not positive", where="scale", found=a.scores.scale)
     _check_head_dim("q", D)
@@ -98,8 +104,17 @@ def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:
     check_tensor("seq_lens", sequences.seq_lens, (None,), torch.int32, x.device)
     check_tensor("block_tables", sequences.block_tables, (a.num_seqs, None), torch.int32, x.device)
     check_tensor("out", a.out, (x.shape[0], Nq, D), x.dtype, x.device)
+    if a.gate is not None:
+        check_tensor("gate", a.gate, (x.shape[0], Nq, D), x.dtype, x.device, strided=True)
+
+
+def _check_raw_heads(qkv: Tensor, width: int) -> None:
+    """Raise InputError unless raw heads are [T, width], in a dtype of activations. Their rows may be any distance apart."""
+    check_activations("qkv", qkv, strided=True)
+    check_tensor("qkv", qkv, (None, width), qkv.dtype, qkv.device, strided=True)
 
 
 def _check_head_dim(where: str, D: int) -> None:
     if D not in ANY.head_dims:
-        raise InputError("unsupported head size", where=where, expected=" or ".join(map(str, ANY.head_dims)), found=D)
+        expected = f"one of {', '.join(map(str, ANY.head_dims))}"
+        raise InputError("unsupported head size", where=where, expected=expected, found=D)

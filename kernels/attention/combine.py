@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.online_softmax import existing, gate_output, store_channels
 from minirt.kernels.attention.operands import AttentionInput
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.prepared import prepared
@@ -19,18 +20,18 @@ PROGRAMS = 12  # programs that fit on an SM
 def merge(results, first, step, count, head, C):
     """Combine `count` partial results of a head (rows first, first + step, …) in order → its sum [1, D] and total [1].
 
-    Fastest with one warp: each thread has the same channels of all partial results, so no thread waits for another.
+    Fastest with one warp for 128 channels: each thread has the same channels of all partial results, so none waits for another.
     """
-    d = tl.arange(0, C.D)[None, :]
+    d = tl.arange(0, C.BLOCK_D)[None, :]
     row_max = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, C.D), tl.float32)
+    acc = tl.zeros((1, C.BLOCK_D), tl.float32)
     for begin in range(0, count, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
         at = (first + s * step).to(tl.int64) * C.NQ + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
         totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
-        sums = tl.load(results.sums + at[:, None] * C.D + d, mask=(s < count)[:, None], other=0.0)
+        sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
         new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
         rescale = tl.exp2(row_max - new_row_max)
         weights = tl.exp2(row_stats - new_row_max)
@@ -38,6 +39,13 @@ def merge(results, first, step, count, head, C):
         acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
         row_max = new_row_max
     return acc, total
+
+
+@triton.jit
+def store_head(out, results, token, head, d, gated, C):
+    """Store a head's output, channels d [1, BLOCK_D]. `gated`: how many of them have a gate, if there is one."""
+    out = gate_output(out, results, token, head, d, d < gated)
+    store_channels(results.out + (token * C.NQ + head) * C.D + d, out, d, C.D)
 
 
 @prepared
@@ -57,12 +65,18 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
     if splits != 1:
-        d = tl.arange(0, C.D)[None, :]
+        d = tl.arange(0, C.BLOCK_D)[None, :]
         first_head = tl.program_id(1) * heads
         for head in range(first_head, tl.minimum(first_head + heads, C.NQ)):
             acc, total = merge(results, start, 1, splits, head, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
-            tl.store(results.out + (token * C.NQ + head) * C.D + d, out.to(results.out.dtype.element_ty))
+            gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN
+            store_head(out, results, token, head, d, gated, C)
+
+
+def warps(block_d: int) -> int:
+    """Warps of a program that merges partial results of heads of `block_d` channels."""
+    return max(1, block_d // 128)
 
 
 def combine(a: AttentionInput) -> None:
@@ -73,5 +87,5 @@ def combine(a: AttentionInput) -> None:
     constants, B = Constants.of(a), a.num_seqs
     heads = cdiv(B * constants.NQ, PROGRAMS * sm_count(a.out.device))
     _combine_kernel[(B, cdiv(constants.NQ, heads))](
-        a.sequences, a.results(a.max_splits), heads, C=constants, **launch_options(1, 1, a.pdl)
+        a.sequences, a.results(a.max_splits), heads, C=constants, **launch_options(warps(constants.BLOCK_D), 1, a.pdl)
     )

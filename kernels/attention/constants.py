@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from minirt.kernels.attention.operands import AttentionInput
+from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import compile_time
 
 
@@ -11,6 +12,8 @@ class Constants(NamedTuple):
     """Sizes of heads and pages, and those of the following that a kernel needs; 0: it does not.
 
     Args:
+        BLOCK_D: D, padded to a power of two. Channels from D on are zeros in registers, and are neither loaded nor stored.
+        RAW: whether `heads` are raw. ROW: the distance of their rows. R: `Rope.channels`.
         BLOCK_M: rows of a tile: tokens, heads of a token, or both. BLOCK_N: tokens of K and V in a step.
         BLOCK_B: sequences that are searched at once.
         SPLIT: tokens of a KV split of decode attention.
@@ -21,6 +24,10 @@ class Constants(NamedTuple):
     NKV: int
     D: int
     PAGE_SIZE: int
+    BLOCK_D: int
+    RAW: bool = False
+    ROW: int = 0
+    R: int = 0
     BLOCK_M: int = 0
     BLOCK_N: int = 0
     BLOCK_B: int = 0
@@ -34,5 +41,9 @@ class Constants(NamedTuple):
         PARTIAL: int = 0,
     ) -> "Constants":  # fmt: skip
         """The constants of a launch on these operands."""
-        (_, Nq, D), (_, page_size, Nkv, _) = a.out.shape, a.pages.k.shape
-        return cls(Nq, Nkv, D, page_size, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL)
+        (_, Nq, D), (_, page_size, Nkv, _), raw, row, R = a.out.shape, a.pages.k.shape, False, 0, 0
+        if a.rope is not None:
+            raw, row, R = True, a.heads.stride(0), a.rope.channels
+        return cls(
+            Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL
+        )

@@ -19,14 +19,17 @@ from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
     attend,
     blank,
+    existing,
     fuses,
+    gate_output,
+    load_channels,
     no_queries,
     prepare,
     score,
     split_channels,
     whole,
 )
-from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, Rope, decode_lookup_size
+from minirt.kernels.attention.operands import FEW_SEQS, AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, sm_count
@@ -62,16 +65,28 @@ CASES = [
 
 
 @triton.jit
-def _rotated(x, y, norm, norm_partner, cos, sin, eps, D: tl.constexpr):
-    """Heads x [M, D] after RMSNorm (if `norm` is given) and rotary embedding. y and norm_partner are x and norm with their halves
-    swapped."""
+def _rotated(x, y, norm, norm_partner, cos, sin, scale, rope, C):
+    """Heads x [M, D] after RMSNorm (if `norm` is given, or all heads are normalized), rotary embedding and a scale.
+
+    y and norm_partner are x and norm with the channels of each rotated pair swapped.
+    """
     dtype: tl.constexpr = x.dtype
+    d = tl.arange(0, C.BLOCK_D)[None, :]
     x, y = x.to(tl.float32), y.to(tl.float32)
+    if norm is not None or rope.normalize:
+        inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / C.D + rope.eps)[:, None]
+        x = (x * inverse_rms).to(dtype).to(tl.float32)
+        y = (y * inverse_rms).to(dtype).to(tl.float32)
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = (x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)
-        y = (y * scale).to(dtype).to(tl.float32) * norm_partner.to(tl.float32)
-    return (x * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -y, y) * sin).to(dtype)
+        x = x * norm.to(tl.float32)
+        y = y * norm_partner.to(tl.float32)
+    if C.R == C.D:
+        x = x * cos + tl.where(d < C.R // 2, -y, y) * sin
+    elif C.R > 0:
+        x = tl.where(d < C.R, x * cos + tl.where(d < C.R // 2, -y, y) * sin, x)
+    if scale is not None:
+        x = x * scale
+    return x.to(dtype)
 
 
 @triton.jit
@@ -82,23 +97,34 @@ def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexp
     than the arithmetic, and repeated loads cost nothing. All loads are issued before the first use, so their latencies overlap.
     """
     D: tl.constexpr = C.D
-    angles_ptr = rope.cos_sin + position.to(tl.int64) * D
-    d = tl.arange(0, D)[None, :] + tl.zeros_like(head)[:, None]
-    partner = (d + D // 2) % D  # channel d is rotated with channel d ± D/2, so each is loaded twice
-    cos, sin = tl.load(angles_ptr + d % (D // 2)), tl.load(angles_ptr + D // 2 + d % (D // 2))
+    R: tl.constexpr = C.R
+    d = tl.arange(0, C.BLOCK_D)[None, :] + tl.zeros_like(head)[:, None]
+    # Channel d < R is rotated with channel d ± R/2, so each is loaded twice.
+    partner, angle = d, d
+    if R == D:
+        partner, angle = (d + D // 2) % D, d % (D // 2)
+    elif R > 0:
+        partner, angle = tl.where(d < R, (d + R // 2) % R, d), tl.where(d < R, d % (R // 2), 0)
+    cos, sin, scale = None, None, None
+    if R > 0:
+        angles_ptr = rope.cos_sin + position.to(tl.int64) * R
+        cos, sin = tl.load(angles_ptr + angle), tl.load(angles_ptr + R // 2 + angle)
+    if rope.q_scales is not None:
+        scale = tl.load(rope.q_scales + position)
     q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
     if rope.q_norm is not None:
-        q_norm, q_norm_partner = tl.load(rope.q_norm + d), tl.load(rope.q_norm + partner)
+        q_norm, q_norm_partner = load_channels(rope.q_norm + d, d, D), load_channels(rope.q_norm + partner, d, D)
     if rope.k_norm is not None:
-        k_norm, k_norm_partner = tl.load(rope.k_norm + d), tl.load(rope.k_norm + partner)
+        k_norm, k_norm_partner = load_channels(rope.k_norm + d, d, D), load_channels(rope.k_norm + partner, d, D)
     if PDL:
         wait_inside_loop()
     q_ptrs = heads_ptr + (head * D)[:, None]
     k_ptr = heads_ptr + (C.NQ + kv_head) * D
-    q, q_partner = tl.load(q_ptrs + d), tl.load(q_ptrs + partner)
-    k, k_partner, v = tl.load(k_ptr + d), tl.load(k_ptr + partner), tl.load(k_ptr + C.NKV * D + d)
-    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, rope.eps, D)
-    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, rope.eps, D), v
+    q, q_partner = load_channels(q_ptrs + d, d, D), load_channels(q_ptrs + partner, d, D)
+    k, k_partner = load_channels(k_ptr + d, d, D), load_channels(k_ptr + partner, d, D)
+    v = load_channels(k_ptr + C.NKV * D + d, d, D)
+    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, scale, rope, C)
+    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, None, rope, C), v
 
 
 @triton.jit
@@ -145,19 +171,18 @@ def _slots(numbers, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 @triton.jit
 def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, C):
     """Write row 0 of x [M, D] to a slot. Returns x as the page holds it, in fp32."""
-    at = (slot * C.NKV + kv_head) * C.D + tl.arange(0, C.D)[None, :] + tl.zeros_like(row)[:, None]
+    d = tl.arange(0, C.BLOCK_D)[None, :]
+    at = (slot * C.NKV + kv_head) * C.D + d + tl.zeros_like(row)[:, None]
+    stored = existing(row[:, None] == 0, d, C.D)
     if scales_ptr is None:
-        tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
+        tl.store(pages_ptr + at, x, mask=stored)
         return x.to(tl.float32)
     else:
         scale = fp8_scale(tl.max(finite_magnitude(x), 1))
         x = to_fp8(x, scale[:, None])
-        tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=row[:, None] == 0)
+        tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=stored)
         tl.store(scales_ptr + (slot * C.NKV + kv_head) + row, scale, mask=row == 0)
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-
-
-_NO_ROPE = Rope(None)  # type: ignore[arg-type]  # Triton 3.6 cannot tell a record from None if one of its fields is None
 
 
 @prepared
@@ -165,8 +190,8 @@ _NO_ROPE = Rope(None)  # type: ignore[arg-type]  # Triton 3.6 cannot tell a reco
 def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_width, C, PDL: tl.constexpr):
     """Attention of one KV head on every n-th work item, n being the number of programs per head.
 
-    For a sequence with one split it stores the final result, else a partial one. With `rope.cos_sin`, `heads` holds raw q, k and
-    v heads, and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are
+    For a sequence with one split it stores the final result, else a partial one. With `C.RAW`, `heads` holds raw q, k and v
+    heads, and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are
     skipped.
     """
     NQ: tl.constexpr = C.NQ
@@ -176,9 +201,9 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     BLOCK_M: tl.constexpr = C.BLOCK_M
     GROUP: tl.constexpr = NQ // NKV
     FP8: tl.constexpr = pages.k_scale is not None
-    RAW: tl.constexpr = rope.cos_sin is not None
+    RAW: tl.constexpr = C.RAW
     ALL: tl.constexpr = sequences.query_starts is None  # whether each sequence has one new token
-    HEADS: tl.constexpr = NQ + 2 * NKV if RAW else NQ
+    ROW: tl.constexpr = C.ROW if RAW else NQ * D
     kv_head = tl.program_id(0) % NKV
     first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
     items = tl.load(sequences.split_starts + B)
@@ -186,14 +211,14 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     if PDL and not RAW:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, C.BLOCK_D)[None, :]
     head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # rows past the group repeat its last head and are not stored
     valid = row < GROUP
     for item in range(first_item, items, programs):
         begin = split * SPLIT
         limit = length - 1 if RAW else length  # tokens in the pages
-        row_max, total, acc = blank(BLOCK_M, D, FP8)
-        q = no_queries(BLOCK_M, D, heads.dtype.element_ty, FP8)
+        row_max, total, acc = blank(BLOCK_M, C.BLOCK_D, FP8)
+        q = no_queries(BLOCK_M, C.BLOCK_D, heads.dtype.element_ty, FP8)
         row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
         # Run the loop at least once, even if the new token is the first of its split.
         end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
@@ -211,7 +236,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                     next_b, next_length, next_split, next_numbers = _find_work_item(
                         item + programs, sequences, B, table_width, C
                     )
-                heads_ptr = heads + token * HEADS * D
+                heads_ptr = heads + token * ROW
                 if RAW:
                     turned, k, v = _rotated_heads(heads_ptr, head, kv_head, rope, limit, C, PDL)
                     q = prepare(turned, FP8)
@@ -227,18 +252,20 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                         total += 1.0
                         acc = split_channels(new_v) if FP8 else (new_v,)
                 else:
-                    q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
+                    q = prepare(load_channels(heads_ptr + (head * D)[:, None] + d, d, D), FP8)
             base, slot = _slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
                 q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, limit, row_limit, scores, C, True
             )
         if length <= SPLIT:
-            out = (whole(acc) / tl.where(stored, total, 1.0)[:, None]).to(results.out.dtype.element_ty)
-            tl.store(results.out + ((token * NQ + head) * D)[:, None] + d, out, mask=stored[:, None])
+            inside = existing(stored[:, None], d, D)
+            out = whole(acc) / tl.where(stored, total, 1.0)[:, None]
+            out = gate_output(out, results, token, head[:, None], d, inside).to(results.out.dtype.element_ty)
+            tl.store(results.out + ((token * NQ + head) * D)[:, None] + d, out, mask=inside)
         else:
             part = tl.cast(item, tl.int64) * NQ + head
-            tl.store(results.sums + part[:, None] * D + d, whole(acc), mask=stored[:, None])
+            tl.store(results.sums + part[:, None] * D + d, whole(acc), mask=existing(stored[:, None], d, D))
             tl.store(results.row_stats + 2 * part, row_max, mask=stored)
             tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
         if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
@@ -255,16 +282,18 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
-    """The configuration, whose blocks are not longer than a split."""
+    """The configuration, whose blocks are not longer than a split. With more than 128 channels, a block has as many bytes."""
     if facts.itemsize == 4:
-        return DecodeConfig(32, 8, 3, 3)
+        return DecodeConfig(32, 8, 3, 3) if facts.D <= 128 else DecodeConfig(16, 8, 3, 1)
+    if facts.D > 128:
+        return DecodeConfig(32, 4, 3, 2)
     if facts.fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.
         return DecodeConfig(min(128, facts.split), 4, 2, 3)
     # Programs that share an SM hide each other's latency. A single program must prefetch more.
     return DecodeConfig(64, 4, 2 if facts.T > FEW_SEQS else 3, 3)
 
 
-FAMILY = Family("decode", DecodeConfig, (__file__,), ("T", "itemsize", "fp8", "split"), rule, tokens=decode_lookup_size)
+FAMILY = Family("decode", DecodeConfig, (__file__,), ("T", "D", "itemsize", "fp8", "split"), rule, tokens=decode_lookup_size)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = KV_SPLIT) -> list[int]:
@@ -283,7 +312,7 @@ def launch(a: AttentionInput) -> None:
     c = FAMILY.lookup(device, a.facts(lookup))
     constants = Constants.of(a, BLOCK_M=MAX_GROUP, BLOCK_N=c.block_n, BLOCK_B=lookup, SPLIT=a.split)
     _decode_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // Nkv)) * Nkv,)](
-        a.heads, a.rope or _NO_ROPE, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(),
+        a.heads, a.rope, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits), a.scores.in_base_2(),
         B, a.table_width, C=constants, maxnreg=most_registers(32 * c.num_warps * c.programs), enable_fp_fusion=fuses(a.out.dtype),
         **launch_options(c.num_warps, c.num_stages, a.pdl),
     )  # fmt: skip

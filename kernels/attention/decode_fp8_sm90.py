@@ -35,7 +35,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import hide, inverse, log2, score, widen
+from minirt.errors import InputError
+from minirt.kernels.attention.online_softmax import gate_output, hide, inverse, log2, score, widen
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
@@ -43,9 +44,12 @@ from minirt.kernels.attention.work_items_sm90 import (
     find_candidates,
     find_firsts,
     find_place,
-    in_rows,
     lanes,
-    norm_halves,
+    load_angles,
+    load_norm,
+    load_partners,
+    load_pieces,
+    load_scale,
     turn,
 )
 from minirt.kernels.compile.tuning import Family
@@ -67,6 +71,7 @@ class _Constants(NamedTuple):
     """What a launch compiles in.
 
     Args:
+        R, ROW: as in `constants.Constants`.
         UNITS: items of all KV heads of a split.
         TILES: tiles of an item; HEADS: its KV heads; N: its queries, padded.
         SIDE: tiles of a stage of the ring; STAGES: its stages; SLOTS: slots of scales.
@@ -77,6 +82,8 @@ class _Constants(NamedTuple):
     NQ: int
     NKV: int
     D: int
+    R: int
+    ROW: int
     PAGE_SIZE: int
     SPLIT: int
     STRIDE: int
@@ -95,29 +102,28 @@ class _Constants(NamedTuple):
 def ask_token(place, first_head, heads, rope, sequences, table_width, row, writes, d, m, C):
     """Load everything that an item needs of its sequence's new token, without waiting.
 
-    This loads, for each row, both halves of the channels of its head's q, k and v. It also loads v of the first tiles in the
-    layout of the sums, the cosines and sines, and the token's page for the rows that write K and V.
+    This loads, for each row, its head's q, k and v in pieces. It also loads v of the first tiles in the layout of the sums, the
+    cosines and sines, the token's page for the rows that write K and V, the partners of q and k, and the scale of q.
     """
     NQ: gl.constexpr = C.NQ
     NKV: gl.constexpr = C.NKV
     D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
-    HALF: gl.constexpr = D // 2
     b, length, _ = place
     limit = length - 1
-    heads_ptr = heads + b * ((NQ + 2 * NKV) * D)
+    heads_ptr = heads + b * C.ROW
     # Rows past the last head repeat the last head and are not stored.
-    q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None] + d[None, :]
-    k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None] + d[None, :]
+    q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None]
+    k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None]
     v_ptrs = k_ptrs + NKV * D
-    angles_ptr = rope.cos_sin + gl.maximum(limit, 0).to(gl.int64) * D + d
+    position = gl.maximum(limit, 0)
     # Rows that write nothing load another page. If all loaded one page, the compiler would use a uniform register and wait.
     place_in_table = gl.maximum(limit // C.PAGE_SIZE - gl.where(writes, 0, 1), 0)
     page = gl.load(sequences.block_tables + b * table_width + place_in_table)
     return (
-        gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptrs),
-        gl.load(v_ptrs + HALF), ask_values(b, first_head * (D // 2), heads, m, C), gl.load(angles_ptr),
-        gl.load(angles_ptr + HALF), page,
+        load_pieces(q_ptrs, d[None, :], C), load_pieces(k_ptrs, d[None, :], C), load_pieces(v_ptrs, d[None, :], C),
+        ask_values(b, first_head * (D // 2), heads, m, C), load_angles(rope, position, d, C), page,
+        load_partners(q_ptrs, d[None, :], C), load_partners(k_ptrs, d[None, :], C), load_scale(rope, position),
     )  # fmt: skip
 
 
@@ -127,8 +133,7 @@ def ask_values(b, pair, heads, m, C):
 
     Past the last head, the last pair is repeated and not stored.
     """
-    HEADS: gl.constexpr = C.NQ + 2 * C.NKV  # of a token
-    pairs_ptr = (heads + b * (HEADS * C.D) + (C.NQ + C.NKV) * C.D).to(gl.pointer_type(gl.int32))
+    pairs_ptr = (heads + b * C.ROW + (C.NQ + C.NKV) * C.D).to(gl.pointer_type(gl.int32))
     pairs = ()
     for c in gl.static_range(C.SIDE):
         pairs += (gl.load(pairs_ptr + gl.minimum(pair + c * PAIRS + m, C.NKV * C.D // 2 - 1)),)  # type: ignore[assignment]
@@ -381,7 +386,7 @@ def _attend_items(
     token = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
     second = n >= GROUP
     writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # rows that write the new token's K and V
-    q_norm, k_norm = in_rows(norm_halves(rope.q_norm, d, D)), in_rows(norm_halves(rope.k_norm, d, D))
+    q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
@@ -398,12 +403,11 @@ def _attend_items(
         item, head = unit // UNITS, unit % UNITS * HEADS
         place = next_place
         b, length, split = place
-        q_left, q_right, k_left, k_right, v_left, v_right, v_pairs, cos, sin, page = asked
+        raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
-        cos, sin = cos[None, :], sin[None, :]
-        q_left, q_right = turn(q_left, q_right, q_norm, cos, sin, rope.eps, D)
+        q_left, q_right = turn(raw_q, q_partners, q_norm, angles, q_scale, d, rope, C)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
         # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
@@ -416,11 +420,11 @@ def _attend_items(
         new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
         new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
-            turned_left, turned_right = turn(k_left, k_right, k_norm, cos, sin, rope.eps, D)
+            turned_left, turned_right = turn(raw_k, k_partners, k_norm, angles, (), d, rope, C)
             slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
             exists = writes & (head + row // GROUP < NKV)
             new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, D)
-            v_scale = _write(v_left, v_right, pages.v, pages.v_scale, slot, d, exists, D)[2]
+            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, D)[2]
             product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
             new_score, factor = score(gl.convert_layout(product, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
             new_score *= factor
@@ -497,8 +501,11 @@ def _attend_items(
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
                     out_ptrs = results.out + (b * NQ + head * GROUP) * D + at
-                    gl.store(out_ptrs, (even * normalize[None, :]).to(results.out.dtype.element_ty), mask=stored)
-                    gl.store(out_ptrs + 1, (odd * normalize[None, :]).to(results.out.dtype.element_ty), mask=stored)
+                    own_head, own_channel = head * GROUP + n[None, :], (channel % D)[:, None]
+                    x = gate_output(even * normalize[None, :], results, b, own_head, own_channel, stored)
+                    gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
+                    x = gate_output(odd * normalize[None, :], results, b, own_head, own_channel + 1, stored)
+                    gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
                     gl.store(results.sums + part * D + at, even, mask=stored)
                     gl.store(results.sums + part * D + at + 1, odd, mask=stored)
@@ -556,6 +563,8 @@ FAMILY = Family("decode_fp8_sm90", DecodeFp8Sm90Config, (__file__,), ("T", "Nq",
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
+    if a.rope is None:
+        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(pages.page_size, _BOX), PAIRS.value) for x in pairs)
@@ -563,7 +572,8 @@ def launch(a: AttentionInput) -> None:
     units = cdiv(Nkv * D, 2 * PAIRS.value * c.tiles)
     programs = max(1, min(a.max_splits * units, c.programs * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), UNITS=units, TILES=c.tiles,
+        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
+        UNITS=units, TILES=c.tiles,
         HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
         REGISTERS=c.registers, EARLY=fetches_early(B, device),
     )  # fmt: skip

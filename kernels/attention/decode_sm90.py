@@ -18,20 +18,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.attention.online_softmax import hide, score
+from minirt.errors import InputError
+from minirt.kernels.attention.online_softmax import gate_output, hide, score
 from minirt.kernels.attention.operands import AttentionInput, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
     PROGRAMS,
-    REGISTERS,
     count_blocks,
     fetch_items,
     find_candidates,
     find_firsts,
     find_place,
-    in_rows,
-    norm_halves,
+    load_angles,
+    load_norm,
+    load_partners,
+    load_pieces,
+    load_scale,
     turn,
 )
 from minirt.kernels.hopper.ring import release, ring_barriers, wait_full
@@ -46,11 +49,18 @@ STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CH
 
 @compile_time
 class _Constants(NamedTuple):
-    """What a launch compiles in. N: heads, padded. EARLY: whether the next kernel is triggered before the work."""
+    """What a launch compiles in.
+
+    Args:
+        R, ROW: as in `constants.Constants`.
+        N: heads, padded. EARLY: whether the next kernel is triggered before the work.
+    """
 
     NQ: int
     NKV: int
     D: int
+    R: int
+    ROW: int
     PAGE_SIZE: int
     SPLIT: int
     STRIDE: int
@@ -63,28 +73,29 @@ class _Constants(NamedTuple):
 def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     """Load everything that an item needs of its sequence's new token, without waiting.
 
-    These are both halves of the channels of q, k and v; v again in the layout of the sums; cosines and sines; the token's page.
+    These are q, k and v in pieces; v again in the layout of the sums; cosines and sines; the token's page; the partners of q and
+    k; the scale of q.
     """
     NQ: gl.constexpr = C.NQ
     NKV: gl.constexpr = C.NKV
     D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
-    HALF: gl.constexpr = D // 2
     b, length, _ = place
     limit = length - 1
-    heads_ptr = heads + b * ((NQ + 2 * NKV) * D)
+    heads_ptr = heads + b * C.ROW
     # Heads past the group repeat the group's last head and are not stored.
-    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None] + d[None, :]
-    k_ptrs = heads_ptr + (NQ + kv_head) * D + d
+    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None]
+    k_ptr = heads_ptr + (NQ + kv_head) * D
     v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
     v_sums = ()
     for c in gl.static_range(0, D, CHANNELS):
         v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
-    angles_ptr = rope.cos_sin + gl.maximum(limit, 0).to(gl.int64) * D + d
+    position = gl.maximum(limit, 0)
     page = gl.load(sequences.block_tables + b * table_width + gl.maximum(limit, 0) // C.PAGE_SIZE)
     return (
-        gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptr + d),
-        gl.load(v_ptr + HALF + d), v_sums, gl.load(angles_ptr), gl.load(angles_ptr + HALF), page,
+        load_pieces(q_ptrs, d[None, :], C), load_pieces(k_ptr, d, C), load_pieces(v_ptr, d, C), v_sums,
+        load_angles(rope, position, d, C), page, load_partners(q_ptrs, d[None, :], C), load_partners(k_ptr, d, C),
+        load_scale(rope, position),
     )  # fmt: skip
 
 
@@ -163,15 +174,16 @@ def _attend_items(
     TILES: gl.constexpr = D // CHANNELS
     BLOCKS: gl.constexpr = SPLIT // BLOCK_N
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    HALF: gl.constexpr = D // 2
-    HEADS: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [4, 1], [1, 0])
+    PIECES: gl.constexpr = max(2, TILES)
+    WIDTH: gl.constexpr = D // PIECES
+    HEADS: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
     tiles, full, _ = ring
     B, table_width = sizes
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and channels of a tile
     n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
     row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
-    d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
-    q_norm, k_norm = norm_halves(rope.q_norm, d, D), norm_halves(rope.k_norm, d, D)
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, HEADS))
+    q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
@@ -186,22 +198,23 @@ def _attend_items(
     for pair in range(first, items * NKV, programs):
         item, kv_head = pair // NKV, pair % NKV
         b, length, split = next_place
-        q_left, q_right, k_left, k_right, v_left, v_right, v_sums, cos, sin, page = asked
+        q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
-        q_left, q_right = turn(q_left, q_right, in_rows(q_norm), cos[None, :], sin[None, :], rope.eps, D)
-        k_left, k_right = turn(k_left, k_right, k_norm, cos, sin, rope.eps, D)
-        if TILES == 2:
-            q_tiles.index(0).store(q_left)
-            q_tiles.index(1).store(q_right)
-        else:
-            q_tiles.index(0).slice(0, HALF, 1).store(q_left)
-            q_tiles.index(0).slice(HALF, HALF, 1).store(q_right)
+        q = turn(q, q_partners, q_norm, angles, scale, d, rope, C)
+        k = turn(k, k_partners, k_norm, angles, (), d, rope, C)
+        for i in gl.static_range(PIECES):
+            if TILES == 1:
+                q_tiles.index(0).slice(i * WIDTH, WIDTH, 1).store(q[i])
+            else:
+                q_tiles.index(i).store(q[i])
         fence_async_shared()
         # The new token's score [heads]; −inf if the token belongs to another split.
-        new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
-        new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
+        new_score = q[0].to(gl.float32) * k[0].to(gl.float32)[None, :]
+        for i in gl.static_range(1, PIECES):
+            new_score = new_score + q[i].to(gl.float32) * k[i].to(gl.float32)[None, :]
+        new_score = gl.sum(new_score, 1)
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
@@ -240,7 +253,9 @@ def _attend_items(
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
-                gl.store(out_ptrs + c * CHANNELS, (acc * inverse[None, :]).to(results.out.dtype.element_ty), mask=stored)
+                head, channel = kv_head * GROUP + n[None, :], c * CHANNELS + m[:, None]
+                out = gate_output(acc * inverse[None, :], results, b, head, channel, stored)
+                gl.store(out_ptrs + c * CHANNELS, out.to(results.out.dtype.element_ty), mask=stored)
             else:
                 gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
         if not final:
@@ -248,10 +263,10 @@ def _attend_items(
             gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=n < GROUP)
         if newest:
             slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * NKV + kv_head) * D + d
-            gl.store(pages.k + slot, k_left)
-            gl.store(pages.k + slot + HALF, k_right)
-            gl.store(pages.v + slot, v_left)
-            gl.store(pages.v + slot + HALF, v_right)
+            for i in gl.static_range(PIECES):
+                gl.store(pages.k + slot + i * WIDTH, k[i])
+            for i in gl.static_range(PIECES):
+                gl.store(pages.v + slot + i * WIDTH, v[i])
     if PDL and not C.EARLY:
         gdc_launch_dependents()
 
@@ -279,20 +294,23 @@ def _decode_sm90_kernel(
             (fetch_items, (k_pages, v_pages, ring, sequences, sizes, C)),
         ],
         [1],
-        [REGISTERS],
+        [64 if C.D <= 128 else 96],  # registers of a thread of the fetching warp; the other warps share the rest
     )
 
 
 def launch(a: AttentionInput) -> None:
     """Same as `decode.launch`."""
+    if a.rope is None:
+        raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
-    programs = max(1, min(a.max_splits * Nkv, PROGRAMS * sm_count(device)))
+    share = PROGRAMS if D <= 128 else 1  # programs that share an SM: the ring of one has as many bytes as two of 128 channels
+    programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))
     constants = _Constants(
-        Nq, Nkv, D, pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=8 if Nq // Nkv <= 8 else 16,
-        STAGES=STAGES, EARLY=fetches_early(B, device),
+        Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
+        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
-        a.table_width, C=constants, maxnreg=most_registers(256 * PROGRAMS), **launch_options(4, 1, a.pdl),
+        a.table_width, C=constants, maxnreg=most_registers(256 * share), **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -4,7 +4,8 @@
 fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for sequences with
 one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the others.
 `combine` adds the KV splits of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
-can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
+can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes `out` applies the output gate.
+The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder, covering
 
 # Kernels for one new token also take raw heads, and limit the split.
 _DECODE = replace(ANY, raw=None, split=1024)
-_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16)  # of decoding
+_HOPPER = replace(ANY, raw=True, split=LONGEST, alignment=16, head_dims=(64, 128, 256))  # of decoding
 _SPLITS = SumOrder("steps", splits=True)
 
 
@@ -78,16 +79,17 @@ DECODE = (
     ),
     AttentionRegime(
         "decode_fp8_sm90", "sequences", 1, MOST_SEQUENCES, variant=decode_fp8_sm90.variant, capability=90,
-        launch=decode_fp8_sm90.launch, limits=replace(_HOPPER, formats=("fp8",), tile_queries=decode_fp8_sm90.TILE_QUERIES),
+        launch=decode_fp8_sm90.launch,
+        limits=replace(_HOPPER, formats=("fp8",), head_dims=(64, 128), tile_queries=decode_fp8_sm90.TILE_QUERIES),
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
 _SM90 = AttentionRegime(
     "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
-    limits=replace(ANY, formats=("fp16",), alignment=16), sums=SumOrder("steps"),
+    limits=replace(ANY, formats=("fp16",), alignment=16, head_dims=(64, 128, 256)), sums=SumOrder("steps"),
 )  # fmt: skip
 PREFILL = (  # docs/decisions/attention-prefill.md
-    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128,))),
+    replace(_SM90, first=512, limits=replace(_SM90.limits, head_dims=(128, 256))),
     replace(_SM90, first=1024, limits=replace(_SM90.limits, head_dims=(64,))),
     AttentionRegime("prefill", "tokens", 1, launch=prefill.launch, limits=ANY, sums=SumOrder("steps")),
 )
@@ -201,7 +203,7 @@ def rope_paged_attention_decode(
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
     Args:
-        cos_sin: [L, D] fp32 (cosines | sines).
+        cos_sin: [L, R] fp32 (cosines | sines): the first R channels of a head are rotated.
         seq_lens: [B] int32, including the new token: its position is seq_lens − 1, and block_tables has its page. If it is 0,
             nothing is written to the pages.
         q_norm, k_norm: [D].

@@ -29,6 +29,45 @@ def page_slots(table_ptr, first, limit, C):
 
 
 @triton.jit
+def load_channels(ptrs, d, WIDTH: tl.constexpr):
+    """Load channels d [1, N] of heads; zeros from channel WIDTH on, if N is larger."""
+    if d.shape[1] == WIDTH:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=d < WIDTH, other=0)
+
+
+@triton.jit
+def store_channels(ptrs, x, d, WIDTH: tl.constexpr):
+    """Store channels d [1, N] of heads, in the dtype of the memory; those from WIDTH on are not stored."""
+    x = x.to(ptrs.dtype.element_ty)
+    if d.shape[1] == WIDTH:
+        tl.store(ptrs, x)
+    else:
+        tl.store(ptrs, x, mask=d < WIDTH)
+
+
+@triton.jit
+def existing(inside, d, WIDTH: tl.constexpr):
+    """The mask `inside` of rows, without the channels d [1, N] from WIDTH on, if N is larger."""
+    if d.shape[1] == WIDTH:
+        return inside
+    else:
+        return inside & (d < WIDTH)
+
+
+@triton.jit
+def gate_output(out, results, token, head, d, inside):
+    """Outputs of the heads `head` of `token`, channels d, times the sigmoid of the gate, if there is one. `inside`: the mask."""
+    if results.gate is None:
+        return out
+    else:
+        at = token * results.gate_token + head * results.gate_head + d
+        gate = tl.load(results.gate + at, mask=inside, other=0.0)
+        return out * tl.sigmoid(gate.to(tl.float32))
+
+
+@triton.jit
 def score(products, factor, scores):
     """The scores of products of queries and keys, and the factor, positive, by which the caller multiplies them.
 
@@ -164,6 +203,15 @@ def _settle(x):
 
 
 @triton.jit
+def _load_rows(ptrs, inside, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of K or V, channels d: zeros from channel WIDTH on and, if MASKED, where not `inside`."""
+    if MASKED:
+        return tl.load(ptrs, mask=existing(inside, d, WIDTH), other=0)
+    else:
+        return load_channels(ptrs, d, WIDTH)
+
+
+@triton.jit
 def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: tl.constexpr):
     """One step of the online softmax, for queries q [M, D] (from `prepare`) and the tokens t [N] of one KV head.
 
@@ -180,10 +228,11 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
     row_max, total, acc = state
     inside = (t < limit)[:, None]
     if pages.k_scale is None:
-        at = slot[:, None] * (NKV * D) + tl.arange(0, D)[None, :]
+        d = tl.arange(0, C.BLOCK_D)[None, :]
+        at = slot[:, None] * (NKV * D) + d
         k_ptr = pages.k + base * D
         v_ptr = pages.v + base * D
-        k = tl.load(k_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(k_ptr + at)
+        k = _load_rows(k_ptr + at, inside, d, D, MASKED)
         s, factor = score(tl.dot(q[0], tl.trans(k), input_precision="ieee"), scores.scale, scores)
         if MASKED:
             s = hide(s, t[None, :], row_limit[:, None])
@@ -191,14 +240,15 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         p = tl.exp2(s * factor - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         total = total * rescale + tl.sum(p, 1)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(v_ptr + at)
+        v = _load_rows(v_ptr + at, inside, d, D, MASKED)
         return new_row_max, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
     else:
         dtype: tl.constexpr = q[0].dtype
-        at = slot[:, None] * (NKV * D // 2) + tl.arange(0, D // 2)[None, :]
+        d = tl.arange(0, C.BLOCK_D // 2)[None, :]
+        at = slot[:, None] * (NKV * D // 2) + d
         k_ptr = pages.k + base * (D // 2)
         v_ptr = pages.v + base * (D // 2)
-        k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
+        k = _load_rows(k_ptr + at, inside, d, D // 2, MASKED)
         k_factor = tl.load(pages.k_scale + base + slot * NKV, mask=t < limit, other=1.0) * scores.scale
         v_scale = tl.load(pages.v_scale + base + slot * NKV, mask=t < limit, other=1.0)
         exponent, per_scale = log2(v_scale), inverse(v_scale)
@@ -215,7 +265,7 @@ def attend(q, state, pages, base, slot, t, limit, row_limit, scores, C, MASKED: 
         p = tl.exp2(s - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         total = total * rescale + tl.sum(p * per_scale[None, :], 1)
-        v = tl.load(v_ptr + at, mask=inside, other=0) if MASKED else tl.load(v_ptr + at)
+        v = _load_rows(v_ptr + at, inside, d, D // 2, MASKED)
         v_even, v_odd = widen(v, dtype)
         p = p.to(dtype)
         even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
@@ -228,7 +278,7 @@ def attend_context(q, pages, table_ptr, kv_head, begin, seen_by_all, end, limit,
 
     Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`.
     """
-    state = blank(C.BLOCK_M, C.D, pages.k_scale is not None)
+    state = blank(C.BLOCK_M, C.BLOCK_D, pages.k_scale is not None)
     for first in range(begin, seen_by_all, C.BLOCK_N):
         t, base, slot = page_slots(table_ptr, first, limit, C)
         state = attend(q, state, pages, base * C.NKV + kv_head, slot, t, limit, row_limit, scores, C, False)

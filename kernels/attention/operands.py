@@ -53,15 +53,28 @@ class KVPages(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What turns raw heads into q and k: QK-norm with weights [D], if the model has it, then rotary embedding.
+    """What turns raw heads into q and k, in this order: QK-norm, rotary embedding, a scale of q. Each is optional.
 
-    `cos_sin` [L, D] fp32 has a row (cosines | sines) for each position.
+    Attributes:
+        cos_sin: [L, R] fp32, a row (cosines | sines) for each position. The first R channels of a head are rotated, by halves of
+            R; R is even, at most D. None: nothing is rotated.
+        q_norm, k_norm: [D], weights of RMSNorm.
+        eps: of the norms.
+        normalize: q and k are normalized also without weights.
+        q_scales: [L] fp32, a factor of the rotated q for each position (Llama 4).
     """
 
-    cos_sin: Tensor
+    cos_sin: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    normalize: bool = False
+    q_scales: Tensor | None = None
+
+    @property
+    def channels(self) -> int:
+        """R, the channels of a head that are rotated."""
+        return 0 if self.cos_sin is None else self.cos_sin.shape[1]
 
 
 class Sequences(NamedTuple):
@@ -99,12 +112,16 @@ class Scores(NamedTuple):
 class Results(NamedTuple):
     """Where kernels store results: `out` [T, Nq, D], and partial results in fp32.
 
-    Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total.
+    Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total. What goes to `out` is first
+    multiplied by the sigmoid of `gate`, whose tokens and heads are `gate_token` and `gate_head` values apart.
     """
 
     out: Tensor
-    sums: Tensor
-    row_stats: Tensor
+    sums: Tensor | None = None
+    row_stats: Tensor | None = None
+    gate: Tensor | None = None
+    gate_token: int | None = None
+    gate_head: int | None = None
 
 
 class AttentionFacts(NamedTuple):
@@ -132,6 +149,7 @@ class AttentionInput(NamedTuple):
 
     Attributes:
         heads: q [T, Nq, D]; with `rope`, raw heads [T, (Nq + 2·Nkv)·D] of q, k and v. Their k and v are not in the pages yet.
+            Rows of raw heads may be any distance apart.
         out: [T, Nq, D].
         positions, slots: [T] int64: rows of `cos_sin`, and the new tokens' slots. Only needed with `rope` and `query_starts`.
         workspace: of partial results. None: contexts of several new tokens are not divided, and no sequence has a single one.
@@ -141,6 +159,7 @@ class AttentionInput(NamedTuple):
         pdl: see `minirt.kernels.pdl`.
         shortest: of several kernels, this one leaves out the sequences with fewer new tokens.
         partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
+        gate: [T, Nq, D] of q's dtype, channels contiguous: `out` is multiplied by its sigmoid, in fp32, before it is rounded.
     """
 
     heads: Tensor
@@ -158,6 +177,7 @@ class AttentionInput(NamedTuple):
     pdl: bool = False
     shortest: int = 1
     partial: int = 0
+    gate: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -182,8 +202,8 @@ class AttentionInput(NamedTuple):
         return "fp32" if wide else "fp16"
 
     def aligned(self, n: int) -> bool:
-        """Whether the addresses of heads, pages, their scales and `out` are multiples of n, a power of two."""
-        addresses = self.heads.data_ptr() | self.out.data_ptr()
+        """Whether the addresses of rows of heads, of pages, their scales and `out` are multiples of n, a power of two."""
+        addresses = self.heads.data_ptr() | self.out.data_ptr() | self.heads.stride(0) * self.heads.element_size()
         for x in self.pages:
             if x is not None:
                 addresses |= x.data_ptr()
@@ -195,9 +215,17 @@ class AttentionInput(NamedTuple):
         fp8 = self.pages.k_scale is not None
         return AttentionFacts._make((tokens, Nq, Nkv, D, self.out.element_size(), fp8, self.split))
 
-    def results(self, parts: int) -> Results:
-        """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens)."""
+    def results(self, parts: int | None = None) -> Results:
+        """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens).
+
+        parts None: the kernel has no partial results.
+        """
         _, Nq, D = self.out.shape
-        if self.workspace is None:
-            raise InputError("missing", where="workspace", expected="room for partial results")
-        return Results(self.out, *self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq))
+        sums, row_stats = None, None
+        if parts is not None:
+            if self.workspace is None:
+                raise InputError("missing", where="workspace", expected="room for partial results")
+            sums, row_stats = self.workspace.sums_and_stats(parts * Nq * D, 2 * parts * Nq)
+        if self.gate is None:
+            return Results(self.out, sums, row_stats)
+        return Results(self.out, sums, row_stats, self.gate, *self.gate.stride()[:2])

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention import combine
-from minirt.kernels.attention.combine import merge
+from minirt.kernels.attention.combine import merge, store_head
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
+from minirt.kernels.attention.online_softmax import attend_context, existing, fuses, load_channels, prepare, whole
 from minirt.kernels.attention.operands import AttentionInput, prefill_lookup_size
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
@@ -95,8 +95,8 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
         # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(first_query + row // GROUP, count - 1)
         head = kv_head * GROUP + row % GROUP
-        d = tl.arange(0, D)[None, :]
-        q = tl.load(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d)
+        d = tl.arange(0, C.BLOCK_D)[None, :]
+        q = load_channels(q_ptr + ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d, d, D)
         q = prepare(q, pages.k_scale is not None)
         row_limit = limit - count + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
@@ -109,7 +109,7 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
         )
         first_row = _before(rows, b, C.BLOCK_B) + part * count + first_query
         at = (first_row + row // GROUP).to(tl.int64) * NQ + head
-        tl.store(results.sums + at[:, None] * D + d, whole(acc), mask=valid[:, None])
+        tl.store(results.sums + at[:, None] * D + d, whole(acc), mask=existing(valid[:, None], d, D))
         tl.store(results.row_stats + 2 * at, row_max, mask=valid)
         tl.store(results.row_stats + 2 * at + 1, total, mask=valid)
 
@@ -117,12 +117,12 @@ def _chunk_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
 @prepared
 @triton.jit(do_not_specialize=["B"])
 def _combine_chunks_kernel(sequences, results, B, C):
-    """Store the weighted mean of the parts, in order. One warp computes one token and head at a time."""
+    """Store the weighted mean of the parts, in order. A program computes one token and head at a time."""
     new, lens = lengths(sequences, B, C.BLOCK_B)
     parts = parts_of(new, lens, C.PARTIAL)[0]
     rows = tl.cumsum(parts * new, 0)
     ends = tl.cumsum(tl.where(parts > 0, new * C.NQ, 0), 0)
-    d = tl.arange(0, C.D)[None, :]
+    d = tl.arange(0, C.BLOCK_D)[None, :]
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         b, first_item = _place(ends, item)
         start = tl.load(sequences.query_starts + b)
@@ -131,8 +131,7 @@ def _combine_chunks_kernel(sequences, results, B, C):
         first_row = _before(rows, b, C.BLOCK_B)
         query, head = (item - first_item) // C.NQ, (item - first_item) % C.NQ
         acc, total = merge(results, first_row + query, count, num_parts, head, C)
-        out = (acc / total[:, None]).to(results.out.dtype.element_ty)
-        tl.store(results.out + ((start + query).to(tl.int64) * C.NQ + head) * C.D + d, out)
+        store_head(acc / total[:, None], results, (start + query).to(tl.int64), head, d, C.D, C)
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
@@ -147,6 +146,8 @@ def launch(a: AttentionInput) -> None:
     """Write `out` of the sequences that `parts_of` divides into parts of `a.partial` tokens or more."""
     (Nq, Nkv, _), B, programs = a.head_shape, a.num_seqs, sm_count(a.heads.device)
     block_m, block_n, warps = (64, 64, 4) if a.heads.element_size() == 2 else (32, 32, 8)
+    if a.out.shape[2] > 128:  # as many bytes of K and V in a step
+        block_n, warps = block_n // 2, 8
     results = a.results(_ROWS * a.max_splits)
     constants = Constants.of(a, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), PARTIAL=a.partial)
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](
@@ -154,4 +155,4 @@ def launch(a: AttentionInput) -> None:
         num_warps=warps, num_stages=2, enable_fp_fusion=fuses(a.heads.dtype),
     )  # fmt: skip
     grid = (min(a.heads.shape[0] * Nq, combine.PROGRAMS * programs),)
-    _combine_chunks_kernel[grid](a.sequences, results, B, C=constants, num_warps=1)
+    _combine_chunks_kernel[grid](a.sequences, results, B, C=constants, num_warps=combine.warps(constants.BLOCK_D))

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
-from minirt.kernels.attention.online_softmax import attend_context, fuses, prepare, whole
+from minirt.kernels.attention.online_softmax import (
+    attend_context,
+    existing,
+    fuses,
+    gate_output,
+    load_channels,
+    prepare,
+    whole,
+)
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left
 from minirt.kernels.compile.tuning import Family
@@ -56,7 +64,7 @@ def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
-def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C):
+def _prefill_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C):
     """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
     NQ: tl.constexpr = C.NQ
     NKV: tl.constexpr = C.NKV
@@ -77,9 +85,10 @@ def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C)
         # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(query, length - 1)
         head = kv_head * GROUP + row % GROUP
-        d = tl.arange(0, D)
-        at = ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d[None, :]
-        q = prepare(tl.load(q_ptr + at), pages.k_scale is not None)
+        d = tl.arange(0, C.BLOCK_D)[None, :]
+        token = (start + query).to(tl.int64)
+        at = (token * NQ + head)[:, None] * D + d
+        q = prepare(load_channels(q_ptr + at, d, D), pages.k_scale is not None)
         row_limit = context + query + 1
         table_ptr = sequences.block_tables + b.to(tl.int64) * table_width
         seen_by_all = (context + first_query + 1) // C.BLOCK_N * C.BLOCK_N
@@ -87,14 +96,17 @@ def _prefill_kernel(q_ptr, pages, sequences, out_ptr, scores, B, table_width, C)
         _, total, acc = attend_context(
             q, pages, table_ptr, kv_head, 0, seen_by_all, seen_by_any, limit, row_limit, scores, C
         )
-        acc = whole(acc) / total[:, None]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        stored = existing(valid[:, None], d, D)
+        acc = gate_output(whole(acc) / total[:, None], results, token[:, None], head[:, None], d, stored)
+        tl.store(results.out + at, acc.to(results.out.dtype.element_ty), mask=stored)
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> PrefillConfig:
     if facts.itemsize == 4:
-        return PrefillConfig(32, 32, 8, 1)
-    if facts.fp8 and facts.D == 128:
+        return PrefillConfig(32, 32 if facts.D <= 128 else 16, 8, 1)
+    if facts.D > 128:
+        return PrefillConfig(64, 32, 4, 2)
+    if facts.fp8 and facts.D > 64:
         return PrefillConfig(64, 64, 4, 3, registers=168)
     if facts.D == 64 and not facts.fp8:
         return PrefillConfig(64, 64, 4, 3)
@@ -114,7 +126,7 @@ def launch(a: AttentionInput) -> None:
         a, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
     )
     _prefill_kernel[(blocks * Nkv,)](
-        q, pages.for_kernel(torch.int16), a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, C=constants,
+        q, pages.for_kernel(torch.int16), a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, C=constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers, enable_fp_fusion=fuses(q.dtype),
     )  # fmt: skip
 

@@ -4,11 +4,11 @@ One warp fetches K and V by TMA. Two teams of four warps compute 64 rows of a ti
 one block by its values while it computes the softmax of the next block. The teams multiply in turn, so that the softmax of one
 overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). The pages must have 16 bits.
 
-The sizes below were measured (docs/decisions/attention-prefill.md). `k` and `v` are rings (tiles, full, empty), see
-`hopper.ring`, and `sizes` is (B, table_width, tiles).
+The sizes below were measured (docs/decisions/attention-prefill.md), except for heads of 256 channels, whose blocks have half as
+many tokens, as many bytes. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
 """
 
-
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,9 +30,7 @@ from minirt.kernels.prepared import prepared
 
 TEAMS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
-BLOCK_N = gl.constexpr(128)  # tokens of K and V in a block
 STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
@@ -66,6 +64,7 @@ def _fetch_block(pages, rows, column, ring, step):
     """Fetch a block, one TMA box from each of `rows` of the pages on, once its stage is free."""
     BOX: gl.constexpr = pages.block_type.shape[0]
     tiles, full, empty = ring
+    BLOCK_N: gl.constexpr = tiles.shape[1]
     D: gl.constexpr = tiles.shape[2]
     stage = wait_empty(empty, step)
     tile, bar = tiles.index(stage), full.index(stage)
@@ -79,6 +78,7 @@ def _fetch_block(pages, rows, column, ring, step):
 def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
     """Fetch K and V of all tiles, one block after the other. Past a sequence's end, its last box is fetched again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
+    BLOCK_N: gl.constexpr = C.BLOCK_N
     PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
     _, table_width, tiles = sizes
     step = 0
@@ -99,7 +99,7 @@ def _fetch_blocks(k_pages, v_pages, k, v, sequences, sizes, C):
 @gluon.jit
 def _hide(s, first, row_limit):
     """`hide` for the tokens from `first` on."""
-    t = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    t = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return hide(s, t[None, :], row_limit[:, None])
 
 
@@ -121,6 +121,8 @@ def _next_block(
     k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
     p, row_max, total, acc = state
+    BLOCK_N: gl.constexpr = k_tiles.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     stage = wait_full(k_full, step)
     mbarrier.wait(turns.index(TEAM), round & 1)
@@ -147,12 +149,14 @@ def _next_block(
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr
+    q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr
 ):  # fmt: skip
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     D: gl.constexpr = C.D
     NKV: gl.constexpr = C.NKV
     GROUP: gl.constexpr = C.NQ // NKV
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     k_tiles, k_full, k_empty = k
@@ -212,13 +216,19 @@ def _attend_tiles(
             release(v_empty, step)
             step += 1
             acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
+            if results.gate is not None:  # through shared memory, so that its loads are contiguous
+                token = start.to(gl.int64) + gl.minimum(row // GROUP, queries - 1)
+                head = kv_head * GROUP + row % GROUP
+                gate_ptrs = results.gate + (token * results.gate_token + head * results.gate_head)[:, None]
+                q_tile.store(gl.load(gate_ptrs + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]))
+                acc *= tl.sigmoid(q_tile.load(SUMS).to(gl.float32))
             q_tile.store(acc.to(q_tile.dtype))
             stored = (row < TEAMS * ROWS // GROUP * GROUP) & (row // GROUP < queries)
-            gl.store(out_ptr + base + at, q_tile.load(MOVED), mask=stored[:, None])
+            gl.store(results.out + base + at, q_tile.load(MOVED), mask=stored[:, None])
 
 
 @gluon.jit
-def _ring(dtype: gl.constexpr, D: gl.constexpr):
+def _ring(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr):
     """A ring for blocks of K or V, which both teams read."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
@@ -228,7 +238,7 @@ def _ring(dtype: gl.constexpr, D: gl.constexpr):
 
 @prepared
 @gluon.jit(do_not_specialize=["B", "table_width", "tiles"])
-def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, out_ptr, scores, B, table_width, tiles, C):
+def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, results, scores, B, table_width, tiles, C):
     """Tiles of TEAMS · 64 rows, each with some queries of one sequence and the heads of one KV head.
 
     k_pages, v_pages: descriptors of [P · page_size, NKV · D].
@@ -236,14 +246,14 @@ def _prefill_sm90_kernel(q_ptr, k_pages, v_pages, sequences, out_ptr, scores, B,
     dtype: gl.constexpr = k_pages.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.D], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, C.D], LAYOUT)
-    k, v = _ring(dtype, C.D), _ring(dtype, C.D)
+    k, v = _ring(dtype, C.BLOCK_N, C.D), _ring(dtype, C.BLOCK_N, C.D)
     turns, cleared = barriers(TEAMS, 1), barriers(1, TEAMS)
     fence_async_shared()
     sizes = (B, table_width, tiles)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 0)),
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 1)),
+            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 0)),
+            (_attend_tiles, (q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, 1)),
             (_fetch_blocks, (k_pages, v_pages, k, v, sequences, sizes, C)),
         ],
         [4, 1],
@@ -255,8 +265,9 @@ def launch(a: AttentionInput) -> None:
     """Write `out`, for one or more tokens and sequences."""
     q, (Nq, Nkv, D), pages, B = a.heads, a.head_shape, a.pages, a.num_seqs
     tiles = (q.shape[0] // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    k, v = (tma_descriptor(x, min(pages.page_size, BLOCK_N.value), CHANNELS.value, Nkv * D) for x in pages[:2])
-    constants = Constants.of(a, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
+    block_n = 128 if D <= 128 else 64  # tokens of K and V in a block
+    k, v = (tma_descriptor(x, min(pages.page_size, block_n), CHANNELS.value, Nkv * D) for x in pages[:2])
+    constants = Constants.of(a, BLOCK_N=block_n, BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial)
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
-        q, k, v, a.sequences, a.out, a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
+        q, k, v, a.sequences, a.results(), a.scores.in_base_2(), B, a.table_width, tiles, C=constants, num_warps=4
     )

@@ -10,10 +10,11 @@ from torch import Tensor
 from minirt.kernels.attention.checks import check_kv_write
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.limits import FORMATS, HEAD_DIMS
+from minirt.kernels.attention.online_softmax import existing
 from minirt.kernels.attention.operands import KVPages, Rope
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import cdiv, launch_options
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder
 
@@ -52,27 +53,30 @@ def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, 
     NQ: tl.constexpr = C.NQ
     NKV: tl.constexpr = C.NKV
     D: tl.constexpr = C.D
-    HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     inside = t < T
-    d = tl.arange(0, HALF)[None, :]
+    d, step, pair = _pairs(C)
+    loaded = existing(inside[:, None], pair, D // 2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    heads_ptrs = heads + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
-    lower = tl.load(heads_ptrs, mask=inside[:, None], other=0.0)
-    upper = tl.load(heads_ptrs + HALF, mask=inside[:, None], other=0.0)
+    if C.ROW == (NQ + 2 * NKV) * D:
+        heads_ptrs = heads + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
+    else:
+        heads_ptrs = heads + (t * C.ROW + head * D)[:, None] + d
+    lower = tl.load(heads_ptrs, mask=loaded, other=0.0)
+    upper = tl.load(heads_ptrs + step, mask=loaded, other=0.0)
     if head < NQ + NKV:
-        position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None] * D
+        position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None]
         if head < NQ:
-            lower, upper = _rotate(lower, upper, rope.q_norm, rope.cos_sin + position, rope.eps, D)
+            lower, upper = _rotate(lower, upper, rope.q_norm, rope, position, rope.q_scales, C)
         else:
-            lower, upper = _rotate(lower, upper, rope.k_norm, rope.cos_sin + position, rope.eps, D)
+            lower, upper = _rotate(lower, upper, rope.k_norm, rope, position, None, C)
     if head < NQ:
         ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
-        tl.store(ptrs, lower, mask=inside[:, None])
-        tl.store(ptrs + HALF, upper, mask=inside[:, None])
+        tl.store(ptrs, lower, mask=loaded)
+        tl.store(ptrs + step, upper, mask=loaded)
     else:
         # A negative slot marks a token of padding in a CUDA graph. It is not stored.
         slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
@@ -83,31 +87,73 @@ def _kv_write_kernel(heads, rope, pages, positions_ptr, slots_ptr, q_ptr, T, C, 
 
 
 @triton.jit
+def _pairs(C):
+    """The lower channels of pairs, how far above them the upper ones are, and the pairs' numbers: [1, BLOCK_D/2], or one number.
+
+    Rotated channels are R/2 apart. Those that are not rotated make up the pairs behind, (D − R)/2 apart.
+    """
+    pair = tl.arange(0, C.BLOCK_D // 2)[None, :]
+    if C.R == C.D or C.R == 0:
+        return pair, C.D // 2, pair
+    else:
+        rotated = pair < C.R // 2
+        return pair + tl.where(rotated, 0, C.R // 2), tl.where(rotated, C.R // 2, (C.D - C.R) // 2), pair
+
+
+@triton.jit
 def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, C):
-    """Store heads, given as halves [M, D/2], in their slots [M, 1]; quantized to FP8 if there are scales."""
+    """Store heads, given as the channels of pairs [M, D/2], in their slots [M, 1]; quantized to FP8 if there are scales."""
     row = slot * C.NKV + kv_head
     if scales_ptr is not None:
         scale = fp8_scale(tl.max(tl.maximum(finite_magnitude(lower), finite_magnitude(upper)), 1))[:, None]
         lower, upper = to_fp8(lower, scale), to_fp8(upper, scale)
         tl.store(scales_ptr + row, scale, mask=slot >= 0)
-    ptrs = pages_ptr + row * C.D + tl.arange(0, C.D // 2)[None, :]
-    tl.store(ptrs, lower, mask=slot >= 0)
-    tl.store(ptrs + C.D // 2, upper, mask=slot >= 0)
+    d, step, pair = _pairs(C)
+    stored = existing(slot >= 0, pair, C.D // 2)
+    ptrs = pages_ptr + row * C.D + d
+    tl.store(ptrs, lower, mask=stored)
+    tl.store(ptrs + step, upper, mask=stored)
 
 
 @triton.jit
-def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
-    """RMSNorm (if norm_ptr is given) and rotary embedding of heads in halves [M, D/2]; cos_sin_ptrs [M, 1]."""
-    HALF: tl.constexpr = D // 2
-    d = tl.arange(0, HALF)[None, :]
+def _rotate(lower, upper, norm_ptr, rope, position, scales_ptr, C):
+    """RMSNorm (if norm_ptr is given, or all heads are normalized), rotary embedding and a scale (if scales_ptr is given).
+
+    Of heads at a position [M, 1], given as the channels of pairs [M, D/2].
+    """
+    dtype: tl.constexpr = lower.dtype
+    R: tl.constexpr = C.R
+    d, step, pair = _pairs(C)
     a, b = lower.to(tl.float32), upper.to(tl.float32)
-    if norm_ptr is not None:
+    if norm_ptr is not None or rope.normalize:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        scale = tl.rsqrt(square / D + eps)[:, None]
-        a = (a * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + d).to(tl.float32)
-        b = (b * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + HALF + d).to(tl.float32)
-    cos, sin = tl.load(cos_sin_ptrs + d), tl.load(cos_sin_ptrs + HALF + d)
-    return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
+        scale = tl.rsqrt(square / C.D + rope.eps)[:, None]
+        a = (a * scale).to(dtype).to(tl.float32)
+        b = (b * scale).to(dtype).to(tl.float32)
+    if norm_ptr is not None:
+        a = a * _load_pairs(norm_ptr + d, pair, C.D // 2, 0.0).to(tl.float32)
+        b = b * _load_pairs(norm_ptr + step + d, pair, C.D // 2, 0.0).to(tl.float32)
+    if R > 0:
+        angles_ptrs = rope.cos_sin + position * R + pair
+        cos, sin = _load_pairs(angles_ptrs, pair, R // 2, 1.0), _load_pairs(angles_ptrs + R // 2, pair, R // 2, 0.0)
+        turned, turned_partner = a * cos - b * sin, b * cos + a * sin
+        if R == C.D:
+            a, b = turned, turned_partner
+        else:  # an infinity times a sine of zero is NaN
+            a, b = tl.where(pair < R // 2, turned, a), tl.where(pair < R // 2, turned_partner, b)
+    if scales_ptr is not None:
+        factor = tl.load(scales_ptr + position)
+        a, b = a * factor, b * factor
+    return a.to(dtype), b.to(dtype)
+
+
+@triton.jit
+def _load_pairs(ptrs, pair, COUNT: tl.constexpr, other: tl.constexpr):
+    """Load what belongs to each pair; `other` for those from COUNT on, if there are more."""
+    if pair.shape[1] == COUNT:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=pair < COUNT, other=other)
 
 
 def qk_norm_rope_kv_write(
@@ -132,8 +178,8 @@ def qk_norm_rope_kv_write(
     """Normalize (if q_norm and k_norm are given) and rotate q and k, write k and v to the pages, and return q.
 
     Args:
-        qkv: [T, (Nq + 2·Nkv)·D], the heads of q, then of k, then of v. D is 64 or 128.
-        cos_sin: [L, D] fp32 (cosines | sines).
+        qkv: [T, (Nq + 2·Nkv)·D], the heads of q, then of k, then of v. D is one of `limits.HEAD_DIMS`. Rows may lie apart.
+        cos_sin: [L, R] fp32 (cosines | sines): the first R channels of a head are rotated.
         positions: [T] int64 in [0, L), rows of cos_sin.
         slots: [T] int64, page · page_size + offset. If negative, k and v are not stored.
         k_pages, v_pages: [P, page_size, Nkv, D], of qkv's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn;
@@ -169,7 +215,7 @@ def launch(
     block_t = next(regime.block_t for regime in REGIMES if regime.covers(T))
     _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
         heads, rope, pages.for_kernel(torch.uint8), positions, slots, q_out, T,
-        C=Constants(Nq, Nkv, D, pages.page_size, BLOCK_M=block_t),
+        C=Constants(Nq, Nkv, D, pages.page_size, next_power_of_2(D), True, heads.stride(0), rope.channels, BLOCK_M=block_t),
         **launch_options(1 if block_t == 1 else 4, 1, pdl),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.online_softmax import load_channels, store_channels
 from minirt.kernels.attention.operands import AttentionInput, KVPages, prefill_lookup_size
 from minirt.kernels.attention.partial import is_left, lengths
 from minirt.kernels.launch import sm_count
@@ -30,7 +31,7 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
     kv_head = tl.program_id(0) % NKV
     new, lens = lengths(sequences, B, C.BLOCK_B)
     ends = tl.cumsum(tl.where((new > 0) & is_left(new, lens, C), (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, C.BLOCK_D)[None, :]
     for page in range(tl.program_id(0) // NKV, tl.max(ends, 0), tl.num_programs(0) // NKV):
         before = ends <= page
         b = tl.sum(before.to(tl.int32), 0)
@@ -42,12 +43,12 @@ def _widen_kernel(pages, sequences, wide, wide_tables_ptr, B, table_width, C):
             row = first + tl.arange(0, C.BLOCK_N)
             old = (source + row) * NKV + kv_head
             new_row = (tl.cast(page, tl.int64) * PAGE_SIZE + row) * NKV + kv_head
-            k = tl.load(pages.k + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            v = tl.load(pages.v + old[:, None] * D + d).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            k = load_channels(pages.k + old[:, None] * D + d, d, D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            v = load_channels(pages.v + old[:, None] * D + d, d, D).to(tl.float8e4nv, bitcast=True).to(tl.float32)
             k *= tl.load(pages.k_scale + old)[:, None]
             v *= tl.load(pages.v_scale + old)[:, None]
-            tl.store(wide.k + new_row[:, None] * D + d, k.to(wide.k.dtype.element_ty))
-            tl.store(wide.v + new_row[:, None] * D + d, v.to(wide.v.dtype.element_ty))
+            store_channels(wide.k + new_row[:, None] * D + d, k, d, D)
+            store_channels(wide.v + new_row[:, None] * D + d, v, d, D)
 
 
 def widen(a: AttentionInput) -> AttentionInput:
@@ -63,7 +64,7 @@ def widen(a: AttentionInput) -> AttentionInput:
     wide_tables = torch.empty_like(tables)
     programs = min(num_pages, max(1, 8 * sm_count(q.device) // Nkv))
     constants = Constants.of(
-        a, BLOCK_N=min(page_size, 64), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
+        a, BLOCK_N=min(page_size, 64 if D <= 128 else 32), BLOCK_B=prefill_lookup_size(B), SHORTEST=a.shortest, PARTIAL=a.partial
     )
     _widen_kernel[(programs * Nkv,)](
         pages.for_kernel(torch.uint8), a.sequences, wide, wide_tables, B, a.table_width, C=constants, num_warps=4

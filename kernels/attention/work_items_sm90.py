@@ -13,8 +13,7 @@ from minirt.kernels.hopper.ring import wait_empty
 from minirt.kernels.hopper.tma import CHANNELS, tma_load
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
-PROGRAMS = 2  # programs that share an SM
-REGISTERS = gl.constexpr(64)  # of a thread of the fetching warp; the other warps share the rest
+PROGRAMS = 2  # programs that share an SM, with heads of up to 128 channels
 BOX = 16  # tokens of one TMA load
 LONGEST = 256  # most tokens of a split, because all its scores are kept
 MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
@@ -107,33 +106,129 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
                     step += 1
 
 
-@gluon.jit
-def turn(x, y, norm, cos, sin, eps, D: gl.constexpr):
-    """Heads, given as the halves x and y of their channels, after RMSNorm (if `norm` has weights) and rotary embedding."""
-    dtype: gl.constexpr = x.dtype
-    x, y = x.to(gl.float32), y.to(gl.float32)
-    if len(norm) == 2:
-        scale = gl.rsqrt(gl.sum(x * x + y * y, len(x.shape) - 1) / D + eps)
-        if len(x.shape) == 2:
-            scale = scale[:, None]
-        x = (x * scale).to(dtype).to(gl.float32) * norm[0]
-        y = (y * scale).to(dtype).to(gl.float32) * norm[1]
-    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+# The new token's heads are in registers in pieces: the halves of 64 or 128 channels, the quarters of 256. If whole heads are
+# rotated, a channel's partner is in another piece. Else partners are loaded once more, for the pieces with rotated channels.
 
 
 @gluon.jit
-def in_rows(norm):
-    """The halves of a norm's weights, as rows that broadcast to heads."""
-    if len(norm) == 0:
+def load_pieces(ptrs, d, C):
+    """The pieces of heads. ptrs: of their first channels. d: the channels of a piece. Both broadcast to its shape."""
+    PIECES: gl.constexpr = max(2, C.D // CHANNELS)
+    found = ()
+    for i in gl.static_range(PIECES):
+        found += (gl.load(ptrs + i * (C.D // PIECES) + d),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def load_partners(ptrs, d, C):
+    """The partners of the channels in pieces with rotated ones; () if whole heads are rotated. Arguments of `load_pieces`."""
+    WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
+    R: gl.constexpr = C.R
+    found = ()
+    if R != C.D:
+        for first in gl.static_range(0, R, WIDTH):
+            at = first + d
+            found += (gl.load(ptrs + gl.where(at < R, (at + R // 2) % R, at)),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def load_angles(rope, position, d, C):
+    """Cosines and sines at a position, alternately, for the pieces of the lower half if whole heads are rotated, else for those
+    with rotated channels."""
+    WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
+    R: gl.constexpr = C.R
+    found = ()
+    if R == C.D:
+        for first in gl.static_range(0, R // 2, WIDTH):
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + first + d
+            found += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+    elif R > 0:
+        for first in gl.static_range(0, R, WIDTH):
+            angle = gl.where(first + d < R, (first + d) % (R // 2), 0)
+            angles_ptr = rope.cos_sin + position.to(gl.int64) * R + angle
+            found += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def load_scale(rope, position):
+    """The factor of q at a position; () without one."""
+    if rope.q_scales is None:
         return ()
     else:
-        return norm[0][None, :], norm[1][None, :]
+        return (gl.load(rope.q_scales + position),)
 
 
 @gluon.jit
-def norm_halves(ptr, d, D: gl.constexpr):
-    """A norm's weights for both halves of a head's channels; empty without a norm."""
+def load_norm(ptr, d, C):
+    """A norm's weights for the pieces of a head and then for their partners; () without a norm."""
     if ptr is None:
         return ()
     else:
-        return gl.load(ptr + d).to(gl.float32), gl.load(ptr + D // 2 + d).to(gl.float32)
+        found = ()
+        loaded = load_pieces(ptr, d, C) + load_partners(ptr, d, C)
+        for i in gl.static_range(len(loaded)):
+            found += (loaded[i].to(gl.float32),)  # type: ignore[assignment]
+        return found
+
+
+@gluon.jit
+def _like(row, x):
+    """A row of channels, in the shape that broadcasts to heads x [N, channels] or [channels]."""
+    if len(x.shape) == 2:
+        return row[None, :]
+    else:
+        return row
+
+
+@gluon.jit
+def _normalized(x, inverse_rms, norm, i):
+    """x · inverse_rms in fp32, rounded to the dtype of x, times the weights norm[i], if there are any."""
+    y = (x.to(gl.float32) * inverse_rms).to(x.dtype).to(gl.float32)
+    if len(norm) > 0:
+        y = y * _like(norm[i], x)
+    return y
+
+
+@gluon.jit
+def turn(pieces, partners, norm, angles, scale, d, rope, C):
+    """Heads, in pieces, after RMSNorm (if there are weights, or all heads are normalized), rotary embedding and a scale."""
+    dtype: gl.constexpr = pieces[0].dtype
+    PIECES: gl.constexpr = max(2, C.D // CHANNELS)
+    WIDTH: gl.constexpr = C.D // PIECES
+    R: gl.constexpr = C.R
+    x, y = (), ()
+    if len(norm) > 0 or rope.normalize:
+        square = pieces[0].to(gl.float32) * pieces[0].to(gl.float32)
+        for i in gl.static_range(1, PIECES):
+            square = square + pieces[i].to(gl.float32) * pieces[i].to(gl.float32)
+        inverse_rms = gl.rsqrt(gl.sum(square, len(square.shape) - 1) / C.D + rope.eps)
+        if len(square.shape) == 2:
+            inverse_rms = inverse_rms[:, None]
+        for i in gl.static_range(PIECES):
+            x += (_normalized(pieces[i], inverse_rms, norm, i),)  # type: ignore[assignment]
+        for i in gl.static_range(len(partners)):
+            y += (_normalized(partners[i], inverse_rms, norm, PIECES + i),)  # type: ignore[assignment]
+    else:
+        for i in gl.static_range(PIECES):
+            x += (pieces[i].to(gl.float32),)  # type: ignore[assignment]
+        for i in gl.static_range(len(partners)):
+            y += (partners[i].to(gl.float32),)  # type: ignore[assignment]
+    done = ()
+    for i in gl.static_range(PIECES):
+        z = x[i]
+        if R == C.D:
+            other = x[(i + PIECES // 2) % PIECES]
+            cos, sin = _like(angles[2 * (i % (PIECES // 2))], z), _like(angles[2 * (i % (PIECES // 2)) + 1], z)
+            z = z * cos - other * sin if i < PIECES // 2 else z * cos + other * sin
+        elif i * WIDTH < R:
+            at = i * WIDTH + d
+            cos, sin = _like(angles[2 * i], z), _like(angles[2 * i + 1], z)
+            turned = z * cos + gl.where(_like(at < R // 2, z), -y[i], y[i]) * sin
+            z = gl.where(_like(at < R, z), turned, z)  # an infinity times a sine of zero is NaN
+        if len(scale) > 0:
+            z = z * scale[0]
+        done += (z.to(dtype),)  # type: ignore[assignment]
+    return done

@@ -20,6 +20,7 @@ tokens: a kernel unpacks the weight first, and the kernel for weights of the act
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -151,6 +152,8 @@ def norm_linear(
     workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None,
     row_maxima: RowMaxima | None = None,
+    multiplier: float = 1.0,
+    softcap: float = 0.0,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
@@ -159,8 +162,13 @@ def norm_linear(
     The output has x's dtype unless `out` or `out_dtype` says otherwise. Without a workspace, K is not split. `row_maxima`
     receives the largest fp32 value of each row in each tile; its width must be `row_maxima_tiles` for T rows. With `pdl`, the
     kernels overlap with the kernel before them in the stream (sm_90 and later).
+
+    Of an LM head, `multiplier` is a factor of the logits y, and `softcap`, unless 0, makes softcap · tanh(y / softcap) of them.
     """
     epilogue = Epilogue(scale, None, bias)
+    if multiplier != 1.0 or softcap != 0.0:
+        factor, cap = None if multiplier == 1.0 else float(multiplier), None if softcap == 0.0 else float(softcap)
+        epilogue = epilogue._replace(multiplier=factor, softcap=cap)
     if row_maxima is not None:
         values, needed = row_maxima
         epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
@@ -304,6 +312,10 @@ def _check(product: Product) -> None:
         raise InputError("x is quantized later", where="epilogue.x_scale", expected="None", found="given")
     if norm is not None:
         check_norm("norm_weight", norm.weight, x)
+    if ep.multiplier is not None and not isfinite(ep.multiplier):
+        raise InputError("not finite", where="multiplier", found=ep.multiplier)
+    if ep.softcap is not None and not 0 < ep.softcap < inf:
+        raise InputError("not a cap", where="softcap", expected="a positive number, or 0 for no cap", found=ep.softcap)
     if ep.row_maxima is None:
         return
     values, tiles = ep.row_maxima, row_maxima_tiles(x.shape[0], weight, x.dtype, ep.scale)

@@ -24,6 +24,17 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def tanh(x):
+    """tanh of an fp32 tensor. Near 0, where 1 − e^(−2|x|) loses digits, its series."""
+    square = x * x
+    series = 0.1333333333 + square * (-0.0539682540 + square * 0.0218694885)
+    near = x + x * square * (-0.3333333333 + square * series)
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def _load(ptr, at, inside):
     """(values in fp32,), or () without a pointer: a Triton function cannot return None."""
     if ptr is None:
@@ -72,6 +83,10 @@ def finish(acc, acc_up, rows, x_scale, residual, ep):
         acc = activate(acc, ep.activation) * _half(acc_up, rows[2], rows[3], x_scale)
     if len(residual) > 0:
         acc += residual[0]
+    if ep.multiplier is not None:
+        acc *= ep.multiplier
+    if ep.softcap is not None:
+        acc = ep.softcap * tanh(acc / ep.softcap)
     return acc
 
 

@@ -44,6 +44,8 @@ class Epilogue(NamedTuple):
         bias: one for each row of the weight.
         activation: "silu", "gelu" or "gelu_tanh": the output is act(gate) · up of the sums' two halves.
         residual: [T, N], is added.
+        multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima. They are None
+            instead of 1 and of "no cap", so that other products have no instructions for them.
         row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.
     """
 
@@ -52,6 +54,8 @@ class Epilogue(NamedTuple):
     bias: Tensor | None = None
     activation: str | None = None
     residual: Tensor | None = None
+    multiplier: float | None = None
+    softcap: float | None = None
     row_maxima: Tensor | None = None
     row_maxima_stride: int = 0
     logits_needed: Tensor | None = None

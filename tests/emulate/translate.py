@@ -230,8 +230,9 @@ Registers_& r = *(Registers_*)warp->registers.data();
         name, kind = words[0], words[-1]
         if kind in ("f16x2", "bf16x2"):
             return self._packed(name, kind[:-2], operands)
-        if kind in FLOATS and name != "cvt":
-            raise UnknownPTXError("16-bit arithmetic")
+        if kind in FLOATS:  # exact in fp32, then rounded
+            values = (self._value(operand, kind) for operand in operands[1:])
+            return self._assign(operands[0], f"to_{kind}({OPERATIONS[name].format(*values)})", "u16")
         if name in ("max", "min"):
             x, y = (self._value(operand, kind) for operand in operands[1:])
             text = f"f{name}f({x}, {y})" if kind == "f32" else f"std::{name}<{TYPES[kind]}>({x}, {y})"

@@ -30,6 +30,24 @@ def test_eps_matters_for_tiny_values_and_zero_rows(make, agrees):
     agrees(out, reference.rms_norm(x, weight, 1e-5), truth(x, weight, 1e-5))
 
 
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_norm_residual(case, dtype, make, nan, agrees):
+    """Catches a residual that is normalized, multiplied by the weight, or of another row; a result rounded as if it were 0."""
+    T, H = case["T"], case["H"]
+    y, residual, weight = make(T, H, dtype=dtype, scale=3.0), make(T, H, dtype=dtype, scale=5.0), make(H, dtype=dtype)
+    out = kernel.norm_residual(y, weight, 1e-5, residual, nan(T, H, dtype=dtype))
+    exact = residual.double() + truth(y, weight, 1e-5)
+    agrees(out, reference.norm_residual(y, weight, 1e-5, residual), exact)
+    for name in ("y", "residual"):  # in place
+        inputs = {"y": y.clone(), "residual": residual.clone()}
+        assert torch.equal(kernel.norm_residual(weight=weight, eps=1e-5, out=inputs[name], **inputs), out)
+    assert kernel.norm_residual(y[:0], weight, 1e-5, residual[:0]).shape == (0, H)
+    with pytest.raises(InputError, match="residual: wrong shape"):
+        kernel.norm_residual(y, weight, 1e-5, residual[:, :-1].contiguous())
+    with pytest.raises(InputError, match="y: not contiguous"):
+        kernel.norm_residual(make(H, T + 1, dtype=dtype).t(), weight, 1e-5, make(T + 1, H, dtype=dtype))
+
+
 def test_in_place_and_empty(make):
     x, weight = make(5, 64, dtype=torch.float32), make(64, dtype=torch.float32)
     expected = kernel.rms_norm(x, weight, 1e-6)

@@ -50,6 +50,9 @@ def arguments(name, dtype, make, device):
         yield (t(1, 16), t(16), 1e-5), {}
         yield (t(5, 97), t(97), 1e-6), {}
         yield (t(0, 7), t(7), 1e-6), {}
+    elif name == "norm_residual":
+        yield (t(5, 97), t(97), 1e-6, t(5, 97)), {}
+        yield (t(0, 7), t(7), 1e-6, t(0, 7)), {}
     elif name == "rms_norm_quantize":
         yield (t(3, 131), t(131), 1e-5), {}
         yield (t(3, 131), t(131), 1e-5), {"blocks": True}
@@ -96,6 +99,8 @@ def arguments(name, dtype, make, device):
         yield (t(3, 7 * 64), cos_sin, ints(5, 0, 39), ints(48, -1, 7), k, v, *rest), {}
         k, v, scales = eight(k, v)
         yield (t(3, 7 * 64), cos_sin, ints(5, 0, 39), ints(48, -1, 7), k, v, *rest), scales
+        k, v = (make(3, 16, 2, 80, dtype=dtype) for _ in range(2))  # heads of 80 channels, of which 16 are rotated
+        yield (t(3, 7 * 80), cos_sin[:, :16].contiguous(), ints(5, 0, 39), ints(40, -1, 7), k, v, 3, 2), {}
     elif name == "paged_attention_prefill":
         k, v, tables, _ = paged(make, dtype, device)
         rest = (tables, ints(0, 6, 6, 7, like=torch.int32), ints(17, 0, 1, like=torch.int32), 0.11)

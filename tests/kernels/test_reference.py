@@ -105,3 +105,51 @@ def test_the_exact_way_computes_attention(step, monkeypatch):
     torch.testing.assert_close(whole.double(), exact(q, k, v, tables, step, 0.2), rtol=0, atol=2e-6)
     monkeypatch.setattr(reference, "_EXACT_SCORES", 1000)
     torch.testing.assert_close(attention(q, k, v, tables, step, 0.2), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "R"), [(64, 64), (80, 32), (96, 96), (256, 64), (112, 2), (64, None)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rope_of_some_channels(width, R, scaled):
+    """Catches rotation by halves of D instead of R, channels from R on that are rotated or dropped, a scale of another token.
+
+    The truth multiplies complex numbers, pair by pair.
+    """
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(5, 3, width, generator=random, dtype=torch.float64)
+    angles = torch.rand(5, (R or 0) // 2, generator=random, dtype=torch.float64) * 7
+    scales = torch.rand(5, generator=random, dtype=torch.float64) + 0.5 if scaled else None
+    truth = x.clone()
+    for t in range(5):
+        for i in range((R or 0) // 2):
+            turned = torch.complex(x[t, :, i], x[t, :, i + R // 2]) * torch.polar(torch.ones(()).double(), angles[t, i])
+            truth[t, :, i], truth[t, :, i + R // 2] = turned.real, turned.imag
+    if scaled:
+        truth = torch.stack([row * scale for row, scale in zip(truth, scales, strict=True)])
+    table = None if R is None else torch.cat((angles.cos(), angles.sin()), 1)
+    torch.testing.assert_close(reference.rope(x, table, scales), truth, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norms_without_a_weight_and_after_a_layer(dtype):
+    """Catches a weight that is taken for given, and a residual that is normalized or added before the weight."""
+    random = torch.Generator().manual_seed(5)
+    x, residual = (torch.randn(4, 97, generator=random).to(dtype) for _ in range(2))
+    weight, eps = torch.randn(97, generator=random).to(dtype), 1e-3
+    rms = (x.double().square().sum(-1, keepdim=True) / 97 + eps).sqrt()
+    rounding = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    close = {"rtol": rounding, "atol": rounding}
+    torch.testing.assert_close(reference.rms_norm(x, None, eps).double(), x.double() / rms, **close)
+    expected = residual.double() + x.double() / rms * weight.double()
+    torch.testing.assert_close(reference.norm_residual(x, weight, eps, residual).double(), expected, **close)
+
+
+def test_logits_and_gates():
+    """Catches a multiplier after the cap or left out, a cap of 0 that divides, and a gate by SiLU instead of the sigmoid."""
+    x = torch.tensor([[-90.0, -1.0, 0.0, 0.5, 30.0, 200.0]], dtype=torch.float64)
+    for multiplier, softcap in ((1.0, 0.0), (0.25, 0.0), (1.0, 30.0), (0.25, 30.0)):
+        scaled = [multiplier * v for v in x[0].tolist()]
+        expected = [softcap * math.tanh(v / softcap) if softcap else v for v in scaled]
+        torch.testing.assert_close(reference.cap_logits(x, multiplier, softcap)[0], torch.tensor(expected).double())
+    heads, gate = x.view(1, 2, 3), x.view(1, 3, 2).mT / 10
+    expected = [v / (1 + math.exp(-g)) for v, g in zip(heads.flatten().tolist(), gate.flatten().tolist(), strict=True)]
+    torch.testing.assert_close(reference.gate_output(heads, gate).flatten(), torch.tensor(expected).double())

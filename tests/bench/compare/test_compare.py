@@ -346,7 +346,7 @@ def test_what_triton_cannot_run_is_said(run, hf_folder):
     refused(run(*base, "--layer", "layers.0.attention"), "nothing to compare", "layers.0.attention", "head_dim 16")
     code, out, _ = run(*base, "--layer", "layers.0.*")
     assert code == 0
-    assert "Not compared: layers.0.attention: head_dim 16 is neither 64 nor 128." in out
+    assert "Not compared: layers.0.attention: head_dim 16 is" in out
     assert "| layers.0.mlp | triton |" in out
 
 

@@ -143,7 +143,7 @@ def test_wrong_arguments_are_named(make, cache, device):
 
     with pytest.raises(InputError, match="unsupported number of query heads; expected a multiple of 2"):
         call(make(20, 3, 64, dtype=torch.float32))
-    with pytest.raises(InputError, match="unsupported head size; expected 64 or 128; found 32"):
+    with pytest.raises(InputError, match="unsupported head size; expected one of 64, 80, 96, 112, 128, 192, 256; found 32"):
         call(make(20, 4, 32, dtype=torch.float32))
     with pytest.raises(InputError, match="query_starts: wrong shape"):
         call(make(20, 4, 64, dtype=torch.float32), starts[:1])

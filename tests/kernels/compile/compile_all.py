@@ -21,6 +21,7 @@ from triton.runtime import driver, jit
 from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
+from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
@@ -271,6 +272,23 @@ def all_attention(calls: Calls) -> None:
             attention.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
 
 
+def attention_sizes(calls: Calls) -> None:
+    """Heads of 80 channels, which are padded, and of 256, both partly rotated and gated, in one step each of every kind."""
+    empty, ints = calls.empty, calls.ints
+    for D, steps in ((80, ((8, 9),)), (256, ((2, None), (600, 9)))):
+        Nq, Nkv, pages = 8, 1, empty(8, PAGE, 1, D)
+        for T, starts in steps:
+            rows, where = empty(T, (2 * Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+            heads, gate = rows[:, : (Nq + 2 * Nkv) * D], rows[:, (Nq + 2 * Nkv) * D :].view(T, Nq, D)
+            B = T if starts is None else starts - 1
+            sequences = Sequences(ints(B, 40), ints(B), ints(B + 1), None if starts is None else ints(starts))
+            rope_and_norm = Rope(empty(4096, 64, like=torch.float32), empty(D), empty(D), normalize=True)
+            attention.attention(AttentionInput(
+                heads, KVPages(pages, pages), sequences, Scores(D**-0.5), empty(T, Nq, D), rope_and_norm, where, where,
+                calls.workspace, 2 * B, pdl=calls.pdl, gate=gate,
+            ))  # fmt: skip
+
+
 # Experts, hidden size, width of an expert, steps: Qwen3-30B-A3B with each height of tiles, and a width that no tile divides.
 MIXTURES = ((128, 2048, 768, (1, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000)))
 
@@ -362,6 +380,7 @@ def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
         found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}
     if cc == 90 and dtype.itemsize == 2:
+        found["attention-sizes"] = attention_sizes
         found |= {"linear-three-groups": linear_three_groups, "experts-other-tiles": experts_other_tiles}
     return found
 

@@ -18,7 +18,7 @@ FIRST = {("linear", "attention", "step"): 15, ("int4", "experts"): 13}
 FP8 = FIRST | {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 13,
-    ("experts",): 11, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
+    ("experts",): 11, ("attention-sizes",): 8, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
 }  # fmt: skip
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
 # float32 has the same kernels on all targets.
@@ -107,6 +107,8 @@ def test_compiles_as_meant(cc, dtype, families):
             most["_gemm_int4_sm90_kernel"] = 384  # addresses of outputs, which the residual has too, kept over the loop
             blocks = r["options"].get("SCALE_ROWS")
             most["_experts_sm90_kernel"] = 256 if r["fp8"] and not blocks else 0  # in the epilogue of the highest tiles
+            if name == "_decode_sm90_kernel" and r["options"]["D"] == 256:
+                most[name] = 128  # before an item's products, and in Triton 3.9 only
             assert r["stack"] <= most.get(name, 0), r  # no spills, or none in the loops of products
         if name in ("_decode_sm90_kernel", "_decode_fp8_sm90_kernel"):
             programs = 65536 // (256 * r["options"]["maxnreg"])  # that the registers let run at once

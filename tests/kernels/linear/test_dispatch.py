@@ -326,6 +326,70 @@ def test_row_maxima_are_as_many_as_is_said(T, fp8, make, nan, device):
     assert bool((values[:, :tiles] != 2**62).all())
 
 
+def check_capped(T, V, K, dtype, stored, multiplier, softcap, make, nan, agrees, device):
+    """Logits from near 0 to past the cap against fp64, and their row maxima where the kernel stores them."""
+    x, norm_weight, weight, bias = inputs(make, T, V, K, dtype)
+    scale, exact = None, weight
+    if stored == "fp8":
+        weight, scale = reference.quantize_fp8(weight)
+        exact = weight.double() * scale.double()[:, None]
+    elif stored == "int4":
+        codes, factors, zero = reference.quantize_int4(weight, 32)
+        weight, scale = reference.pack_int4(codes), reference.pack_int4_scale(factors, zero)
+        exact = reference.dequantize_int4(weight, scale, K, torch.float64)
+    options = {"scale": scale, "multiplier": multiplier, "softcap": softcap, "workspace": Workspace(device)}
+    tiles = kernel.row_maxima_tiles(T, weight, dtype, scale)
+    if tiles:
+        values = torch.full((T, tiles), 2**62, device=device)
+        options["row_maxima"] = RowMaxima(values, torch.ones(1, dtype=torch.int32, device=device))
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, bias, nan(T, V, dtype=torch.float32), **options)
+    plain = kernel.norm_linear(x, norm_weight, EPS, weight, bias, nan(T, V, dtype=torch.float32), scale=scale)
+    if stored == "fp8" and T > 1:  # x is quantized: only what is done with the logits is compared
+        truth, expected = plain.double(), plain
+    else:
+        truth = linear64(norm64(x, norm_weight), exact, bias)
+        expected = reference.linear(reference.rms_norm(x, norm_weight, EPS), weight, bias, scale).float()
+    agrees(out, reference.cap_logits(expected, multiplier, softcap), reference.cap_logits(truth, multiplier, softcap))
+    if tiles:
+        best = values.amax(1)
+        bits = (best >> 32).int()
+        top = torch.where(bits < 0, bits ^ (2**31 - 1), bits).view(torch.float32)
+        assert torch.equal(top, out.amax(1))
+        assert torch.equal((best & (2**31 - 1)) ^ (2**31 - 1), out.argmax(1))
+
+
+@pytest.mark.parametrize(("multiplier", "softcap"), [(-0.25, 0.0), (0.125, 3.0)])
+@pytest.mark.parametrize("stored", ["plain", "fp8", "int4"])
+@pytest.mark.parametrize("T", [1, 3, 70, 130])
+def test_logits_are_multiplied_and_capped(T, stored, multiplier, softcap, make, nan, agrees, device):
+    """Catches a multiplier after the cap, a cap before the sum of a split K or before the bias, and row maxima of other logits
+    than those that are stored, as a negative multiplier shows."""
+    check_capped(T, 77, 160, torch.float32, stored, multiplier, softcap, make, nan, agrees, device)
+
+
+def test_small_logits_keep_their_digits_under_a_cap(make, nan, device):
+    """Catches tanh as a quotient of 1 − e^(−2x), which loses the digits of small x: here 4 of 7."""
+    x, weight = make(1, 64, dtype=torch.float32, scale=1e-2), make(50, 64, dtype=torch.float32, scale=1e-2)
+    out = kernel.norm_linear(x, None, EPS, weight, out=nan(1, 50, dtype=torch.float32), softcap=30.0)
+    plain = kernel.norm_linear(x, None, EPS, weight, out=nan(1, 50, dtype=torch.float32))
+    torch.testing.assert_close(out.double(), 30 * torch.tanh(plain.double() / 30), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("multiplier", float("nan")), ("softcap", -1.0), ("softcap", float("inf"))])
+def test_a_wrong_cap_is_named(name, value, make):
+    x, norm_weight, weight, _ = inputs(make, 2, 16, 32, torch.float32)
+    with pytest.raises(InputError, match=name):
+        kernel.norm_linear(x, norm_weight, EPS, weight, **{name: value})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["plain", "fp8", "int4"])
+@pytest.mark.parametrize("T", [1, 8, 64, 65, 300])
+def test_large_heads_are_multiplied_and_capped(T, stored, half_dtype, make, nan, agrees, device):
+    """The kernels for Hopper as well, in their sizes."""
+    check_capped(T, 32_003 if stored == "int4" else 32_000, 2048, half_dtype, stored, -0.5, 4.0, make, nan, agrees, device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 72, 100, 128])
 @pytest.mark.parametrize(("N", "K"), LARGE)
