@@ -90,12 +90,12 @@ def _prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, decay_ptr
     if first < count:
         i = tl.arange(0, C.CHUNK)
         inside = first + i < count
-        row = row + first + i
+        token = row + first + i
         dk, dv = tl.arange(0, C.DK)[None, :], tl.arange(0, C.DV)[None, :]
-        at = qkv_ptr + row[:, None] * CHANNELS
+        at = qkv_ptr + token[:, None] * CHANNELS
         k = tl.load(at + KEYS + h // (C.HV // C.HK) * C.DK + dk, mask=inside[:, None], other=0.0)
         v = tl.load(at + 2 * KEYS + h * C.DV + dv, mask=inside[:, None], other=0.0).to(tl.float32)
-        ba = ba_ptr + row * ba_stride + h
+        ba = ba_ptr + token * ba_stride + h
         b, a = tl.load(ba, mask=inside, other=0.0), tl.load(ba + C.HV, mask=inside, other=0.0)
         g, beta = gates(b, a, tl.load(weights.A_log + h), tl.load(weights.dt_bias + h))
         G = tl.cumsum(tl.where(inside, g, 0.0), 0)
@@ -106,10 +106,10 @@ def _prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, decay_ptr
         T = _inverse(tl.where(below, A, 0.0), C.PRECISION)
         u = tl.dot(T, v * beta, input_precision=C.PRECISION)
         w = tl.dot(T, k.to(tl.float32) * (beta * tl.exp(G)[:, None]), input_precision=C.PRECISION)
-        head = (row * C.HV + h)[:, None]
+        head = (token * C.HV + h)[:, None]
         tl.store(u_ptr + head * C.DV + dv, u.to(u_ptr.dtype.element_ty), mask=inside[:, None])
         tl.store(w_ptr + head * C.DK + dk, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
-        tl.store(decay_ptr + row * C.HV + h, G, mask=inside)
+        tl.store(decay_ptr + token * C.HV + h, G, mask=inside)
 
 
 @triton.jit
@@ -180,9 +180,9 @@ def _gated_norm_kernel(x_ptr, weights, sequences, out_ptr, B, x_stride, C):
     VALUES: tl.constexpr = C.HV * C.DV
     row, count, _start, _slot, first = find_chunk(tl.program_id(0), sequences, B, C)
     if first < count:
-        token = first + tl.arange(0, C.CHUNK)
-        inside = (token < count)[:, None]
-        token = (row + token)[:, None]
+        t = (first + tl.arange(0, C.CHUNK))[:, None]
+        inside = t < count
+        token = row + t
         dv = tl.program_id(1) * C.DV + tl.arange(0, C.DV)[None, :]
         out_ptrs = out_ptr + token * VALUES + dv
         o = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -201,9 +201,11 @@ def chunk(a: GatedDeltaInput) -> None:
     u, w = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
     chunks, x_stride, ba_stride, warps = T // CHUNK + B, x.stride(0), a.ba.stride(0), 8 if wide else 4
-    _conv_kernel[(chunks, 2 * Hk + Hv)](x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=4)
+    _conv_kernel[(chunks, 2 * Hk + Hv)](
+        x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=4, enable_fp_fusion=False
+    )
     _prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=warps)
     _state_kernel[(B, Hv, Dv // block_v)](
-        x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=warps, num_stages=1
+        x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=8, num_stages=1
     )
-    _gated_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4)
+    _gated_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4, enable_fp_fusion=False)

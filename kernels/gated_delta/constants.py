@@ -5,11 +5,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from minirt.kernels.gated_delta.operands import L2_EPS, WIDTH, GatedDeltaInput
+from minirt.kernels.gated_delta import operands
+from minirt.kernels.gated_delta.operands import GatedDeltaInput
 from minirt.kernels.prepared import compile_time
 
-_WIDTH = tl.constexpr(WIDTH)
-_L2_EPS = tl.constexpr(L2_EPS)
+WIDTH = tl.constexpr(operands.WIDTH)
+_L2_EPS = tl.constexpr(operands.L2_EPS)
 
 
 @compile_time
@@ -66,12 +67,12 @@ def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, i
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     y = position * 0.0 + channels * 0.0
-    for j in tl.static_range(_WIDTH):
-        before = position - (_WIDTH - 1 - j)
+    for j in tl.static_range(WIDTH):
+        before = position - (WIDTH - 1 - j)
         x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
         ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
         value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
-        y += value * tl.load(weight_ptr + channels * _WIDTH + j).to(tl.float32)
+        y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
     return y * tl.sigmoid(y)
 
 
