@@ -1,7 +1,7 @@
 """Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from minirt.modeling.config import (
     MAX_LAYERS,
     MAX_POSITIONS,
     MAX_VOCAB,
+    AttentionSettings,
     Fields,
     ModelConfig,
     MoEConfig,
@@ -44,7 +45,13 @@ def decoder_config(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    zero_centered_norms: bool = False,
+    attention_gate: str | None = None,
     tie_word_embeddings: bool = False,
+    theta: float = 10000.0,
+    partial_rotary: bool = False,
+    rope_keys: Collection[str] = (),
+    no_rope_layers: Collection[int] = (),
     moe: MoEConfig | None = None,
     window: "Window | None" = None,
     handled: Collection[str] = (),
@@ -54,8 +61,8 @@ def decoder_config(
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
 
     `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
-    `max_positions`, `kv_heads`, `head_dim` and `tie_word_embeddings` are the defaults of the architecture's config class in
-    transformers. If `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
+    `max_positions`, `kv_heads`, `head_dim`, `theta` and `tie_word_embeddings` are the defaults of the architecture's config class
+    in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of `ModelConfig`. If `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
     absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
     "sliding_window" stands for all fields of windows, with `layer_types`.
@@ -75,6 +82,7 @@ def decoder_config(
             found=kv,
         )
     positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
+    head_size = _head_dim(fields, hidden, heads, head_dim)
     layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     config = ModelConfig(
         model_type=model_type,
@@ -83,7 +91,7 @@ def decoder_config(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv,
-        head_dim=_head_dim(fields, hidden, heads, head_dim),
+        head_dim=head_size,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, minimum=1e-20, maximum=0.1),
         max_position_embeddings=positions,
@@ -94,9 +102,12 @@ def decoder_config(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         dtype=_dtype(fields),
-        rope=read_rope(fields, positions),
+        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
         moe=moe,
         sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
+        no_rope_layers=frozenset(no_rope_layers),
+        attention_gate=attention_gate,
+        zero_centered_norms=zero_centered_norms,
     )
     refuse_foreign_fields(fields, config, handled)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
@@ -258,23 +269,38 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
         if kind not in ("full_attention", "sliding_attention"):
             what, where = "the layer type is not supported", fields.place("layer_types")
             raise UnsupportedError(what, where=where, expected="full_attention", found=shown(kind))
-    if kinds is not None and len(kinds) != num_layers:
-        raise ConfigError(
-            "the list does not have one entry for each layer",
-            where=fields.place("layer_types"),
-            expected=f"{num_layers} (num_hidden_layers)",
-            found=len(kinds),
-        )
+    if kinds is not None:
+        fields.check_count("layer_types", kinds, num_layers, "layer")
     return kinds
 
 
-def decoder_layers(config: ModelConfig) -> "list[Layer]":
+def read_no_rope_layers(fields: Fields) -> frozenset[int]:
+    """The layers without rotary embedding: `no_rope_layers` has 0 for these and 1 for the others.
+
+    An absent list means that of every `no_rope_layer_interval` layers the last one has none, as in transformers.
+    """
+    count = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    interval = fields.integer("no_rope_layer_interval", default=4, maximum=MAX_LAYERS)
+    flags = fields.integers_or_none("no_rope_layers", minimum=0, maximum=1)
+    if flags is None:
+        return frozenset(range(interval - 1, count, interval))
+    fields.check_count("no_rope_layers", flags, count, "layer")
+    return frozenset(i for i, flag in enumerate(flags) if not flag)
+
+
+def decoder_layers(
+    config: ModelConfig, attention: Callable[[int], AttentionSettings] | None = None
+) -> "list[Layer]":
     """Embedding, attention and MLP or mixture of experts of each block, head.
 
     Weights are named by their checkpoint prefixes, without `.weight`.
+
+    Args:
+        attention: the settings of each block's attention, by its number; None: `config.attention`.
     """
     from minirt.layers import MLP, Attention, Embedding, Head, MoE  # imported here because it imports torch
 
+    attention = attention or config.attention
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):
         block = f"model.layers.{i}"
@@ -289,6 +315,8 @@ def decoder_layers(config: ModelConfig) -> "list[Layer]":
                 o=f"{block}.self_attn.o_proj",
                 q_norm=f"{block}.self_attn.q_norm" if config.qk_norm else None,
                 k_norm=f"{block}.self_attn.k_norm" if config.qk_norm else None,
+                gate=f"{block}.self_attn.gate_proj" if config.attention_gate == "gate_proj" else None,
+                settings=attention(i),
             )
         )
         norm = f"{block}.post_attention_layernorm"

@@ -4,29 +4,29 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability
-from minirt.errors import ConfigError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
-from minirt.modeling.config import ModelConfig, RopeConfig
+from minirt.modeling.config import AttentionSettings, ModelConfig, RopeConfig
 from minirt.modeling.formats import FP8
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV, PagesSpec
 
 
 class Attention(Layer):
-    """x + o(attention(rope(qk_norm(qkv(norm(x)))))), x [T, H]; new K and V go to the pages at batch.slots.
+    """x + post_norm(o(gate · attention(rope(qk_norm(qkv(norm(x))))))), x [T, H]; new K and V go to the pages at batch.slots.
 
-    Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope).
-    Q, K and V are packed in one matrix, in this order.
+    Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope); gate: Qiu
+    et al. 2025. Q, K and V are packed in one matrix, in this order. What of this a layer has, `settings` say.
 
     Args:
-        rope: the rotary embedding; None: that of the config.
-        scale: factor of the scores; None: 1/√D.
-        window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
-            all tokens before it. Only the eager implementation has a window.
+        settings: what this layer computes; None: `config.attention()`. `decoder_layers` gives each layer its own.
+        gate: checkpoint name of the gate's linear, if the settings say "gate_proj".
+        post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
+        post_norm_eps: its eps; None: that of the config.
     """
 
     kind = "attention"
@@ -43,43 +43,61 @@ class Attention(Layer):
         o: str,
         q_norm: str | None = None,
         k_norm: str | None = None,
-        rope: RopeConfig | None = None,
-        scale: float | None = None,
-        window: int | None = None,
+        gate: str | None = None,
+        post_norm: str | None = None,
+        post_norm_eps: float | None = None,
+        settings: AttentionSettings | None = None,
     ) -> None:
         super().__init__(config, name)
-        if config.qk_norm != (q_norm is not None) or config.qk_norm != (k_norm is not None):
-            raise ConfigError("q_norm and k_norm must be given if the model has QK-norm, and only then", where=name)
-        h, d = config.hidden_size, config.head_dim
-        q_rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
-        self.cache_spec = PagesSpec(config.num_kv_heads, d)
-        self.rope, self.scale, self.window = rope or config.rope, d**-0.5 if scale is None else scale, window
-        self.norm = NormWeight(norm, h)
-        self.qkv = PackedLinear([Part(q, q_rows), Part(k, kv_rows), Part(v, kv_rows)], h, config.qkv_bias)
-        self.o = PackedLinear([Part(o, h)], q_rows, config.o_bias)
-        self.q_norm = NormWeight(q_norm, d) if q_norm else None
-        self.k_norm = NormWeight(k_norm, d) if k_norm else None
+        self.settings = own = settings or config.attention()
+        weighted = own.qk_norm == "weighted"
+        if weighted != (q_norm is not None) or weighted != (k_norm is not None):
+            raise ConfigError("q_norm and k_norm must be given if the model has QK-norm with weights, and only then", where=name)
+        if (own.gate == "gate_proj") != (gate is not None):
+            raise ConfigError('gate must be given if the gate is "gate_proj", and only then', where=name)
+        h, d, centered = config.hidden_size, own.head_dim, config.zero_centered_norms
+        q_rows, kv_rows = own.num_heads * d, own.num_kv_heads * d
+        self.cache_spec = PagesSpec(own.num_kv_heads, d)
+        self.norm = NormWeight(norm, h, centered)
+        of_q, of_gate = (Interleaved(d, 2, i) if own.gate == "q_proj" else None for i in range(2))
+        self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, own.qkv_bias)
+        self.gate: PackedLinear | None = None
+        if own.gate is not None:
+            self.gate = PackedLinear([Part(gate or q, q_rows, of_gate)], h, own.qkv_bias and of_gate is not None)
+        self.o = PackedLinear([Part(o, h)], q_rows, own.o_bias)
+        self.q_norm = NormWeight(q_norm, d, centered) if q_norm else None
+        self.k_norm = NormWeight(k_norm, d, centered) if k_norm else None
+        self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
+        self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
 
     @property
-    def cos_sin(self) -> Tensor:
-        """The rotary table [max_model_len, D] fp32, cosines | sines."""
-        return self.context.rope(self.rope, self.config.head_dim)
+    def cos_sin(self) -> Tensor | None:
+        """The rotary table [max_model_len, R] fp32, cosines | sines of R rotated channels; None: there is no rotary embedding."""
+        rope = self.settings.rope
+        return None if rope is None else self.context.rope(rope, self.settings.rotary_dim)
+
+    @property
+    def query_scales(self) -> Tensor | None:
+        """The factors of q by position, [max_model_len] fp32; None: there are none."""
+        return None if self.settings.rope is None else self.context.query_scales(self.settings.rope)
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
-        return ((self.rope, self.config.head_dim),)
+        return () if self.settings.rope is None else ((self.settings.rope, self.settings.rotary_dim),)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        return LinearOp(self.qkv), LinearOp(self.o, residual=True)
+        gate = () if self.gate is None else (LinearOp(self.gate),)
+        return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None)
 
     def attention_flops(self, pairs: int) -> int:
-        return 4 * self.config.num_heads * self.config.head_dim * pairs
+        return 4 * self.settings.num_heads * self.settings.head_dim * pairs
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
             from minirt.kernels.attention.partial import workspace_floats  # at least what decode steps need
 
-            self.context.workspace.reserve(workspace_floats(max_splits, self.config.num_heads, self.config.head_dim))
+            floats = workspace_floats(max_splits, self.settings.num_heads, self.settings.head_dim)
+            self.context.workspace.reserve(floats)
 
     def require(self, kv: LayerKV | None) -> LayerKV:
         if kv is None:
@@ -89,39 +107,65 @@ class Attention(Layer):
 
 @register("attention", "eager")
 def eager(layer: Attention) -> Forward:
-    config = layer.config
-    eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
-    norm, qkv, o, q_norm, k_norm = layer.norm, layer.qkv, layer.o, layer.q_norm, layer.k_norm
+    own, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
+    nq, nkv, d = own.num_heads, own.num_kv_heads, own.head_dim
+    norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
+
+    def normalized(qk: Tensor) -> Tensor:
+        """QK-norm of raw heads [T, Nq + Nkv, D]."""
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk.split((nq, nkv), dim=1)
+            return torch.cat(
+                (reference.rms_norm(q, layer.q_norm.weight, eps), reference.rms_norm(k, layer.k_norm.weight, eps)), dim=1
+            )
+        return reference.rms_norm(qk, qk.new_ones(d), eps) if own.qk_norm == "plain" else qk
+
+    def rotated(qk: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """q [T, Nq, D] and k [T, Nkv, D]: the first channels rotated, and q times the factors of its positions."""
+        if (cos_sin := layer.cos_sin) is not None:
+            turned = reference.rope(qk[..., : own.rotary_dim], cos_sin[batch.positions])
+            qk = turned if own.rotary_dim == d else torch.cat((turned, qk[..., own.rotary_dim :]), dim=-1)
+        q, k = qk.split((nq, nkv), dim=1)
+        scales = layer.query_scales
+        return (q if scales is None else q * scales[batch.positions].to(q.dtype)[:, None, None]), k
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
-        if q_norm is not None and k_norm is not None:
-            q = reference.rms_norm(qk[:, :nq], q_norm.weight, eps)
-            k = reference.rms_norm(qk[:, nq:], k_norm.weight, eps)
-            qk = torch.cat((q, k), dim=1)
-        qk = reference.rope(qk, layer.cos_sin[batch.positions])
-        reference.write_kv(qk[:, nq:], kv.k, batch.slots, kv.k_scale)
+        q, k = rotated(normalized(qk), batch)
+        reference.write_kv(k, kv.k, batch.slots, kv.k_scale)
         reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
         a = reference.paged_attention(
-            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale, kv.k_scale,
-            kv.v_scale, layer.window,
-        )  # fmt: skip
-        return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias, o.scale)
+            q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, own.scale, kv.k_scale, kv.v_scale, own.window
+        ).view(-1, nq * d)
+        if gate is not None:
+            a = a * reference.linear(h, gate.weight, gate.bias, gate.scale).sigmoid()
+        y = reference.linear(a, o.weight, o.bias, o.scale)
+        return x + (y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps))
 
     return forward
 
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
-    config = layer.config
-    if getattr(layer, "window", None) is not None:
+    own = layer.settings if isinstance(layer, Attention) else layer.config.attention()
+    if own.window is not None:
         return "its kernels have no sliding window"
-    if config.head_dim not in HEAD_DIMS:
-        return f"head_dim {config.head_dim} is neither {' nor '.join(map(str, HEAD_DIMS))}"
-    if config.num_heads // config.num_kv_heads > MAX_GROUP:
-        return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    if own.head_dim not in HEAD_DIMS:
+        return f"head_dim {own.head_dim} is neither {' nor '.join(map(str, HEAD_DIMS))}"
+    if own.num_heads // own.num_kv_heads > MAX_GROUP:
+        return f"{own.num_heads // own.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    missing = {
+        "attention without rotary embedding": own.rope is None,
+        "partial rotary embedding": own.rotary_dim not in (0, own.head_dim),
+        "factors of q by position": own.rope is not None and own.rope.query_scaling_beta != 0,
+        "QK-norm without weights": own.qk_norm == "plain",
+        "an output gate": own.gate is not None,
+        "a norm after attention": getattr(layer, "post_norm", None) is not None,
+    }
+    if why := [name for name, wanted in missing.items() if wanted]:
+        return f"its kernels do not compute {' and '.join(why)}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
         major, minor = compute_capability(device)
         if (0, 0) < (major, minor) < (8, 9):
@@ -135,10 +179,12 @@ def triton(layer: Attention) -> Forward:
     from minirt.kernels.attention.dispatch import attention
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 
-    config, workspace, pdl = layer.config, layer.context.workspace, layer.context.pdl
+    own, workspace, pdl = layer.settings, layer.context.workspace, layer.context.pdl
     norm, linear, o = layer.norm, layer.qkv, layer.o
-    eps, nq, d = config.rms_norm_eps, config.num_heads, config.head_dim
+    eps, nq, d = layer.config.rms_norm_eps, own.num_heads, own.head_dim
     cos_sin = layer.cos_sin
+    if cos_sin is None:
+        raise UnsupportedError("its kernels do not compute attention without rotary embedding", where=layer.name)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
@@ -150,7 +196,7 @@ def triton(layer: Attention) -> Forward:
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
         a = attention(AttentionInput(
-            qkv, kv, sequences, Scores(layer.scale), qkv.new_empty(len(qkv), nq, d), Rope(cos_sin, q_norm, k_norm, eps),
+            qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d), Rope(cos_sin, q_norm, k_norm, eps),
             batch.positions, batch.slots, workspace, batch.max_splits, batch.max_seq_len, pdl=pdl,
         ))  # fmt: skip
         return linear_residual(

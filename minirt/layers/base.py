@@ -20,7 +20,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.gpus import AbsentGPU
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
-from minirt.modeling.rope import rope_table
+from minirt.modeling.rope import query_scales, rope_table
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, LayerCache
 
@@ -33,8 +33,8 @@ Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 
 class LayerContext:
-    """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, and the
-    dtypes of activations and KV pages."""
+    """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the kernels'
+    workspace, and the dtypes of activations and KV pages."""
 
     def __init__(
         self,
@@ -45,13 +45,22 @@ class LayerContext:
     ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
+        self._query_scales: dict[RopeConfig, Tensor] = {}
 
-    def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
+    def rope(self, rope: RopeConfig, rotary_dim: int) -> Tensor:
         """The cos|sin table of this rotary embedding. `Model.allocate` computes those that layers state (`Layer.ropes`)."""
-        key = (rope, head_dim)
+        key = (rope, rotary_dim)
         if key not in self._ropes:
-            self._ropes[key] = rope_table(rope, head_dim, self.max_model_len, self.device)
+            self._ropes[key] = rope_table(rope, rotary_dim, self.max_model_len, self.device)
         return self._ropes[key]
+
+    def query_scales(self, rope: RopeConfig) -> Tensor | None:
+        """The factors of q by position, [max_model_len] fp32; None: there are none."""
+        if not rope.query_scaling_beta:
+            return None
+        if rope not in self._query_scales:
+            self._query_scales[rope] = query_scales(rope, self.max_model_len, self.device)
+        return self._query_scales[rope]
 
     @cached_property
     def pdl(self) -> bool:
@@ -134,7 +143,8 @@ class Layer:
 
     @property
     def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
-        """The rotary tables that the layer takes from `context.rope`, as its arguments. Layers with equal ones share a table."""
+        """The rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and the rotated channels of a head.
+        Layers with equal ones share a table."""
         return ()
 
     @property

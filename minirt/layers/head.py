@@ -12,16 +12,29 @@ from minirt.step.kv_cache import LayerKV
 
 
 class Head(Layer):
-    """lm_head(norm(x)): x [R, H] → logits [R, V] fp32."""
+    """softcap · tanh(multiplier · lm_head(norm(x)) / softcap): x [R, H] → logits [R, V] fp32.
+
+    Args:
+        multiplier: a factor of the logits.
+        softcap: the bound of the logits' magnitude, as in Gemma 2; 0: there is none.
+    """
 
     kind = "head"
     residual, makes_logits = False, True
 
     def __init__(
-        self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head"
+        self,
+        config: ModelConfig,
+        *,
+        name: str = "head",
+        norm: str = "model.norm",
+        weight: str = "lm_head",
+        multiplier: float = 1.0,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__(config, name)
-        self.norm = NormWeight(norm, config.hidden_size)
+        self.multiplier, self.softcap = multiplier, softcap
+        self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms)
         self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
@@ -40,15 +53,24 @@ class Head(Layer):
 
 @register("head", "eager")
 def eager(layer: Head) -> Forward:
-    eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
+    eps, norm, lm_head, multiplier, softcap = layer.config.rms_norm_eps, layer.norm, layer.lm_head, layer.multiplier, layer.softcap
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        return reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
+        logits = reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
+        if multiplier != 1:
+            logits *= multiplier
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
 
     return forward
 
 
-@register("head", "triton", unsupported=triton_unsupported, capturable=True)
+def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    if isinstance(layer, Head) and (layer.multiplier, layer.softcap) != (1, 0):
+        return "its kernels do not compute a multiplier or a bound of logits"
+    return triton_unsupported(layer, device)
+
+
+@register("head", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Head) -> Forward:
     """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear

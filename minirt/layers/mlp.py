@@ -1,5 +1,6 @@
 """`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
 
+import torch
 from torch import Tensor
 
 from minirt.kernels import reference
@@ -11,36 +12,61 @@ from minirt.step.kv_cache import LayerKV
 
 
 class MLP(Layer):
-    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H], or [R, H] after `Select`. Gate and up are packed into one
-    matrix, gate first."""
+    """x + post_norm(down(act(gate(norm(x))) · up(norm(x)))), x [T, H], or [R, H] after `Select`. Gate and up are packed into one
+    matrix, gate first.
+
+    Args:
+        post_norm: checkpoint name of a norm of what is added to x (a sandwich norm); None: there is none.
+        post_norm_eps: its eps; None: that of the config.
+    """
 
     kind = "mlp"
 
-    def __init__(self, config: ModelConfig, *, name: str, norm: str, gate: str, up: str, down: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        name: str,
+        norm: str,
+        gate: str,
+        up: str,
+        down: str,
+        post_norm: str | None = None,
+        post_norm_eps: float | None = None,
+    ) -> None:
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
-        self.norm = NormWeight(norm, h)
+        self.norm = NormWeight(norm, h, config.zero_centered_norms)
+        self.post_norm = NormWeight(post_norm, h, config.zero_centered_norms) if post_norm else None
+        self.post_norm_eps = config.rms_norm_eps if post_norm_eps is None else post_norm_eps
         self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
-        return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=True)
+        return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=self.post_norm is None)
 
 
 @register("mlp", "eager")
 def eager(layer: MLP) -> Forward:
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
-    norm, gate_up, down = layer.norm, layer.gate_up, layer.down
+    norm, gate_up, down, post_norm, post_norm_eps = layer.norm, layer.gate_up, layer.down, layer.post_norm, layer.post_norm_eps
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
-        return x + reference.linear(h, down.weight, down.bias, down.scale)
+        y = reference.linear(h, down.weight, down.bias, down.scale)
+        return x + (y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps))
 
     return forward
 
 
-@register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
+def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    if getattr(layer, "post_norm", None) is not None:
+        return "its kernels do not compute a norm after the MLP"
+    return triton_unsupported(layer, device)
+
+
+@register("mlp", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: MLP) -> Forward:
     """Two fused operations: norm + gate/up + activation, and down + residual."""
     from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up

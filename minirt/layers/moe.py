@@ -48,7 +48,7 @@ class MoE(Layer):
         if not (shared is None) == (shared_gate is None) == (moe.shared_intermediate_size == 0):
             raise ConfigError("shared and shared_gate must be named when, and only when, there is a shared expert", where=name)
         self.moe = moe
-        self.norm = NormWeight(norm, h)
+        self.norm = NormWeight(norm, h, config.zero_centered_norms)
         self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
         i, many = moe.intermediate_size, moe.num_experts
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]

@@ -228,8 +228,8 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
     wanted: dict[str, tuple[list[Parameter], TensorSpec]] = {}
     for parameter in model.parameters():
         for spec in (TensorSpec(*given) for given in parameter.expected()):
-            holders = wanted.setdefault(spec.name, ([], spec))[0]
-            if holders and list(holders[0].expected()) != list(parameter.expected()):
+            holders, first = wanted.setdefault(spec.name, ([], spec))
+            if first != spec:
                 raise CheckpointError("two layers hold this tensor, packed differently", where=spec.name)
             holders.append(parameter)
     missing = [name for name in wanted if name not in entries]

@@ -163,7 +163,11 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
         expected, found = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
         hint = f"use --max-model-len {window}: up to there, the window changes nothing"
         raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
-    if length > config.context_len:
+    rope = config.rope
+    if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
+        what = f"--max-model-len: with {length} tokens, more than {rope.original_max_position}, {rope.kind} rope has other frequencies"
+        warnings.warn(f"{what}, and they are used for shorter sequences too; transformers switches with the length", stacklevel=2)
+    elif length > config.context_len:
         what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
         why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
         warnings.warn(f"{what}; {why}", stacklevel=2)

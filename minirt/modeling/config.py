@@ -8,8 +8,8 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.errors import ConfigError, UnsupportedError
@@ -22,12 +22,14 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# The keys that each rope type accepts, besides its name, rope_theta and a partial_rotary_factor of 1. "dynamic" equals "default"
-# up to max_position_embeddings tokens; its factor only stretches longer sequences, which are refused.
+# The keys that each rope type accepts, besides its name, rope_theta and partial_rotary_factor.
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "dynamic": frozenset({"factor"}),
     "linear": frozenset({"factor"}),
+    "longrope": frozenset(
+        {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"}
+    ),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
         {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
@@ -36,6 +38,8 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
 }
 # Keys that enter no formula of any rope type: they record how a model was trained.
 _ROPE_RECORDS = frozenset({"finetuned", "original_max_position_embeddings"})
+# Keys of single architectures, see `read_rope`. M-RoPE has three positions for each token: of text, all are the same.
+MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 # Keys of other runtimes' formulas, with the value that changes nothing.
 _ROPE_NEUTRAL = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "llama_4_scaling_beta": 0}
 # Bounds far above any existing model. They turn a damaged file into an error instead of a huge allocation.
@@ -47,18 +51,71 @@ MAX_THETA, MAX_FACTOR = 1e15, 1e6
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding parameters. `attention_factor` multiplies cos and sin: the resolved value for yarn, else 1."""
+    """Rotary embedding parameters. `attention_factor` multiplies cos and sin: the resolved value for yarn and longrope, else 1.
+
+    The frequencies of dynamic and longrope depend on the served length: those of all positions are the ones that transformers
+    uses for a sequence of that length.
+    """
 
     kind: str = "default"  # a key of ROPE_KEYS
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position: int = 0  # llama3 and yarn; linear, which has no use for it: 0 if it is not stated
+    # llama3, yarn and longrope; dynamic: the positions up to which it is default; linear, which has no use for it: 0 if not stated
+    original_max_position: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's two ends to whole dimensions
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()  # longrope: of each channel pair, up to `original_max_position` served positions
+    long_factor: tuple[float, ...] = ()  # longrope: for more
+    partial_rotary_factor: float = 1.0  # the share of a head's channels that is rotated
+    # q at position p is multiplied by 1 + beta · log(1 + ⌊p / original_max_position⌋) after rotation (`llama_4_scaling_beta`).
+    query_scaling_beta: float = 0.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many channels of a head are rotated: the first ones."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What one attention layer computes: grouped-query attention of Nq query heads and Nkv key/value heads of D channels.
+
+    Attributes:
+        rope: the rotary embedding; None: there is none.
+        scale: factor of the scores.
+        qkv_bias, o_bias: whether q, k and v, and the output projection have biases.
+        qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: there is none.
+        gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for each
+            head those of q, then those of the gate; "gate_proj": a linear of its own; None: there is no gate.
+        window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
+            all tokens before it. Only the eager implementation has a window.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str | None = None
+    gate: str | None = None
+    window: int | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels of a head are rotated: the first ones."""
+        return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Number of weights and biases, without the norm of the layer's input."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = hidden_size * (2 * q + 2 * kv + q * (self.gate is not None))
+        biases = self.qkv_bias * (q + 2 * kv + q * (self.gate == "q_proj")) + self.o_bias * hidden_size
+        return weights + biases + 2 * self.head_dim * (self.qk_norm == "weighted")
 
 
 @dataclass(frozen=True)
@@ -111,6 +168,16 @@ class ModelConfig:
     # The model attends to no more than so many tokens in some layers; None: to all. No layer of `decoder_layers` has a window, so
     # longer sequences are refused.
     sliding_window: int | None = None
+    no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
+    attention_gate: str | None = None  # see `AttentionSettings.gate`
+    zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+
+    def attention(self, layer: int | None = None) -> AttentionSettings:
+        """The settings of a layer's attention; None: those of most layers."""
+        return AttentionSettings(
+            self.num_heads, self.num_kv_heads, self.head_dim, None if layer in self.no_rope_layers else self.rope,
+            self.head_dim**-0.5, self.qkv_bias, self.o_bias, "weighted" if self.qk_norm else None, self.attention_gate,
+        )  # fmt: skip
 
     @property
     def context_len(self) -> int:
@@ -120,21 +187,19 @@ class ModelConfig:
 
     @property
     def max_context_len(self) -> int:
-        """Number of positions that may be asked for. With linear rope, the original positions times `factor`.
+        """Number of positions that may be asked for. With linear and dynamic rope, the original positions times `factor`.
 
         Files differ in whether `max_position_embeddings` includes the factor: lmsys/vicuna-7b-v1.5-16k has 4,096 and 4,
         deepseek-ai/deepseek-coder-6.7b-instruct 16,384 and 4; both have 16,384 positions. So `context_len` does not grow.
         """
         original = self.rope.original_max_position or self.max_position_embeddings
-        stretched = int(self.rope.factor * original) if self.rope.kind == "linear" else 0
+        stretched = int(self.rope.factor * original) if self.rope.kind in ("linear", "dynamic") else 0
         return max(self.context_len, min(stretched, MAX_POSITIONS))
 
     @property
     def num_parameters(self) -> int:
         """Number of weights and biases of the whole model. A tied LM head counts once."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * q + 2 * kv)
-        attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        attention = self.attention().num_parameters(self.hidden_size)
         mlps = sum(self.mlp_weights(i) for i in range(self.num_layers))
         biases = sum(not self.is_mixture(i) for i in range(self.num_layers)) if self.mlp_bias else 0
         mlps += biases * (2 * self.intermediate_size + self.hidden_size)
@@ -225,6 +290,21 @@ class Fields:
             self._refuse(name, f"a list of integers from {minimum} to {maximum}", value)
         return value
 
+    def numbers(self, name: str, *, count: int, minimum: float, maximum: float) -> tuple[float, ...]:
+        """A list of `count` finite numbers."""
+        value = self.raw.get(name, _REQUIRED)
+        good = isinstance(value, list) and all(type(x) in (int, float) and minimum <= x <= maximum for x in value)
+        if not good:
+            self._refuse(name, f"a list of {count} numbers from {minimum:g} to {maximum:g}", value)
+        self.check_count(name, value, count, "channel pair")
+        return tuple(map(float, value))
+
+    def check_count(self, name: str, value: Sequence[object], count: int, what: str) -> None:
+        """Raise `ConfigError` unless a list has `count` entries: one for each `what`."""
+        if len(value) != count:
+            expected, found = f"{count}, one for each {what}", f"{len(value)}"
+            raise ConfigError("the list has another length", where=self.place(name), expected=expected, found=found)
+
     def strings_or_none(self, name: str) -> list[str] | None:
         """A list of strings; the field may be null or absent."""
         value = self.raw.get(name)
@@ -274,15 +354,23 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
+def read_rope(
+    fields: Fields, max_positions: int, head_dim: int, *, theta: float = 10000.0, partial: bool = False, keys: Collection[str] = ()
+) -> RopeConfig:
     """Read the rope parameters from either dialect. If a file has both, they must agree.
 
     The formulas and the location of each value follow transformers 5, with one exception: if there is a `rope_scaling`,
     transformers ignores `rope_parameters`; here a difference between the two is a `ConfigError`.
+
+    Args:
+        theta: what an absent `rope_theta` means.
+        partial: whether the architecture may rotate a part of a head's channels.
+        keys: parameters of this architecture: MROPE_KEYS, "llama_4_scaling_beta" (required), "max_position_embeddings" (a record).
     """
     dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
     given = [rope for rope in dialects if rope.raw] or dialects[:1]
-    ropes = [_read_one_rope(rope, fields, max_positions) for rope in given]
+    architecture = _Architecture(max_positions, head_dim, theta, partial, frozenset(keys))
+    ropes = [architecture.read(rope, fields) for rope in given]
     if ropes[0] != ropes[-1]:
         raise ConfigError(
             "rope_scaling and rope_parameters contradict each other",
@@ -294,55 +382,127 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
     return ropes[0]
 
 
-def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConfig:
-    kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", ROPE_KEYS, default="default")
-    if {"type", "rope_type"} <= rope.raw.keys() and rope.raw["type"] != kind:
-        what = "type and rope_type contradict each other"
-        raise ConfigError(what, where=rope.place("type"), expected=kind, found=shown(rope.raw["type"]))
-    for level in (fields, rope):
-        partial = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
-        if partial not in (None, 1.0):
-            place = level.place("partial_rotary_factor")
-            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=partial)
-    known = ROPE_KEYS[kind] | _ROPE_RECORDS | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    for name, value in rope.raw.items():
-        neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
-        if name not in known and value is not None and not neutral:
-            raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
-    level = _stated_once("rope_theta", rope, fields)
-    theta = level.number("rope_theta", default=10000.0, minimum=1.001, maximum=MAX_THETA)
-    original = rope.integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS) or 0
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = rope.number("factor", minimum=1, maximum=MAX_FACTOR)
-    if kind == "dynamic":
-        what = f"dynamic NTK scaling is not supported; it only changes sequences of more than {max_positions} tokens"
-        warnings.warn(f"{rope.place('rope_type')}: {what}, which are refused", stacklevel=2)
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor, original)
-    # As in transformers, max_position_embeddings is the default.
-    name = "original_max_position_embeddings"
-    level = _stated_once(name, fields, rope)
-    original = level.integer(name, default=max_positions, maximum=MAX_POSITIONS)
-    if kind == "llama3":
-        low = rope.number("low_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
-        high = rope.number("high_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
-        _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
-        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
-    fast = rope.number_or_none("beta_fast", minimum=1e-6, maximum=MAX_FACTOR) or 32.0
-    slow = rope.number_or_none("beta_slow", minimum=1e-6, maximum=MAX_FACTOR) or 1.0
-    _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
-    return RopeConfig(
-        kind,
-        theta,
-        factor,
-        original,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=rope.boolean("truncate", default=True),
-        attention_factor=_yarn_attention_factor(rope, factor),
-    )
+@dataclass(frozen=True)
+class _Architecture:
+    """What `read_rope` knows of the architecture; see there."""
+
+    max_positions: int
+    head_dim: int
+    theta: float
+    partial: bool
+    keys: frozenset[str]
+
+    def read(self, rope: Fields, fields: Fields) -> RopeConfig:
+        """Read the parameters of one dialect. `fields`: those of the top level."""
+        kinds = (*ROPE_KEYS, "mrope") if self.keys >= MROPE_KEYS else ROPE_KEYS
+        kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
+        other, same = rope.raw.get("type", kind), ("default", "mrope") if "mrope" in kinds else (kind,)
+        if other != kind and not (kind in same and other in same):  # transformers writes both names for M-RoPE
+            what = "type and rope_type contradict each other"
+            raise ConfigError(what, where=rope.place("type"), expected=kind, found=shown(other))
+        kind = "default" if kind == "mrope" else kind
+        share = self._partial(rope, fields)
+        self._check_keys(kind, rope)
+        level = _stated_once("rope_theta", rope, fields)
+        theta = level.number("rope_theta", default=self.theta, minimum=1.001, maximum=MAX_THETA)
+        original = rope.integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS) or 0
+        plain = RopeConfig(theta=theta, partial_rotary_factor=share)
+        if kind == "default":
+            config = plain
+        elif kind == "linear":
+            config = replace(plain, kind=kind, factor=_factor(rope), original_max_position=original)
+        elif kind == "dynamic":  # "original_max_position_embeddings" is a record here, too
+            config = replace(plain, kind=kind, factor=_factor(rope), original_max_position=self.max_positions)
+            if plain.rotary_dim(self.head_dim) < 4:
+                what, place = "dynamic rope needs at least two pairs of channels", rope.place("rope_type")
+                raise ConfigError(what, where=place, expected="4 rotated channels or more", found=plain.rotary_dim(self.head_dim))
+        else:
+            # As in transformers, max_position_embeddings is the default.
+            name = "original_max_position_embeddings"
+            level = _stated_once(name, fields, rope)
+            original = level.integer(name, default=self.max_positions, maximum=MAX_POSITIONS)
+            config = self._scaled(replace(plain, kind=kind, original_max_position=original), rope)
+        if "llama_4_scaling_beta" in self.keys:
+            config = _query_scaling(config, rope, original)
+        return config
+
+    def _scaled(self, plain: RopeConfig, rope: Fields) -> RopeConfig:
+        """The parameters of llama3, yarn and longrope."""
+        original = plain.original_max_position
+        if plain.kind == "llama3":
+            low = rope.number("low_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
+            high = rope.number("high_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
+            _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
+            return replace(plain, factor=_factor(rope), low_freq_factor=low, high_freq_factor=high)
+        # transformers: yarn may have null as its factor, and longrope none.
+        implied = max(self.max_positions / original, 1.0)
+        if plain.kind == "longrope":
+            factor = implied if rope.raw.get("factor") is None else _factor(rope)
+            pairs = plain.rotary_dim(self.head_dim) // 2
+            short, long = (
+                rope.numbers(name, count=pairs, minimum=1e-6, maximum=MAX_FACTOR) for name in ("short_factor", "long_factor")
+            )
+            given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
+            if given is None and factor > 1 and original < 2:
+                expected = "at least 2, which has a logarithm to divide by; or an attention_factor"
+                raise ConfigError("too few", where=rope.place("original_max_position_embeddings"), expected=expected, found=original)
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            return replace(
+                plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention if given is None else given
+            )
+        factor = implied if "factor" in rope.raw and rope.raw["factor"] is None else _factor(rope)
+        fast = rope.number_or_none("beta_fast", minimum=1e-6, maximum=MAX_FACTOR) or 32.0
+        slow = rope.number_or_none("beta_slow", minimum=1e-6, maximum=MAX_FACTOR) or 1.0
+        _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
+        return replace(
+            plain,
+            factor=factor,
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=rope.boolean("truncate", default=True),
+            attention_factor=_yarn_attention_factor(rope, factor),
+        )
+
+    def _partial(self, rope: Fields, fields: Fields) -> float:
+        """The share of a head's channels that is rotated."""
+        level = _stated_once("partial_rotary_factor", rope, fields)
+        share = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
+        if share in (None, 1.0):
+            return 1.0
+        place = level.place("partial_rotary_factor")
+        if not self.partial:
+            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=share)
+        rotated = int(self.head_dim * share)
+        if rotated % 2 or not rotated:
+            what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {self.head_dim}"
+            raise ConfigError(what, where=place, expected="an even number of channels", found=share)
+        return share
+
+    def _check_keys(self, kind: str, rope: Fields) -> None:
+        """Refuse parameters of other types and architectures."""
+        known = ROPE_KEYS[kind] | _ROPE_RECORDS | self.keys | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        for name, value in rope.raw.items():
+            neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
+            if name not in known and value is not None and not neutral:
+                raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
+        if self.keys >= MROPE_KEYS:
+            rope.boolean("mrope_interleaved", default=False)
+            sections = rope.integers_or_none("mrope_section", minimum=0, maximum=self.head_dim)
+            if sections is not None and (len(sections) != 3 or 2 * sum(sections) != self.head_dim):
+                expected = f"three numbers of channel pairs with the sum {self.head_dim // 2}"
+                raise ConfigError("the sections do not fit", where=rope.place("mrope_section"), expected=expected, found=sections)
+
+
+def _factor(rope: Fields) -> float:
+    return rope.number("factor", minimum=1, maximum=MAX_FACTOR)
+
+
+def _query_scaling(config: RopeConfig, rope: Fields, original: int) -> RopeConfig:
+    beta = rope.number("llama_4_scaling_beta", minimum=0, maximum=MAX_FACTOR)
+    if beta and not original:
+        where = rope.place("original_max_position_embeddings")
+        raise ConfigError("the field is missing", where=where, expected="a number of positions, for llama_4_scaling_beta")
+    return replace(config, query_scaling_beta=beta, original_max_position=config.original_max_position or original)
 
 
 def _stated_once(name: str, first: Fields, second: Fields) -> Fields:

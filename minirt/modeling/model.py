@@ -83,12 +83,12 @@ class Model:
 
     @property
     def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
-        """The rotary tables of all layers, each once: (rope, head_dim)."""
+        """The rotary tables of all layers, each once: (rope, rotated channels of a head)."""
         return list(dict.fromkeys(table for layer in self.layers for table in layer.ropes))
 
     def rope_bytes(self, length: int) -> list[int]:
-        """Bytes of each rotary table of `length` positions."""
-        return [4 * length * head_dim for _, head_dim in self.ropes]
+        """Bytes of each rotary table of `length` positions, and of the factors of q that belong to it."""
+        return [4 * length * (rotary_dim + bool(rope.query_scaling_beta)) for rope, rotary_dim in self.ropes]
 
     @property
     def uses_triton(self) -> bool:
@@ -115,8 +115,9 @@ class Model:
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         for layer in self.unique_layers():
             layer.context = shared
-        for rope, head_dim in self.ropes:
-            shared.rope(rope, head_dim)
+        for rope, rotary_dim in self.ropes:
+            shared.rope(rope, rotary_dim)
+            shared.query_scales(rope)
 
     def reserve_splits(self, max_splits: int) -> None:
         """Reserve memory for the partial results of `max_splits` KV splits. Call it before CUDA graphs are captured."""

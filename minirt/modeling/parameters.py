@@ -19,11 +19,45 @@ from minirt.modeling.formats import LinearFormat, TensorSpec
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """A checkpoint's linear that holds several: `block` rows of each in turn. One of them is number `index` of `count`."""
+
+    block: int
+    count: int
+    index: int
+
+    def take(self, source: Tensor, rows: int, name: str) -> Tensor:
+        """The part of a tensor of the linear, which has `rows` rows: in the dimension that its rows are in, alone or in groups."""
+        dimension = 1 if name.rpartition(".")[2] in _TRANSPOSED else 0
+        if source.numel() == 1:  # a scale of the whole weight
+            return source
+        group = rows // source.shape[dimension]
+        if group * source.shape[dimension] != rows or self.block % group:
+            what = f"{rows} rows are stored in {source.shape[dimension]} groups, and each group must be of one head"
+            raise UnsupportedError(what, where=name, expected=f"groups of at most {self.block} rows, and a divisor of it")
+        own = source.unflatten(dimension, (-1, self.count, self.block // group)).select(dimension + 1, self.index)
+        return own.flatten(dimension, dimension + 1)
+
+
+_WHOLE = ("weight_shape", "g_idx")  # tensors that have no rows
+_TRANSPOSED = ("qweight", "scales", "qzeros")  # tensors of 4-bit weights whose rows are in the second dimension
+
+
+@dataclass(frozen=True)
 class Part:
-    """One linear layer of the checkpoint inside a packed one: its name prefix (`….q_proj`) and its number of rows."""
+    """One linear layer of the checkpoint inside a packed one: its name prefix (`….q_proj`) and its number of rows.
+
+    `of`: the checkpoint's linear of that name holds others too, and this is one of them; None: it is this one.
+    """
 
     name: str
     rows: int
+    of: Interleaved | None = None
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of the checkpoint's linear."""
+        return self.rows if self.of is None else self.rows * self.of.count
 
 
 class Parameter(ABC):
@@ -129,12 +163,14 @@ class PackedLinear(Parameter):
 
     def expected(self) -> Iterator[TensorSpec]:
         for part in self.parts:
+            rows, whole = part.stored_rows, part.of is not None  # blocks of rows are not taken from pieces
             if self.format is None:
-                yield TensorSpec(f"{part.name}.weight", (part.rows, self.in_features), pieces=True)
+                yield TensorSpec(f"{part.name}.weight", (rows, self.in_features), pieces=not whole)
             else:
-                yield from self.format.tensors(part.name, part.rows, self.in_features)
+                specs = self.format.tensors(part.name, rows, self.in_features)
+                yield from (spec._replace(pieces=False) for spec in specs) if whole else specs
             if self.has_bias:
-                yield TensorSpec(f"{part.name}.bias", (part.rows,))
+                yield TensorSpec(f"{part.name}.bias", (rows,))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.format is None:
@@ -146,6 +182,9 @@ class PackedLinear(Parameter):
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         prefix, _, what = name.rpartition(".")
         i, start = self._places[prefix]
+        part = self.parts[i]
+        if part.of is not None and what not in _WHOLE:
+            source = part.of.take(source, part.stored_rows, name)
         if what == "bias" and self.bias is not None:
             self.bias[start : start + self.rows[i]].copy_(source)
         elif self.format is None or self.scale is None or self.format.quantizes:
@@ -234,10 +273,13 @@ class PackedExperts(PackedLinear):
 
 
 class NormWeight(Parameter):
-    """The scale of one RMSNorm: `weight` [size]."""
+    """The scale of one RMSNorm: `weight` [size]. `zero_centered`: the checkpoint stores it minus 1, and loading adds 1.
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+    The sum is rounded to the model's dtype, while transformers multiplies by 1 + weight in fp32.
+    """
+
+    def __init__(self, name: str, size: int, zero_centered: bool = False) -> None:
+        self.name, self.size, self.zero_centered = name, size, zero_centered
         self.weight: Tensor = torch.empty(0)
 
     @property
@@ -257,7 +299,7 @@ class NormWeight(Parameter):
         self.weight = torch.empty(self.size, device=device, dtype=dtype)
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
-        self.weight.copy_(source)
+        self.weight.copy_(source.float() + 1 if self.zero_centered else source)
 
     def to_double(self) -> Self:
         twin = copy.copy(self)

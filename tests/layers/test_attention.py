@@ -1,8 +1,10 @@
-"""`Attention` with a rope, a scale or a window of its own, against a formula in fp64 and against transformers.
+"""`Attention` with settings of its own, against a formula in fp64 and against transformers.
 
-Catches a field of the layer that an implementation ignores, in prefill, in decode steps or in steps of both; a window that is off
+Catches a setting of the layer that an implementation ignores, in prefill, in decode steps or in steps of both; a window that is off
 by one, or that starts at the first cached page; a rope that layers share although theirs differ.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,16 +25,29 @@ EPS, HIDDEN, LENGTH = 1e-5, 96, 160
 PAGES = [[4], [1, 6, 3], [0, 2]]
 # The chunks of three sequences in each step: prompts in parts beside a single token, then decode steps.
 STEPS = [[(0, 1), (0, 70), (0, 9)], [(1, 2), (70, 129), (9, 10)], [(2, 3), (129, 130), (10, 11)], [(3, 4), (130, 131), (11, 12)]]
+GATE = {"gate": "gate_proj"}
+PARTIAL = {"rope": RopeConfig(theta=77.0, partial_rotary_factor=0.5)}
+SCALED_Q = {"rope": RopeConfig(kind="linear", theta=77.0, factor=2.0, original_max_position=24, query_scaling_beta=0.7)}
+# Settings of the layer that are not those of its config; `post_norm` is an argument of its own.
 OWN = {
     "none": {},
     "theta": {"rope": RopeConfig(theta=77.0)},
     "linear": {"rope": RopeConfig(kind="linear", theta=500.0, factor=4.0)},
+    "no rope": {"rope": None},
+    "partial rope": PARTIAL,
+    "factors of q": SCALED_Q,
     "scale": {"scale": 0.31},
     "window of 1": {"window": 1},
     "window of 5": {"window": 5},
     "window over a page's end": {"window": 66},
     "wide window": {"window": 1000},
-    "all": {"rope": RopeConfig(theta=77.0), "scale": 0.31, "window": 7},
+    "QK-norm": {"qk_norm": "weighted"},
+    "QK-norm without weights": {"qk_norm": "plain", **PARTIAL},
+    "gate": GATE,
+    "gate in q_proj": {"gate": "q_proj", "qkv_bias": True},
+    "post norm": {"post_norm": "post"},
+    "all": {"window": 7, "scale": 0.31, "qk_norm": "weighted", "gate": "q_proj", "post_norm": "post", **PARTIAL},
+    "all without rope": {"rope": None, "qk_norm": "plain", "gate": "gate_proj", "post_norm": "post", "o_bias": True},
 }
 
 
@@ -40,47 +55,81 @@ def make(impl, heads, kv_heads, head_dim, own):
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11, "head_dim": head_dim}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "rms_norm_eps": EPS, "rope_theta": 10000.0}
     config = models.parse_config({"model_type": "llama", "max_position_embeddings": LENGTH, **sizes})
-    layer = Attention(config, name="attention", norm="norm", q="q", k="k", v="v", o="o", **own)
+    settings = replace(config.attention(), **{key: value for key, value in own.items() if key != "post_norm"})
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if settings.qk_norm == "weighted" else {}
+    gate = "gate" if settings.gate == "gate_proj" else None
+    layer = Attention(
+        config, name="attention", norm="norm", q="q", k="k", v="v", o="o", **norms, gate=gate, settings=settings,
+        post_norm=own.get("post_norm"), post_norm_eps=0.25,
+    )  # fmt: skip
     layer.context = LayerContext(LENGTH, DEVICE)
     random = torch.Generator().manual_seed(heads)
+    tensors = {}
     for parameter in layer.parameters():
         parameter.allocate(DEVICE, torch.float32)
-        weight = parameter.weight
-        drawn = torch.randn(weight.shape, generator=random) / (3 if weight.ndim == 1 else weight.shape[-1] ** 0.5)
-        weight.copy_(drawn + (weight.ndim == 1))
+        for name, shape, *_ in parameter.expected():
+            if name not in tensors:
+                drawn = torch.randn(shape, generator=random) / (3 if len(shape) == 1 else shape[-1] ** 0.5)
+                tensors[name] = drawn + (len(shape) == 1)
+            parameter.load(name, tensors[name])
     layer.bind(implementation("attention", impl))
-    return layer
+    return layer, {name: tensor.double() for name, tensor in tensors.items()}
 
 
-def truth(layer, x, own):
-    """The output for a whole sequence x [T, H] in fp64: one query head and one token after the other, without a cache."""
-    config, x = layer.config, x.double().cpu()
-    d, group = config.head_dim, config.num_heads // config.num_kv_heads
-    rope, scale, window = own.get("rope", config.rope), own.get("scale", d**-0.5), own.get("window", len(x))
-    h = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * layer.norm.weight.double().cpu()
-    heads = (h @ layer.qkv.weight.double().cpu().T).view(len(x), -1, d)
-    angles = torch.arange(len(x)).double()[:, None] * rope.theta ** (-torch.arange(0, d, 2).double() / d) / rope.factor
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-    turned = torch.complex(heads[..., : d // 2], heads[..., d // 2 :]) * turn
-    rotated = torch.cat((turned.real, turned.imag), -1)
-    a = torch.empty(len(x), config.num_heads, d, dtype=torch.float64)
-    for i in range(config.num_heads):
-        k = rotated[:, config.num_heads + i // group]
-        v = heads[:, config.num_heads + config.num_kv_heads + i // group]
+def normalized(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 if weight is None else weight)
+
+
+def truth(settings, w, x):
+    """The output for a whole sequence x [T, H] in fp64: one query head and one token after the other, without a cache.
+
+    It is computed from the checkpoint's tensors, so it does not know how layers pack them.
+    """
+    own, x, nq, d = settings, x.double().cpu(), settings.num_heads, settings.head_dim
+    group, rope, window = nq // own.num_kv_heads, own.rope, own.window or len(x)
+    h = normalized(x, w["norm.weight"], EPS)
+
+    def linear(name):
+        return h @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    q, k, v = (linear(name).view(len(x), -1, d) for name in "qkv")
+    gate = linear("gate").view(len(x), nq, d) if own.gate == "gate_proj" else None
+    if own.gate == "q_proj":  # the rows of a head are those of q, then those of the gate
+        q, gate = linear("q").view(len(x), nq, 2 * d).chunk(2, -1)
+    if own.qk_norm is not None:
+        q, k = normalized(q, w.get("q_norm.weight"), EPS), normalized(k, w.get("k_norm.weight"), EPS)
+    if rope is not None:
+        r = int(d * rope.partial_rotary_factor)
+        angles = torch.arange(len(x)).double()[:, None] * rope.theta ** (-torch.arange(0, r, 2).double() / r) / rope.factor
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def rotated(heads):
+            turned = torch.complex(heads[..., : r // 2], heads[..., r // 2 : r]) * turn
+            return torch.cat((turned.real, turned.imag, heads[..., r:]), -1)
+
+        q, k = rotated(q), rotated(k)
+        if rope.query_scaling_beta:
+            chunks = torch.tensor([t // rope.original_max_position for t in range(len(x))]).double()
+            q = q * (1 + rope.query_scaling_beta * (1 + chunks).log())[:, None, None]
+    a = torch.empty(len(x), nq, d, dtype=torch.float64)
+    for i in range(nq):
         for t in range(len(x)):
             seen = slice(max(0, t - window + 1), t + 1)
-            a[t, i] = ((k[seen] @ rotated[t, i]) * scale).softmax(0) @ v[seen]
-    return x + a.flatten(1) @ layer.o.weight.double().cpu().T
+            a[t, i] = ((k[seen, i // group] @ q[t, i]) * own.scale).softmax(0) @ v[seen, i // group]
+    if gate is not None:
+        a = a / (1 + (-gate).exp())
+    y = a.flatten(1) @ w["o.weight"].T + w.get("o.bias", 0)
+    return x + (normalized(y, w["post.weight"], 0.25) if "post.weight" in w else y)
 
 
 def worst_error(impl, heads, kv_heads, head_dim, own):
     """The largest error of a row of what the layer adds to x, in all steps, relative to the row's norm."""
-    layer = make(impl, heads, kv_heads, head_dim, own)
+    layer, weights = make(impl, heads, kv_heads, head_dim, own)
     cache = KVCache([layer.cache_spec], 7, DEVICE)
     for pages in cache.layers[0][:2]:
         pages.fill_(float("nan"))
     x = [torch.randn(step[1], HIDDEN, generator=torch.Generator().manual_seed(i)) for i, step in enumerate(STEPS[-1])]
-    expected, worst = [truth(layer, rows, own) for rows in x], 0.0
+    expected, worst = [truth(layer.settings, weights, rows) for rows in x], 0.0
     for step in STEPS:
         chunks = [Chunk([0] * (end - start), start, pages) for (start, end), pages in zip(step, PAGES, strict=True)]
         batch = Batch.build(chunks, cache.page_size).to(DEVICE)
@@ -103,11 +152,7 @@ def test_triton_equals_the_formula(heads, kv_heads):
 
 
 def windowed(config):
-    layers = decoder_layers(config)
-    for layer in layers:
-        if layer.kind == "attention":
-            layer.window = 5
-    return layers
+    return decoder_layers(config, lambda i: replace(config.attention(i), window=5))
 
 
 def test_a_window_equals_that_of_transformers(hf_folder):
