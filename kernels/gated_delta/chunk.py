@@ -200,11 +200,11 @@ def chunk(a: GatedDeltaInput) -> None:
     qkv = x.new_empty(T, a.state.conv.shape[2])
     u, w = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
-    chunks, x_stride, ba_stride, warps = T // CHUNK + B, x.stride(0), a.ba.stride(0), 8 if wide else 4
+    chunks, x_stride, ba_stride = T // CHUNK + B, x.stride(0), a.ba.stride(0)
     _conv_kernel[(chunks, 2 * Hk + Hv)](
-        x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=4, enable_fp_fusion=False
+        x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=8, enable_fp_fusion=False
     )
-    _prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=warps)
+    _prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=8)
     _state_kernel[(B, Hv, Dv // block_v)](
         x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=8, num_stages=1
     )
