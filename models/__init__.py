@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
-from minirt.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from minirt.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_moe
 from minirt.models.presets import raw_configs
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
 }
 
