@@ -1,0 +1,136 @@
+"""Qwen3.5 (dense) against transformers, in fp32: logits, greedy tokens, chunked prompts, ragged batches, preemption, names of files."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from minirt import Generator, SamplingParams
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.layers import Attention, GatedDeltaNet
+from minirt.loading.memory import MemoryOptions, plan_memory
+from minirt.modeling.model import Model
+from minirt.models import build, parse_config, preset
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache, state_bytes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
+ROPE = {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [2, 1, 1],
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 97, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 211, "max_position_embeddings": 1024, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rope_parameters": ROPE, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 4,
+    "patch_size": 2,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "2-to-1": {},
+    "1-to-1-tied": {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+    "3-to-1-bias": {"linear_num_value_heads": 6, "linear_value_head_dim": 8, "attention_bias": True},
+}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_attn.norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:  # these are stored minus 1
+                parameter.uniform_(-0.5, 0.5)
+            elif name.endswith(("bias", "A_log")):
+                parameter.normal_(0, 0.7)
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each of VARIANTS, as a decoder alone."""
+    made = {}
+    for name, options in VARIANTS.items():
+        torch.manual_seed(len(name))
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**TEXT | options))
+        randomize(model)
+        made[name] = tmp_path_factory.mktemp("qwen3_5")
+        model.save_pretrained(made[name])
+    return made
+
+
+def their_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device=DEVICE)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompts(*lengths: int, seed: int = 7) -> list[list[int]]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 211, (n,), generator=random).tolist() for n in lengths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity(variant: str, impl: str, folders: dict[str, Path]) -> None:
+    """Logits, and 300 greedy tokens: alone, and ragged beside others that come and go."""
+    model, texts = their_model(folders[variant]), prompts(1, 7, 64, 65, 130)
+    with Generator.from_pretrained(
+        folders[variant], device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26, max_num_seqs=4
+    ) as generator:
+        for prompt in texts:
+            with torch.no_grad():
+                truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
+            assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm(), len(prompt)
+        counts = [300, 40, 90, 20, 60]
+        expected = [greedy(model, prompt, count) for prompt, count in zip(texts, counts, strict=True)]
+        params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in counts]
+        assert generator.generate(texts[0], params[0]).token_ids == expected[0]
+        assert [c.token_ids for c in generator.generate(texts, params)] == expected
+    gc.collect()
+
+
+@pytest.mark.parametrize("size", [1, 17, 63, 64, 65, 200])
+def test_prompts_in_chunks(size: int, folders: dict[str, Path]) -> None:
+    """The last logits do not depend on the division of a prompt; a single token follows."""
+    model, (prompt,) = their_model(folders["2-to-1"]), prompts(231)
+    with torch.no_grad():
+        truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
+    with Generator.from_pretrained(folders["2-to-1"], device=DEVICE, dtype="float32", kv_cache_memory=1 << 24) as generator:
+        own, outs = generator.model, []
+        cache = KVCache(own.cache_specs, 4, own.device, own.kv_dtype, num_slots=3)
+        starts = [*range(0, 230, size), 230]
+        for start, stop in zip(starts, [*starts[1:], 231], strict=True):
+            chunk = Chunk(prompt[start:stop], start, range(4), num_logits=1, slot=2)
+            outs.append(own(Batch.build([chunk], cache.page_size).to(own.device), cache).cpu()[0])
+        expected = truth[[*(stop - 1 for stop in starts[1:]), 230]]
+        assert (torch.stack(outs) - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.slow
+def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
+    """With pages for fewer tokens than all sequences have, some are preempted: their states are computed again, in other slots."""
+    texts = prompts(50, 60, 70, seed=3)
+    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0)
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "max_model_len": 256}
+    with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=1 << 24, **options) as generator:
+        expected = [generator.generate(text, params).token_ids for text in texts]
+        page = generator.memory.page
+    with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=6 * page, **options) as generator:
+        assert [c.token_ids for c in generator.generate(texts, params)] == expected
+        assert generator.stats().preemptions > 0
