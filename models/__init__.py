@@ -1,5 +1,6 @@
 """The architectures, one file each, and the lookup by `model_type` and by preset name. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,24 +9,42 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
-from minirt.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_moe
+from minirt.models import (
+    llama,
+    ministral3,
+    mistral,
+    mistral3,
+    qwen2,
+    qwen2_5_vl,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_vl,
+    smollm3,
+)
 from minirt.models.presets import raw_configs
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "embedded", "parse_config", "preset", "presets"]
+__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "decoder_fields", "embedded", "parse_config", "preset", "presets"]
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 ARCHITECTURES: dict[str, ModuleType] = {
     "llama": llama,
+    "ministral3": ministral3,
     "mistral": mistral,
+    "mistral3": mistral3,
     "qwen2": qwen2,
+    "qwen2_5_vl": qwen2_5_vl,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_vl": qwen3_vl,
+    "smollm3": smollm3,
 }
 
 
@@ -59,6 +78,12 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
             expected=" or ".join(ARCHITECTURES),
         )
     return ARCHITECTURES[model_type].config(fields)
+
+
+def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's fields of a config.json that `parse_config` has parsed: of a model with a vision encoder, those of its text."""
+    find = getattr(ARCHITECTURES[raw["model_type"]], "decoder_fields", None)
+    return raw if find is None else find(Fields(raw)).raw
 
 
 def build(config: ModelConfig) -> "list[Layer]":

@@ -49,6 +49,7 @@ def decoder_config(
     attention_gate: str | None = None,
     tie_word_embeddings: bool = False,
     theta: float = 10000.0,
+    eps: float = 1e-6,
     partial_rotary: bool = False,
     rope_keys: Collection[str] = (),
     no_rope_layers: Collection[int] = (),
@@ -61,8 +62,9 @@ def decoder_config(
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
 
     `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
-    `max_positions`, `kv_heads`, `head_dim`, `theta` and `tie_word_embeddings` are the defaults of the architecture's config class
-    in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of `ModelConfig`. If `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
+    `max_positions`, `kv_heads`, `head_dim`, `theta`, `eps` and `tie_word_embeddings` are the defaults of the architecture's config
+    class in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of `ModelConfig`. If
+    `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
     absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
     "sliding_window" stands for all fields of windows, with `layer_types`.
@@ -93,7 +95,7 @@ def decoder_config(
         num_kv_heads=kv,
         head_dim=head_size,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, minimum=1e-20, maximum=0.1),
+        rms_norm_eps=fields.number("rms_norm_eps", default=eps, minimum=1e-20, maximum=0.1),
         max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
         hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")],

@@ -32,6 +32,17 @@ LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_ep
 LLAMA31 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}
 LLAMA32 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}}
 SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5}
+SMOLLM3 = {"model_type": "smollm3", "max_position_embeddings": 65536, "rope_theta": 5e6, "rms_norm_eps": 1e-6}
+MISTRAL = {
+    "model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None,
+}  # fmt: skip
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MINISTRAL3 = {
+    "model_type": "ministral3", "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "rope_parameters": MINISTRAL3_ROPE,
+}  # fmt: skip
 
 MOE_30B, MOE_235B = {"moe_intermediate_size": 768}, {"moe_intermediate_size": 1536}
 CODER = {"max_position_embeddings": 262144, "rope_theta": 1e7}
@@ -70,13 +81,21 @@ ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dic
         {"rope_theta": 130000.0},
         {},
     ),
+    ("SmolLM3-3B", "HuggingFaceTB", SMOLLM3, (2048, 36, 16, 4, 128, 11008, 128256, True), {}, None),
+    ("Ministral-3-8B", "mistralai", MINISTRAL3, (4096, 34, 32, 8, 128, 14336, 131072, False), {}, {}),
+    ("Mistral-7B", "mistralai", MISTRAL, (4096, 32, 32, 8, 128, 14336, 32768, False), {}, {}),
 )
+# Names on the Hub that differ from the preset's.
+HUB_NAMES = {
+    "Ministral-3-8B": "Ministral-3-8B-Base-2512", "Ministral-3-8B-Instruct": "Ministral-3-8B-Instruct-2512",
+    "Mistral-7B": "Mistral-7B-v0.3", "Mistral-7B-Instruct": "Mistral-7B-Instruct-v0.3",
+}  # fmt: skip
 
 
 def raw_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(name, Hub id, config.json content) of every preset."""
     for name, owner, family, values, differs, instruct in ROWS:
         raw = {"dtype": "bfloat16"} | family | dict(zip(COLUMNS, values, strict=True)) | differs
-        yield name, f"{owner}/{name}", raw
-        if instruct is not None:
-            yield f"{name}-Instruct", f"{owner}/{name}-Instruct", raw | instruct
+        variants = {name: raw} if instruct is None else {name: raw, f"{name}-Instruct": raw | instruct}
+        for own, fields in variants.items():
+            yield own, f"{owner}/{HUB_NAMES.get(own, own)}", fields

@@ -5,35 +5,53 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, shown
 from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.vision import text_config, text_fields
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
 _KINDS = ("linear_attention", "full_attention")
-_OF_THE_WRAPPER = ("architectures", "quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 _HANDLED = (
     "sliding_window", "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_conv_kernel_dim", "text_config",
+    "linear_conv_kernel_dim",
 )  # fmt: skip
+# Fields that have one value in every file, and the only one that is computed.
+_ONLY = {
+    "attn_output_gate": True, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "mamba_ssm_dtype": "float32",
+    "output_gate_type": "swish",
+}  # fmt: skip
 
 
 def config(fields: Fields) -> ModelConfig:
-    """The config of the decoder, alone (`qwen3_5_text`) or in `text_config` of a model that sees images."""
-    fields = _text(fields)
-    for name, value in (("attn_output_gate", True), ("linear_conv_kernel_dim", 4), ("hidden_act", "silu")):
-        _require(fields, name, value)
-    for name, value in (("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
-        _require(fields, name, value)
+    """The config of the decoder, alone (`qwen3_5_text`) or in `text_config`."""
+    classes = "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"
+    return text_config(fields, decoder_fields(fields), classes, _decoder)
+
+
+def decoder_fields(fields: Fields) -> Fields:
+    return text_fields(fields, flat=True)
+
+
+def _decoder(fields: Fields) -> ModelConfig:
+    """As in transformers, a quarter of a head's channels is rotated if nothing else is stated."""
+    ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
+    if not any("partial_rotary_factor" in level for level in (fields.raw, *ropes)):
+        fields = Fields({**fields.raw, "partial_rotary_factor": 0.25}, fields.where, fields.prefix, fields.outer)
+    for name, only in _ONLY.items():
+        value = fields.raw.get(name)
+        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
+            place = fields.place(name)
+            raise UnsupportedError("the value is not supported", where=place, expected=shown(only), found=shown(value))
     bias = fields.boolean("attention_bias", default=False)
     found = decoder_config(
         fields,
         model_type="qwen3_5",
-        classes=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        classes=(),
         max_positions=32768,
         kv_heads=4,
         head_dim=256,
@@ -69,30 +87,6 @@ def layers(config: ModelConfig) -> "list[Layer]":
                 )
             number += 1
     return found
-
-
-def _text(fields: Fields) -> Fields:
-    """The fields of the decoder. Of a model that sees images, with those that stand beside `text_config`.
-
-    As in transformers, a quarter of a head's channels is rotated if nothing else is stated.
-    """
-    raw: dict[str, Any] = dict(fields.raw)
-    prefix = ""
-    if fields.raw.get("text_config"):
-        prefix = "text_config."
-        raw = dict(fields.nested("text_config").raw)
-        raw |= {name: fields.raw[name] for name in _OF_THE_WRAPPER if fields.raw.get(name) is not None}
-    ropes = [raw.get(name) for name in ("rope_parameters", "rope_scaling")]
-    if not any("partial_rotary_factor" in level for level in (raw, *ropes) if isinstance(level, dict)):
-        raw["partial_rotary_factor"] = 0.25
-    return Fields(raw, fields.where, prefix)
-
-
-def _require(fields: Fields, name: str, only: object) -> None:
-    """Raise `UnsupportedError` if a field is stated with another value than the only one that is computed."""
-    value = fields.raw.get(name)
-    if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
-        raise UnsupportedError("the value is not supported", where=fields.place(name), expected=shown(only), found=shown(value))
 
 
 def _gated_delta_net(fields: Fields, num_layers: int) -> GatedDeltaNetConfig:

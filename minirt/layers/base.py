@@ -33,8 +33,8 @@ Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 
 class LayerContext:
-    """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the kernels'
-    workspace, and the dtypes of activations and KV pages."""
+    """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the
+    kernels' workspace, and the dtypes of activations and KV pages."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class Layer:
 
     @property
     def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
-        """The rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and the rotated channels of a head.
-        Layers with equal ones share a table."""
+        """The rotary tables that the layer takes from `context.rope`, as its arguments: the rope, and how many channels of a head
+        are rotated. Layers with equal ones share a table."""
         return ()
 
     @property

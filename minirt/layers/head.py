@@ -53,7 +53,8 @@ class Head(Layer):
 
 @register("head", "eager")
 def eager(layer: Head) -> Forward:
-    eps, norm, lm_head, multiplier, softcap = layer.config.rms_norm_eps, layer.norm, layer.lm_head, layer.multiplier, layer.softcap
+    eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
+    multiplier, softcap = layer.multiplier, layer.softcap
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         logits = reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()

@@ -48,7 +48,14 @@ MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 
 _LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone without Git LFS has instead of a file
 # Beginnings of the names of tensors that belong to no decoder layer. A checkpoint may have them; they are not used.
-_EXTRAS = {"mtp.": "multi-token prediction", "model.visual.": "a vision encoder", "visual.": "a vision encoder"}
+_VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
+           "multi_modal_projector.")  # fmt: skip
+_EXTRAS = {"mtp.": "multi-token prediction"} | dict.fromkeys(_VISION, "a vision encoder")
+# How the names of a decoder's tensors begin in a model with a vision encoder → how they begin without one.
+_TEXT = {
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+}  # fmt: skip
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
@@ -184,10 +191,10 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
 def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     """The tensors under the names of transformers' class with a head.
 
-    All names may begin with the prefix of a wrapper; "model." may be missing, in a file of the class without a head; and a tied
-    embedding may be stored as the head.
+    All names may begin with the prefix of a wrapper; "model." may be missing, in a file of the class without a head; a tied
+    embedding may be stored as the head; and those of a decoder in a model with a vision encoder have a prefix, which is usual.
     """
-    changed, notes = entries, []
+    changed, notes = _text_names(entries), []
     while prefix := next((p for p in _WRAPPERS if changed and all(name.startswith(p) for name in changed)), None):
         changed = {name.removeprefix(prefix): entry for name, entry in changed.items()}
         notes.append(f"all names of tensors begin with {prefix}, which is left out")
@@ -199,7 +206,20 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
         notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
     for note in notes:
         warnings.warn(f"{_folder(entries)}: {note}", stacklevel=4)
-    return {name: replace(entry, name=name) for name, entry in changed.items()} if notes else entries
+    return {name: replace(entry, name=name) for name, entry in changed.items()}
+
+
+def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The tensors, with the names of a decoder in a model with a vision encoder as those of the decoder alone."""
+    changed: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        prefix = next((p for p in _TEXT if name.startswith(p)), None)
+        plain = name if prefix is None else _TEXT[prefix] + name.removeprefix(prefix)
+        if plain in changed or (plain != name and plain in entries):
+            found = f"{name[:MAX_SHOWN]} and {plain[:MAX_SHOWN]}"
+            raise CheckpointError("the decoder's tensor is there twice", where=entry.file, expected="one of them", found=found)
+        changed[plain] = entry
+    return changed
 
 
 class Matched(NamedTuple):

@@ -77,11 +77,12 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
             hint = f"did you mean {', '.join(near)}? Otherwise {hint}"
         raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
     config = models.parse_config(files.config, where=str(files.folder / "config.json"))
-    for file, content in (("config.json", files.config), ("generation_config.json", files.generation_config or {})):
+    stated_fields = models.decoder_fields(files.config)
+    for file, content in (("config.json", stated_fields), ("generation_config.json", files.generation_config or {})):
         check_token_ids(content, str(files.folder / file), config.vocab_size)
     own = files.hf_quant_config
     stated = read_quantization(
-        Fields(files.config, str(files.folder / "config.json")),
+        Fields(stated_fields, str(files.folder / "config.json")),
         None if own is None else Fields(own, str(files.folder / "hf_quant_config.json")),
     )
     return Found(files, config, stated)
@@ -310,7 +311,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
                 progress=progress and partial(progress, "weights"),
             )
     generation_config = files.generation_config if files else None
-    eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
+    eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), report.bytes_read, report.unused)
 
 

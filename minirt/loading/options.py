@@ -165,8 +165,9 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
         raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
     rope = config.rope
     if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
-        what = f"--max-model-len: with {length} tokens, more than {rope.original_max_position}, {rope.kind} rope has other frequencies"
-        warnings.warn(f"{what}, and they are used for shorter sequences too; transformers switches with the length", stacklevel=2)
+        what = f"--max-model-len: above {rope.original_max_position} tokens, {rope.kind} rope has other frequencies"
+        more = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
+        warnings.warn(f"{what}; {more}", stacklevel=2)
     elif length > config.context_len:
         what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
         why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"

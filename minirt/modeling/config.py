@@ -60,7 +60,7 @@ class RopeConfig:
     kind: str = "default"  # a key of ROPE_KEYS
     theta: float = 10000.0
     factor: float = 1.0
-    # llama3, yarn and longrope; dynamic: the positions up to which it is default; linear, which has no use for it: 0 if not stated
+    # llama3, yarn, longrope; dynamic: the positions up to which it is default; linear, which has no use for it: 0 if not stated
     original_max_position: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -87,9 +87,9 @@ class AttentionSettings:
         rope: the rotary embedding; None: there is none.
         scale: factor of the scores.
         qkv_bias, o_bias: whether q, k and v, and the output projection have biases.
-        qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: there is none.
-        gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for each
-            head those of q, then those of the gate; "gate_proj": a linear of its own; None: there is no gate.
+        qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: none.
+        gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
+            each head those of q, then those of the gate; "gate_proj": a linear of its own; None: there is no gate.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
             all tokens before it. Only the eager implementation has a window.
     """
@@ -248,17 +248,22 @@ class Fields:
     """Reads and checks the fields of one JSON object. An invalid field raises a `ConfigError` that names it.
 
     An absent field takes `default`; without a default it is an error. Only the `*_or_none` methods accept null.
+
+    Args:
+        where: the file, for messages. `prefix`: the place of the object in it, `outer`: fields that are not there but at the top.
     """
 
-    def __init__(self, raw: Any, where: str = "config.json", prefix: str = "") -> None:
+    def __init__(
+        self, raw: Any, where: str = "config.json", prefix: str = "", outer: Collection[str] = frozenset()
+    ) -> None:
         if not isinstance(raw, Mapping):
             place = f"{where}, field {prefix.rstrip('.')}" if prefix else where
             raise ConfigError("not a JSON object", where=place, expected="an object", found=shown(raw))
-        self.raw, self.where, self.prefix = raw, where, prefix
+        self.raw, self.where, self.prefix, self.outer = raw, where, prefix, outer
 
     def place(self, name: str) -> str:
         """The name of a field in error messages."""
-        return f"{self.where}, field {self.prefix}{name}"
+        return f"{self.where}, field {'' if name in self.outer else self.prefix}{name}"
 
     def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
         value = self.raw.get(name, default)
@@ -336,7 +341,8 @@ class Fields:
     def nested(self, name: str) -> "Fields":
         """The fields of a nested object. Null or absent counts as an empty object."""
         value = self.raw.get(name)
-        return Fields({} if value is None else value, self.where, f"{self.prefix}{name}.")
+        prefix = "" if name in self.outer else self.prefix
+        return Fields({} if value is None else value, self.where, f"{prefix}{name}.")
 
     def _refuse(self, name: str, expected: str, found: object) -> None:
         if found is _REQUIRED:
@@ -376,7 +382,13 @@ def shown(value: object) -> str:
 
 
 def read_rope(
-    fields: Fields, max_positions: int, head_dim: int, *, theta: float = 10000.0, partial: bool = False, keys: Collection[str] = ()
+    fields: Fields,
+    max_positions: int,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    partial: bool = False,
+    keys: Collection[str] = (),
 ) -> RopeConfig:
     """Read the rope parameters from either dialect. If a file has both, they must agree.
 
@@ -386,7 +398,8 @@ def read_rope(
     Args:
         theta: what an absent `rope_theta` means.
         partial: whether the architecture may rotate a part of a head's channels.
-        keys: parameters of this architecture: MROPE_KEYS, "llama_4_scaling_beta" (required), "max_position_embeddings" (a record).
+        keys: parameters of this architecture: MROPE_KEYS, "llama_4_scaling_beta" (required), "max_position_embeddings" (of no
+            use).
     """
     dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
     given = [rope for rope in dialects if rope.raw] or dialects[:1]
@@ -455,23 +468,23 @@ class _Architecture:
             high = rope.number("high_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
             _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
             return replace(plain, factor=_factor(rope), low_freq_factor=low, high_freq_factor=high)
-        # transformers: yarn may have null as its factor, and longrope none.
-        implied = max(self.max_positions / original, 1.0)
+        implied = self.max_positions / original  # transformers: yarn may have null as its factor, and longrope none
         if plain.kind == "longrope":
-            factor = implied if rope.raw.get("factor") is None else _factor(rope)
+            factor = max(implied, 1.0) if rope.raw.get("factor") is None else _factor(rope)
             pairs = plain.rotary_dim(self.head_dim) // 2
             short, long = (
                 rope.numbers(name, count=pairs, minimum=1e-6, maximum=MAX_FACTOR) for name in ("short_factor", "long_factor")
             )
             given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
             if given is None and factor > 1 and original < 2:
-                expected = "at least 2, which has a logarithm to divide by; or an attention_factor"
-                raise ConfigError("too few", where=rope.place("original_max_position_embeddings"), expected=expected, found=original)
+                place, expected = rope.place("original_max_position_embeddings"), "at least 2, or an attention_factor"
+                raise ConfigError("its logarithm is 0", where=place, expected=expected, found=original)
             attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
             return replace(
                 plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention if given is None else given
             )
-        factor = implied if "factor" in rope.raw and rope.raw["factor"] is None else _factor(rope)
+        unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= MAX_FACTOR
+        factor = implied if unstated else _factor(rope)
         fast = rope.number_or_none("beta_fast", minimum=1e-6, maximum=MAX_FACTOR) or 32.0
         slow = rope.number_or_none("beta_slow", minimum=1e-6, maximum=MAX_FACTOR) or 1.0
         _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)

@@ -20,7 +20,7 @@ from minirt.modeling.formats import LinearFormat, TensorSpec
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A checkpoint's linear that holds several: `block` rows of each in turn. One of them is number `index` of `count`."""
+    """One of several linears in a checkpoint's linear, which has `block` rows of each of them in turn: `count` of them."""
 
     block: int
     count: int

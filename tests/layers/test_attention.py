@@ -1,7 +1,7 @@
 """`Attention` with settings of its own, against a formula in fp64 and against transformers.
 
-Catches a setting of the layer that an implementation ignores, in prefill, in decode steps or in steps of both; a window that is off
-by one, or that starts at the first cached page; a rope that layers share although theirs differ.
+Catches a setting of the layer that an implementation ignores, in prefill, in decode steps or in steps of both; a window that is
+off by one, or that starts at the first cached page; a rope that layers share although theirs differ.
 """
 
 from dataclasses import replace

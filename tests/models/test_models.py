@@ -123,6 +123,9 @@ PUBLISHED = {
     "SmolLM2-135M": (0.1345, None),
     "SmolLM2-360M": (0.3618, None),
     "SmolLM2-1.7B": (1.711, None),
+    "SmolLM3-3B": (3.075, None),
+    "Ministral-3-8B": (8.49, None),  # 8.4 on the card, and the vision encoder's 0.4 apart
+    "Mistral-7B": (7.248, None),
 }
 
 
@@ -188,7 +191,7 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 37
+    assert len(set(names)) == len(names) == 42
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -133,4 +133,86 @@ def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
         page = generator.memory.page
     with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=6 * page, **options) as generator:
         assert [c.token_ids for c in generator.generate(texts, params)] == expected
-        assert generator.stats().preemptions > 0
+        assert generator.engine.stats.num_preemptions > 0
+
+
+def official(folder: Path, source: Path) -> dict[str, torch.Tensor]:
+    """Write the decoder of `source` as official files are: inside a model that sees images, with MTP layers; some dtypes differ."""
+    config = json.loads((source / "config.json").read_text())
+    for name in ("architectures", "transformers_version"):
+        config.pop(name, None)
+    tied = config.pop("tie_word_embeddings")
+    own = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+    own |= {"tie_word_embeddings": tied, "vision_config": VISION | {"model_type": "qwen3_5"}, "image_token_id": 200}
+    config |= {"mamba_ssm_dtype": "float32", "attn_output_gate": True, "mtp_num_hidden_layers": 1, "output_gate_type": "swish"}
+    own["text_config"] = config | {"full_attention_interval": 4, "mtp_use_dedicated_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(own))
+    tensors = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        name = name.replace("model.", "model.language_model.", 1)
+        tensors[name] = value if name.endswith(("A_log", "linear_attn.norm.weight")) else value.bfloat16()
+    extras = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    save_file(tensors | extras, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("variant", ["2-to-1", "1-to-1-tied"])
+def test_official_files(variant: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Names below model.language_model., A_log in fp32 beside bf16, tied or not by the config; what is skipped is said."""
+    tensors = official(tmp_path, folders[variant])
+    plain = their_model(folders[variant])
+    plain.load_state_dict({name.replace("language_model.", ""): value for name, value in tensors.items()}, strict=False)
+    (prompt,) = prompts(70)
+    with torch.no_grad():
+        truth = plain(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
+    with (
+        pytest.warns(UserWarning, match="1 tensors? .*vision encoder|vision encoder"),
+        Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", kv_cache_memory=1 << 24) as generator,
+    ):
+        assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm()
+        assert generator.config.tie_word_embeddings == (variant == "1-to-1-tied")
+    with (
+        pytest.warns(UserWarning, match="multi-token prediction"),
+        Generator.from_pretrained(tmp_path, device=DEVICE, dtype="bfloat16", kv_cache_memory=1 << 24) as generator,
+    ):
+        layer = next(layer for layer in generator.model.layers if isinstance(layer, GatedDeltaNet))
+        name = "model.language_model.layers.0.linear_attn.A_log"
+        assert torch.equal(layer.A_log.weight.cpu(), tensors[name])  # not rounded to the model's dtype
+
+
+def test_layers_follow_the_config() -> None:
+    """`layer_types`, or every so many layers; both give the layers of transformers, in order."""
+    listed = TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]}
+    kinds = {Attention: "full_attention", GatedDeltaNet: "linear_attention"}
+
+    def found(raw: dict[str, Any]) -> list[str]:
+        return [kinds[type(layer)] for layer in build(parse_config(raw)) if type(layer) in kinds]
+
+    assert found(listed) == listed["layer_types"]
+    every = TEXT | {"model_type": "qwen3_5_text", "full_attention_interval": 2}
+    assert found(every) == ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+    assert found(TEXT | {"model_type": "qwen3_5_text"}) == transformers.Qwen3_5TextConfig(**TEXT).layer_types
+
+
+@pytest.mark.parametrize(("field", "value", "kind"), [
+    ("attn_output_gate", False, UnsupportedError), ("linear_conv_kernel_dim", 3, UnsupportedError),
+    ("mamba_ssm_dtype", "bfloat16", UnsupportedError), ("output_gate_type", "sigmoid", UnsupportedError),
+    ("hidden_act", "gelu", UnsupportedError), ("linear_num_value_heads", 5, ConfigError),
+    ("layer_types", ["full_attention"], ConfigError), ("layer_types", ["mamba"] * 5, UnsupportedError),
+    ("linear_key_head_dim", 0, ConfigError), ("full_attention_interval", 0, ConfigError),
+], ids=str)  # fmt: skip
+def test_other_values_are_refused_by_name(field: str, value: Any, kind: type[Exception]) -> None:
+    """Nothing that would change the result is ignored; in text_config, too."""
+    with pytest.raises(kind, match=field):
+        parse_config(TEXT | {"model_type": "qwen3_5_text", field: value})
+    with pytest.raises(kind, match=rf"text_config\.{field}"):
+        parse_config({"model_type": "qwen3_5", "text_config": TEXT | {field: value}})
+
+
+def test_a_quarter_is_rotated_by_default() -> None:
+    """As in transformers; stated in either place."""
+    base = {name: value for name, value in TEXT.items() if name != "rope_parameters"} | {"model_type": "qwen3_5_text"}
+    assert parse_config(base).attention(0).rotary_dim == 8
+    assert parse_config(base | {"partial_rotary_factor": 0.5}).attention(0).rotary_dim == 16
+    own = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e7}
+    assert parse_config(base | {"rope_parameters": own}).attention(0).rotary_dim == 32

@@ -1,0 +1,20 @@
+"""Mistral 3: Ministral 3 or Mistral Small 3.1 in a model with a vision encoder. Computes text only."""
+
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models import ministral3, mistral
+from minirt.models.decoder import decoder_layers
+from minirt.models.vision import text_config, text_fields
+
+DECODERS = {"ministral3": ministral3, "mistral": mistral}
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """The decoder's architecture is the `model_type` of `text_config`. The embedding is the head unless the file says otherwise."""
+    text = decoder_fields(fields)
+    decoder = DECODERS[text.choice("model_type", DECODERS, default="mistral")]
+    return text_config(fields, text, ("Mistral3ForConditionalGeneration",), decoder.config)
+
+
+def decoder_fields(fields: Fields) -> Fields:
+    return text_fields(fields, tied=True)

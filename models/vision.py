@@ -1,0 +1,62 @@
+"""The text decoder of a model with a vision encoder: its fields in config.json. Images are not supported, so only text is served.
+
+The tensors of the vision encoder are not loaded, and a warning says so (`minirt.loading.checkpoint`).
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from minirt.errors import ConfigError
+from minirt.modeling.config import Fields, ModelConfig, shown
+from minirt.models.decoder import refuse_other_classes
+from minirt.models.foreign_fields import refuse_foreign_fields
+
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "compression_config")  # of decoder and encoder: those of the top level
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+
+
+def text_fields(fields: Fields, *, tied: bool = False, flat: bool = False) -> Fields:
+    """The fields of the decoder: those of `text_config`, with what the top level states for the whole model.
+
+    Args:
+        tied: what it means if neither level has `tie_word_embeddings`.
+        flat: whether files without `text_config` have the decoder's fields at the top level.
+    Raises:
+        ConfigError: `text_config` is missing, or a size is stated twice and differs.
+    """
+    inner = fields.nested("text_config").raw
+    if not inner:
+        if flat:
+            return fields
+        raise ConfigError("the field is missing", where=fields.place("text_config"), expected="the decoder's fields")
+    for name in _SIZES:
+        if inner.get(name) not in (None, own := fields.raw.get(name)) and own is not None:
+            what, where = "the value contradicts text_config", fields.place(name)
+            raise ConfigError(what, where=where, expected=shown(inner[name]), found=shown(own), hint="remove the wrong one")
+    raw: dict[str, Any] = {name: value for name, value in inner.items() if name != "architectures"}
+    taken = [name for name in _OF_BOTH if fields.raw.get(name) is not None]
+    if {"dtype", "torch_dtype"} & set(taken):
+        raw = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
+    taken += [name for name in _TOKENS if name not in raw and name in fields.raw]
+    raw |= {name: fields.raw[name] for name in taken}
+    levels = [level for level in (fields, fields.nested("text_config")) if level.raw.get("tie_word_embeddings") is not None]
+    stated = [level.boolean("tie_word_embeddings") for level in levels]
+    return Fields(raw | {"tie_word_embeddings": any(stated) if stated else tied}, fields.where, "text_config.", frozenset(taken))
+
+
+def text_config(
+    fields: Fields, text: Fields, classes: Collection[str], decoder: Callable[[Fields], ModelConfig]
+) -> ModelConfig:
+    """The config of the decoder. `fields`: those of the top level, `text`: from `text_fields`."""
+    refuse_other_classes(fields, classes)
+    if text is fields:
+        return decoder(Fields({name: own for name, own in fields.raw.items() if name not in _WRAPPER}, fields.where))
+    parsed = decoder(text)
+    refuse_foreign_fields(fields, parsed, ("text_config",))
+    return parsed
+
+
+_WRAPPER = ("architectures", "text_config")
