@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import Attention, GatedDeltaNet
-from minirt.loading.memory import MemoryOptions, plan_memory
 from minirt.modeling.model import Model
 from minirt.models import build, parse_config, preset
 from minirt.step.batch import Batch, Chunk
@@ -133,7 +132,7 @@ def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
         page = generator.memory.page
     with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=6 * page, **options) as generator:
         assert [c.token_ids for c in generator.generate(texts, params)] == expected
-        assert generator.engine.stats.num_preemptions > 0
+        assert generator._live.stats.num_preemptions > 0
 
 
 def official(folder: Path, source: Path) -> dict[str, torch.Tensor]:
@@ -166,13 +165,14 @@ def test_official_files(variant: str, folders: dict[str, Path], tmp_path: Path) 
     with torch.no_grad():
         truth = plain(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
     with (
-        pytest.warns(UserWarning, match="1 tensors? .*vision encoder|vision encoder"),
+        pytest.warns(UserWarning, match=r"1 tensors model\.visual\.\* are not used"),
+        pytest.warns(UserWarning, match=r"1 tensors mtp\.\* are not used"),
         Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", kv_cache_memory=1 << 24) as generator,
     ):
         assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm()
         assert generator.config.tie_word_embeddings == (variant == "1-to-1-tied")
     with (
-        pytest.warns(UserWarning, match="multi-token prediction"),
+        pytest.warns(UserWarning, match="are not used"),
         Generator.from_pretrained(tmp_path, device=DEVICE, dtype="bfloat16", kv_cache_memory=1 << 24) as generator,
     ):
         layer = next(layer for layer in generator.model.layers if isinstance(layer, GatedDeltaNet))
@@ -216,3 +216,18 @@ def test_a_quarter_is_rotated_by_default() -> None:
     assert parse_config(base | {"partial_rotary_factor": 0.5}).attention(0).rotary_dim == 16
     own = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e7}
     assert parse_config(base | {"rope_parameters": own}).attention(0).rotary_dim == 32
+
+
+@pytest.mark.parametrize(("name", "parameters", "heads"), [
+    ("Qwen3.5-0.8B", 0.752e9, 18 * 16), ("Qwen3.5-4B", 4.206e9, 24 * 32), ("Qwen3.5-9B", 8.954e9, 24 * 32),
+    ("Qwen3.5-27B", 26.896e9, 48 * 48),
+])  # fmt: skip
+def test_presets(name: str, parameters: float, heads: int) -> None:
+    """Parameters of the decoder as published, and 64 KiB for each value head of a sequence beside the convolutions' inputs."""
+    own = preset(name)
+    assert own is not None
+    model = Model(own.config, build(own.config))
+    assert own.config.num_parameters == model.num_parameters == pytest.approx(parameters, rel=1e-3)
+    layers = [layer for layer in model.layers if isinstance(layer, GatedDeltaNet)]
+    inputs = sum(4 * layer.channels * 4 for layer in layers)  # in fp32, as no dtype is chosen yet
+    assert state_bytes(model.cache_specs) == heads * 65536 + inputs
