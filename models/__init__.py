@@ -81,7 +81,7 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
 
 
 def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's fields of a config.json that `parse_config` has parsed: of a model with a vision encoder, those of its text."""
+    """The decoder's fields of a config.json that `parse_config` accepts. With a vision encoder, they are in `text_config`."""
     find = getattr(ARCHITECTURES[raw["model_type"]], "decoder_fields", None)
     return raw if find is None else find(Fields(raw)).raw
 

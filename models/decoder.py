@@ -62,9 +62,9 @@ def decoder_config(
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
 
     `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
-    `max_positions`, `kv_heads`, `head_dim`, `theta`, `eps` and `tie_word_embeddings` are the defaults of the architecture's config
-    class in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of `ModelConfig`. If
-    `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
+    `max_positions`, `kv_heads`, `head_dim`, `theta`, `eps` and `tie_word_embeddings` are the defaults of the architecture's
+    config class in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of
+    `ModelConfig`. If `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
     absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
     "sliding_window" stands for all fields of windows, with `layer_types`.
@@ -146,7 +146,7 @@ def _dtype(fields: Fields) -> str:
     for name in ("dtype", "torch_dtype"):
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
-            given[name] = Fields({name: plain}, fields.where, fields.prefix).choice(name, DTYPES)
+            given[name] = Fields({name: plain}, fields.where, fields.prefix, fields.outer).choice(name, DTYPES)
     if len(set(given.values())) > 1:
         what = "dtype and torch_dtype contradict each other"
         raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")

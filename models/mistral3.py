@@ -10,7 +10,7 @@ layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
-    """The decoder's architecture is the `model_type` of `text_config`. The embedding is the head unless the file says otherwise."""
+    """The decoder's architecture is the `model_type` of `text_config`. The head is tied unless the file says otherwise."""
     text = decoder_fields(fields)
     decoder = DECODERS[text.choice("model_type", DECODERS, default="mistral")]
     return text_config(fields, text, ("Mistral3ForConditionalGeneration",), decoder.config)

@@ -11,10 +11,12 @@ from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.models.decoder import refuse_other_classes
 from minirt.models.foreign_fields import refuse_foreign_fields
 
-_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "compression_config")  # of decoder and encoder: those of the top level
+# Fields of the whole model: those of the top level count.
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Interleaved:
     index: int
 
     def take(self, source: Tensor, rows: int, name: str) -> Tensor:
-        """The part of a tensor of the linear, which has `rows` rows: in the dimension that its rows are in, alone or in groups."""
+        """The part of a tensor of the linear, which has `rows` rows. They are in one of its dimensions, alone or in groups."""
         dimension = 1 if name.rpartition(".")[2] in _TRANSPOSED else 0
         if source.numel() == 1:  # a scale of the whole weight
             return source

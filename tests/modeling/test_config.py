@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.modeling.config import Fields, ModelConfig, RopeConfig, check_token_ids
+from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
 
@@ -278,7 +278,7 @@ BAD_ROPE: list[tuple[str, dict[str, Any]]] = [
     ("factor", {"rope_type": "linear", "factor": math.inf}),
     ("factor", {"rope_type": "yarn", "original_max_position_embeddings": 64}),
     ("factor", YARN | {"factor": 0.99}),
-    ("factor", YARN | {"factor": None}),
+    ("factor", YARN | {"factor": None, "original_max_position_embeddings": 257}),  # it would follow as less than 1
     ("factor", LLAMA3 | {"factor": math.nan}),
     ("low_freq_factor", {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}),
     ("high_freq_factor", {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}),
@@ -321,8 +321,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": LLAMA3 | {"type": "yarn"}}, r"rope_scaling\.type: type and rope_type contradict.*llama3.*yarn"),
     ({"rope_scaling": YARN, "original_max_position_embeddings": 65}, r"rope_scaling\.original_max_position_embeddings.*65.*64"),
     ({"dtype": "bfloat16", "torch_dtype": "float16"}, "dtype and torch_dtype contradict.*bfloat16.*float16"),
-    ({"layer_types": ["full_attention"] * 2}, r"layer_types: .*3 \(num_hidden_layers\); found 2"),
+    ({"layer_types": ["full_attention"] * 2}, r"layer_types: .*3, one for each layer; found 2"),
     ({"layer_types": ["full_attention"] * 4}, r"layer_types: .*found 4"),
+    ({"rope_parameters": {"rope_type": "default", "type": "mrope"}}, r"rope_parameters\.type: type and rope_type contradict"),
     ({"layer_types": []}, r"layer_types: .*found 0"),
 ]
 
@@ -452,7 +453,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
     ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
-    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["rope_parameters.rope_type", "longrope"]),
+    ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["rope_parameters.rope_type", "proportional"]),
+    ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}, ["rope_parameters.mrope_section"]),
+    ("muse_glimmer", {}, ["muse_glimmer"]),
     ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["mrope"]),
     ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8}}, ["attn_factor", "yarn"]),
     ("qwen3", {"rope_scaling": YARN | {"extrapolation_factor": 0.5}}, ["extrapolation_factor", "yarn"]),
@@ -557,13 +560,37 @@ def test_rope_keys_that_enter_no_formula(rope: dict[str, Any]) -> None:
         assert parse_config(raw_config(**{dialect: rope})) == parse_config(raw_config(**{dialect: plain}))
 
 
-def test_dynamic_rope_is_default_rope_up_to_the_positions() -> None:
-    """Catches dynamic NTK scaling that is refused where it changes nothing, or taken without a word."""
-    with pytest.warns(UserWarning, match=r"rope_scaling\.rope_type: dynamic NTK .* more than 256 tokens, which are refused"):
-        parsed = parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}))
-    assert (parsed.rope, parsed.context_len, parsed.max_context_len) == (RopeConfig(), 256, 256)
+def test_dynamic_rope_stretches_the_context_if_asked() -> None:
+    """Catches a default length that has other frequencies than the model was trained with, and a missing factor."""
+    parsed = parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.5, "original_max_position_embeddings": 9}))
+    assert (parsed.rope.kind, parsed.rope.original_max_position) == ("dynamic", 256)  # the key is a record, as in transformers
+    assert (parsed.context_len, parsed.max_context_len) == (256, 640)
     with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
         parse_config(raw_config(rope_scaling={"type": "dynamic"}))
+    with pytest.raises(ConfigError, match=r"rope_scaling\.rope_type: .*4 rotated channels or more; found 2"):
+        parse_config(raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2))
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2] * 8, "original_max_position_embeddings": 64}
+BAD_LONG: list[tuple[dict[str, Any], str]] = [
+    ({"short_factor": ...}, r"short_factor: the field is missing; expected a list of 8 numbers"),
+    ({"long_factor": [2.0] * 7}, r"long_factor: the list has another length; expected 8, one for each channel pair; found 7"),
+    ({"long_factor": [2.0] * 7 + ["2"]}, r"long_factor: .*a list of 8 numbers"),
+    ({"short_factor": [0.0] * 8}, r"short_factor: .*a list of 8 numbers from 1e-06"),
+    ({"short_factor": 1.0}, r"short_factor: .*a list of 8 numbers"),
+    ({"factor": 0.5}, r"factor: "),
+    ({"attention_factor": 0}, r"attention_factor: "),
+    ({"original_max_position_embeddings": 1}, r"original_max_position_embeddings: its logarithm is 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_LONG)
+def test_bad_longrope_is_named(changes: dict[str, Any], words: str) -> None:
+    """Catches lists that do not fit the head, which would give wrong frequencies or an error of PyTorch."""
+    rope = {name: value for name, value in (LONG | changes).items() if value is not ...}
+    with pytest.raises(ConfigError, match=words):
+        parse_config(raw_config(rope_scaling=rope))
+    assert parse_config(raw_config(rope_scaling=LONG)).rope.long_factor == (2.0,) * 8
 
 
 def test_linear_rope_stretches_the_context_if_asked() -> None:
@@ -645,6 +672,7 @@ NAMES = [
 ROPE_NAMES = [
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "mscale"),
     *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale_all_dim", "truncate", "surprise"),
+    *("short_factor", "long_factor", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"),
 ]
 SCALARS = (
     st.none()
@@ -654,7 +682,7 @@ SCALARS = (
     | st.floats()
     | st.text(max_size=5)
     | st.sampled_from(
-        ["default", "linear", "llama3", "yarn", "dynamic", "full_attention", "gelu", "float16", HUGE, -HUGE]
+        ["default", "linear", "llama3", "yarn", "dynamic", "longrope", "full_attention", "gelu", "float16", HUGE, -HUGE]
     )
 )
 ANY_VALUE = st.recursive(

@@ -10,13 +10,14 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from minirt.errors import ConfigError
-from minirt.modeling.config import RopeConfig
-from minirt.modeling.rope import inverse_frequencies, rope_table
+from minirt.modeling.config import ROPE_KEYS, Fields, RopeConfig, read_rope
+from minirt.modeling.rope import inverse_frequencies, query_scales, rope_table
 from minirt.models import parse_config
 
 OWNERS = {
@@ -147,6 +148,86 @@ def test_rope_places() -> None:
     assert rope(rope_parameters=yarn | {"mscale": 3.0}).attention_factor == 0.1 * math.log(2) + 1  # mscale alone is unused
     linear = {"rope_type": "linear", "factor": 4.0}
     assert rope(rope_scaling=linear, rope_parameters=linear | {"type": "linear"}).factor == 4.0
+
+
+def test_yarn_without_a_factor() -> None:
+    """Catches another factor than transformers' for null: the positions divided by the original ones."""
+    raw = FILE | {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 100}}
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(raw)))
+    parsed = parse_config(raw).rope
+    assert parsed.factor == 2.56
+    assert torch.equal(inverse_frequencies(parsed, 64), theirs.inv_freq)
+    assert parsed.attention_factor == theirs.attention_scaling
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 100, "factor": 2.5,
+    "short_factor": [1.0 + i / 7 for i in range(32)], "long_factor": [1 + i * i for i in range(32)],
+}  # fmt: skip
+BY_LENGTH: list[dict[str, Any]] = [
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 3.7, "original_max_position_embeddings": 32},
+    LONGROPE,
+    {name: value for name, value in LONGROPE.items() if name != "factor"},
+    LONGROPE | {"factor": 1.0},
+    LONGROPE | {"attention_factor": 1.19},
+    {name: value for name, value in LONGROPE.items() if name not in ("factor", "original_max_position_embeddings")},
+]
+
+
+@pytest.mark.parametrize("length", [1, 99, 100, 101, 256, 257, 400])
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_frequencies_by_length_equal_transformers(rope: dict[str, Any], length: int) -> None:
+    """Catches a change of frequencies at a length that is off by one, and another factor of cosines and sines.
+
+    The table of so many served positions is that of transformers for a sequence of that length.
+    """
+    raw = FILE | {"rope_parameters": rope}
+    parsed, theirs = parse_config(raw).rope, transformers.LlamaConfig(**copy.deepcopy(raw))
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, seq_len=length)
+    assert torch.equal(inverse_frequencies(parsed, 64, length), frequencies)
+    assert parsed.attention_factor == attention_factor
+    cos, sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(length)[None])
+    table = torch.cat((cos[0, :, :32], sin[0, :, :32]), -1)
+    if rope["rope_type"] == "dynamic":  # there, transformers computes theta from the length in fp32
+        torch.testing.assert_close(rope_table(parsed, 64, length), table, rtol=0, atol=1e-4)
+    else:
+        assert torch.equal(rope_table(parsed, 64, length), table)
+
+
+@pytest.mark.parametrize("kind", sorted({*ROPE_KEYS} - {"default"}))
+def test_partial_rotary_frequencies_equal_transformers(kind: str) -> None:
+    """Catches frequencies of the head's channels where only the first ones are rotated."""
+    own: dict[str, dict[str, Any]] = {
+        "linear": {"factor": 3.0}, "dynamic": {"factor": 3.0}, "llama3": LLAMA3, "yarn": YARN,
+        "longrope": LONGROPE | {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+    }  # fmt: skip
+    rope = {"rope_theta": 1e4} | own[kind] | {"rope_type": kind, "partial_rotary_factor": 0.25}
+    theirs = transformers.LlamaConfig(**copy.deepcopy(FILE | {"rope_parameters": rope}))
+    parsed = read_rope(Fields(FILE | {"rope_parameters": rope}), 256, 64, partial=True)
+    assert parsed.rotary_dim(64) == 16
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=300)
+    assert torch.equal(inverse_frequencies(parsed, 16, 300), frequencies)
+
+
+def test_partial_rotary_factors_that_do_not_fit() -> None:
+    """Catches an odd number of rotated channels, and two factors that differ."""
+    assert read_rope(Fields(FILE | {"partial_rotary_factor": 0.7}), 256, 64, partial=True).rotary_dim(64) == 44
+    for share, words in ((0.02, "1 of 64"), (0.0, "0 of 64"), (0.55, "35 of 64")):
+        raw = FILE | {"rope_parameters": {"partial_rotary_factor": share}}
+        with pytest.raises(ConfigError, match=rf"rope_parameters\.partial_rotary_factor: .*{words}"):
+            read_rope(Fields(raw), 256, 64, partial=True)
+    raw = FILE | {"partial_rotary_factor": 0.5, "rope_scaling": {"partial_rotary_factor": 0.25}}
+    with pytest.raises(ConfigError, match="partial_rotary_factor: the value contradicts"):
+        read_rope(Fields(raw), 256, 64, partial=True)
+
+
+def test_query_scales_equal_transformers() -> None:
+    """Catches a factor that changes one position too early or too late, and fp64 rounding."""
+    rope = RopeConfig("yarn", original_max_position=7, query_scaling_beta=0.3)
+    theirs = get_llama_4_attn_scale(torch.arange(50)[None], 0.3, 7).flatten()
+    assert torch.equal(query_scales(rope, 50), theirs)
+    assert query_scales(rope, 8).tolist()[:7] == [1.0] * 7
 
 
 def exact_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

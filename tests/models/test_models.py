@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.config_files import as_file
 
 from minirt.layers import MLP, Attention, Embedding, Head, MoE
 from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
@@ -31,7 +32,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def tiny(kind: str, **options: Any) -> dict[str, Any]:
     experts = {k: v for k, v in EXPERTS.items() if kind == "qwen2_moe" or (kind == "qwen3_moe" and "shared" not in k)}
-    return TINY | experts | options | {"model_type": kind}
+    return as_file(TINY | experts | options | {"model_type": kind})
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -43,6 +44,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("mistral", {}),
+    ("smollm3", {"attention_bias": True, "pad_token_id": 0}),
+    ("ministral3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {}),
     ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
     ("qwen3_moe", {"attention_bias": True}),

@@ -1,0 +1,18 @@
+"""config.json of an architecture from fields of a decoder: those of a model with a vision encoder stand in `text_config`."""
+
+from typing import Any
+
+INNER = {"mistral3": "ministral3", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def as_file(raw: dict[str, Any]) -> dict[str, Any]:
+    """The content of a valid file: `raw`, with what its `model_type` needs."""
+    kind = raw["model_type"]
+    if kind == "mistral":
+        raw = {"sliding_window": None} | raw
+    if "ministral3" in (kind, INNER.get(kind)):
+        raw = {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}} | raw
+    if kind in INNER:
+        return {"model_type": kind, "text_config": raw | {"model_type": INNER[kind]}, "vision_config": {"hidden_size": 32}}
+    return raw
