@@ -1,14 +1,23 @@
 """Qwen3.5, 3.6 and 3.8 (dense): three of four layers have gated DeltaNet instead of attention, and attention has an output gate.
 
 Official files are those of a model that also sees images (`Qwen3_5ForConditionalGeneration`): the decoder's fields are in
-`text_config`, its tensors below `model.language_model.`. Its vision encoder and its layers for multi-token prediction are skipped.
+`text_config`, its tensors below `model.language_model.`. The vision encoder and the multi-token prediction are skipped.
 """
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.modeling.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MROPE_KEYS, Fields, GatedDeltaNetConfig, ModelConfig, shown
+from minirt.modeling.config import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MROPE_KEYS,
+    Fields,
+    GatedDeltaNetConfig,
+    ModelConfig,
+    shown,
+)
 from minirt.models.decoder import decoder_config, decoder_layers
 from minirt.models.vision import text_config, text_fields
 
@@ -104,5 +113,8 @@ def _gated_delta_net(fields: Fields, num_layers: int) -> GatedDeltaNetConfig:
     if values % keys:
         what, where = "the value heads cannot be divided evenly among the key heads", fields.place("linear_num_value_heads")
         raise ConfigError(what, where=where, expected=f"a multiple of linear_num_key_heads ({keys})", found=values)
-    sizes = [fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")]
-    return GatedDeltaNetConfig(keys, values, *sizes, frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0]))
+    key_dim, value_dim = (
+        fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
+    )
+    linear = frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
+    return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear)

@@ -1,8 +1,13 @@
 """Gated DeltaNet of prompts and parts of prompts, by chunks of 64 tokens, for ragged batches.
 
-`reference.chunk_gated_delta_rule` has the formulas. Four kernels: the convolution with l2 norm; what a chunk needs of itself (the
-inverse T of its triangular system, U = T (β V) and W = T (β e^G K)), all chunks in parallel; the chunks of a sequence one after the
-other, each head and block of Dv in parallel; the gated norm. They leave out sequences of few new tokens, which `decode` computes.
+`reference.chunk_gated_delta_rule` has the formulas. There are four kernels:
+
+- the convolution, with the l2 norm;
+- what a chunk needs of itself: the inverse T of its triangular system, U = T (β V) and W = T (β e^G K); all chunks in parallel;
+- outputs and states: the chunks of a sequence one after the other, heads and blocks of Dv in parallel;
+- the gated norm.
+
+They leave out sequences of few new tokens, which `decode` computes.
 """
 
 import torch

@@ -103,7 +103,7 @@ def gated_norm(o, z, weight, eps, AXIS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def find_chunk(block, sequences, B, C):
-    """A chunk of a sequence: (sequence, its first row, number of its new tokens, position of the first of them, slot, first token).
+    """A chunk: (first row of its sequence, the sequence's new tokens, position of the first of them, slot, first token).
 
     The chunks of sequence b have the numbers from query_starts[b] // CHUNK + b on, so the numbers of tokens and sequences alone
     determine how many numbers there are, and some are not used: their first token is not below the number of new tokens. So is

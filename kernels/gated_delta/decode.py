@@ -1,8 +1,8 @@
 """Gated DeltaNet of one new token for each sequence, or of a few that can be undone: one kernel after the projections.
 
-A program computes one value head of one sequence: convolution, gates, l2 norm, update of the state and the gated norm, which needs
-all channels of the head. It reads and writes the head's matrix [Dk, Dv] fp32 once; that is what the time goes to. Value heads that
-share a key head compute its convolution each.
+A program computes one value head of one sequence: convolution, gates, l2 norm, update of the state and the gated norm, which
+needs all channels of the head. It reads and writes the head's matrix [Dk, Dv] fp32 once; that is what the time goes to. Value
+heads that share a key head compute its convolution each.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """`gated_delta_net`: a gated DeltaNet layer's step after its projections, for any mix of prompts and single tokens.
 
 A step of single tokens is one kernel, `decode`. In other steps, `decode` computes the sequences of one new token (of up to n, if
-steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the other sequences.
+steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the others.
 """
 
 import torch
@@ -19,6 +19,11 @@ from minirt.kernels.gated_delta.operands import (
     GatedDeltaState,
     GatedDeltaWeights,
 )
+from minirt.kernels.regimes import Limits, Regime, SumOrder
+
+_LIMITS = Limits(("fp16", "fp32"))
+DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
+CHUNK = (Regime("gated_delta_chunk", "tokens", 1, limits=_LIMITS, sums=SumOrder("steps")),)
 
 CASES = [  # contexts: tokens of each sequence before its new ones
     {"Hk": 1, "Hv": 1, "Dk": 16, "Dv": 16, "lens": (1,), "contexts": (0,)},

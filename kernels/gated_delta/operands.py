@@ -2,9 +2,9 @@
 
 This file imports no Triton.
 
-**The state of a slot.** `recurrent` is the fp32 matrix of each value head. `conv` is a ring of raw inputs of the convolution: that of
-position p is in row p mod R. A step reads the rows of the three positions before its own and writes only rows of its own
-positions, so its programs need no order. Hence R is 4 at least. A sequence whose first token is at position 0 has no state yet.
+**The state of a slot.** `recurrent` is the fp32 matrix of each value head. `conv` is a ring of raw inputs of the convolution:
+that of position p is in row p mod R. A step of one token reads the rows of the three positions before it and writes another
+row, so its programs need no order. Hence R is 4 at least. A sequence whose first token is at position 0 has no state yet.
 
 **Drafts.** A step of up to n tokens can be undone to any of them, if the state also has `gates` and `folded`, and R is 3 + 2n.
 Such a step computes its outputs, but leaves its tokens out of `recurrent`: it stores only their inputs (`conv`) and gates, a few

@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang et al. 2024) in eager PyTorch. Rounding follows transformers.
 
-S, the state of a value head, is a matrix [Dk, Dv]. A token decays it by e^g, then replaces what it holds for the token's key k, in
-part (β), by the value v: S ← e^g S; S ← S + k · (β (v − Sᵀk))ᵀ. Its output is Sᵀq.
+S, the state of a value head, is a matrix [Dk, Dv]. A token decays it by e^g, then replaces what it holds for the token's key k,
+in part (β), by the value v: S ← e^g S; S ← S + k · (β (v − Sᵀk))ᵀ. Its output is Sᵀq.
 """
 
 from collections.abc import Sequence
@@ -126,13 +126,13 @@ class _Layer:
         g, beta = gates(b, a, A_log, dt_bias)
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = slots.clamp(min=0)
-        begins = ((positions == 0) | (slots < 0)).view(B, 1, 1, 1)
+        begins = (positions.eq(0) | slots.lt(0)).view(B, 1, 1, 1)
         S = torch.where(begins, 0, state.recurrent[rows].to(wide))
         stored = slots >= 0
         if state.gates is not None and state.folded is not None:
             self._fold(S, positions, slots)
         o, after = self._rule(x, self._history(positions, slots), g, beta, S)
-        undone = T <= state.drafts
+        undone = state.drafts >= T
         state.recurrent[slots[stored]] = (S if undone else after)[stored].to(state.recurrent.dtype)
         kept = torch.arange(max(0, T - self.ring), T, device=x.device)
         at = slots[stored, None], (positions[stored, None] + kept) % self.ring

@@ -1,4 +1,4 @@
-"""`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3-Next and Qwen3.5."""
+"""`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3.5."""
 
 import copy
 from collections.abc import Hashable, Iterator, Sequence
@@ -20,7 +20,7 @@ from minirt.kernels.gated_delta.operands import (
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import TensorSpec
-from minirt.modeling.parameters import NormWeight, Parameter, PackedLinear, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Parameter, Part
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerState, StateSpec
 
@@ -28,8 +28,8 @@ from minirt.step.kv_cache import LayerState, StateSpec
 class GatedDeltaNet(Layer):
     """x + out_proj(gated_norm(gated_delta_rule(conv(qkv(norm(x)))))), x [T, H]; the state of each sequence is in its slot.
 
-    Value head h uses the key head h // (Hv / Hk). The convolution has width 4 and SiLU; the norm after the rule is per value head,
-    and gated by SiLU of z. in_proj_b, in_proj_a, the convolution and the norms are never quantized.
+    Value head h uses the key head h // (Hv / Hk). The convolution has width 4 and SiLU; the norm after the rule is per value
+    head, and gated by SiLU of z. in_proj_b, in_proj_a, the convolution and the norms are never quantized.
 
     Args:
         num_k_heads, num_v_heads: Hk and Hv; head_k_dim, head_v_dim: their channels Dk and Dv.
@@ -52,8 +52,8 @@ class GatedDeltaNet(Layer):
     ) -> None:
         super().__init__(config, name)
         if num_v_heads % num_k_heads:
-            expected = f"a multiple of the {num_k_heads} key heads"
-            raise ConfigError("the value heads cannot be divided evenly among the key heads", where=name, expected=expected, found=num_v_heads)
+            what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {num_k_heads}"
+            raise ConfigError(what, where=name, expected=expected, found=num_v_heads)
         self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = num_k_heads, num_v_heads, head_k_dim, head_v_dim
         h, values = config.hidden_size, num_v_heads * head_v_dim
         self.channels = 2 * num_k_heads * head_k_dim + values  # of the convolution
@@ -69,7 +69,7 @@ class GatedDeltaNet(Layer):
 
     @property
     def cache_spec(self) -> StateSpec:  # type: ignore[override]  # it follows from the dtype, which is known at load
-        """The last inputs of the convolution (of four positions, see `kernels.gated_delta.operands`), and the matrix of each head."""
+        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head."""
         recurrent = self.num_v_heads, self.head_k_dim, self.head_v_dim
         conv = ("conv", (WIDTH, self.channels), self.context.dtype)
         return StateSpec((conv, ("recurrent", recurrent, torch.float32)))
@@ -206,7 +206,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 
 @register("gated_delta_net", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: GatedDeltaNet) -> Forward:
-    """Kernels of one token: norm + projections (two products if quantized); convolution, rule and gated norm; output + residual."""
+    """Kernels of one token: norm + projections (two products if quantized); convolution, rule, gated norm; output + residual."""
     from minirt.kernels.gated_delta.dispatch import gated_delta_net
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 

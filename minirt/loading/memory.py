@@ -221,7 +221,8 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     if options.max_num_seqs < asked:
         each = format_size(state_bytes(model.cache_specs))
         what = f"{options.max_num_seqs} sequences run at once instead of {asked} (--max-num-seqs)"
-        warnings.warn(f"{what}: each keeps a state of {each}, and the free memory has no room for more", RuntimeWarning, stacklevel=4)
+        why = f"each keeps a state of {each}, and the free memory has no room for more"
+        warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")

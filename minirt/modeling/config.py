@@ -132,7 +132,8 @@ class GatedDeltaNetConfig:
         """Number of weights of a layer, without the norm of its input."""
         values = self.num_v_heads * self.head_v_dim
         channels = 2 * self.num_k_heads * self.head_k_dim + values
-        return hidden_size * (channels + 2 * values + 2 * self.num_v_heads) + 4 * channels + 2 * self.num_v_heads + self.head_v_dim
+        projections = channels + 2 * values + 2 * self.num_v_heads
+        return hidden_size * projections + 4 * channels + 2 * self.num_v_heads + self.head_v_dim
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The gated DeltaNet layer: eager against transformers' module, Triton against eager, formats, what the layer states of itself."""
+"""The gated DeltaNet layer: eager against transformers' module, Triton against eager, formats, what it states of itself."""
 
 from typing import Any
 
@@ -127,7 +127,8 @@ def test_what_is_quantized() -> None:
         f"{PREFIX}.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")
     }
     assert layer.in_proj.weight.dtype == layer.out_proj.weight.dtype == torch.float8_e4m3fn
-    assert layer.in_proj.joined is None and layer.in_proj_ba.weight.dtype == torch.float32
+    assert layer.in_proj.joined is None
+    assert layer.in_proj_ba.weight.dtype == torch.float32
     model.allocate(DEVICE, torch.bfloat16, 64)
     assert {p.weight.dtype for p in (layer.A_log, layer.dt_bias)} == {torch.float32}
     assert {p.weight.dtype for p in (layer.conv, layer.gated_norm, layer.in_proj_ba)} == {torch.bfloat16}
@@ -137,9 +138,11 @@ def test_joined_projections_are_one_matrix() -> None:
     """Loading a part writes into the matrix that the product reads; its bytes count once."""
     layer = layer_of()
     joined = layer.in_proj.joined
-    assert joined is not None and len(joined) == layer.channels + HV * DV + 2 * HV
+    assert joined is not None
+    assert len(joined) == layer.channels + HV * DV + 2 * HV
     layer.in_proj_ba.load(f"{PREFIX}.in_proj_a.weight", torch.full((HV, H), 3.0))
-    assert joined[-HV:].eq(3).all() and not joined[-2 * HV : -HV].eq(3).any()
+    assert joined[-HV:].eq(3).all()
+    assert not joined[-2 * HV : -HV].eq(3).any()
     assert sum(op.linear.out_features for op in layer.linear_ops()[:-1]) == len(joined)
     size = layer.in_proj.nbytes(torch.float32) + layer.in_proj_ba.nbytes(torch.float32)
     assert size == joined.nbytes

@@ -204,7 +204,8 @@ def test_states_lower_the_number_of_sequences(free):
     made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda tokens: tokens * MB // 32)
     assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
     assert (made.max_num_batched_tokens, made.pages) == (1024, 250 - 120 - 32)
-    assert made.fits and made.full == 12 * 100
+    assert made.fits
+    assert made.full == 12 * 100
     assert ("rope tables and states", 220 * MB, "states of 12 sequences, 10MiB each") in made.rows()
     assert plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(max_num_seqs=5), step_bytes=lambda _: MB).max_num_seqs == 5
     asked = MemoryOptions(kv_cache_memory=200 * MB)
@@ -212,7 +213,8 @@ def test_states_lower_the_number_of_sequences(free):
     assert (made.max_num_seqs, made.pages) == (5, 200), "beside 200 pages"
     free(0)
     made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda _: MB)
-    assert made.max_num_seqs == 1 and not made.fits
+    assert made.max_num_seqs == 1
+    assert not made.fits
 
 
 def test_fewer_sequences_are_said(free, monkeypatch):
@@ -224,7 +226,7 @@ def test_fewer_sequences_are_said(free, monkeypatch):
     )
     with pytest.warns(RuntimeWarning, match=r"12 sequences run at once instead of 64 \(--max-num-seqs\): .* 10MiB"):
         made = measured_plan(Recurrent(), MemoryOptions())
-    assert made.max_num_seqs == 12 and set(seen) == {12}
+    assert {made.max_num_seqs, *seen} == {12}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12)).max_num_seqs == 12

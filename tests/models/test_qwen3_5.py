@@ -1,7 +1,8 @@
-"""Qwen3.5 (dense) against transformers, in fp32: logits, greedy tokens, chunked prompts, ragged batches, preemption, names of files."""
+"""Qwen3.5 (dense) against transformers, in fp32: logits, greedy tokens, chunked prompts, ragged batches, preemption, files."""
 
 import gc
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from minirt.step.kv_cache import KVCache, state_bytes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
 ROPE = {
-    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [2, 1, 1],
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
 }  # fmt: skip
 TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 97, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -123,7 +125,7 @@ def test_prompts_in_chunks(size: int, folders: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
-    """With pages for fewer tokens than all sequences have, some are preempted: their states are computed again, in other slots."""
+    """With too few pages, sequences are preempted: their states are computed again, in other slots."""
     texts = prompts(50, 60, 70, seed=3)
     params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0)
     options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "max_model_len": 256}
@@ -136,7 +138,7 @@ def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
 
 
 def official(folder: Path, source: Path) -> dict[str, torch.Tensor]:
-    """Write the decoder of `source` as official files are: inside a model that sees images, with MTP layers; some dtypes differ."""
+    """Write the decoder of `source` as official files are: inside a model that sees images, with MTP layers, of two dtypes."""
     config = json.loads((source / "config.json").read_text())
     for name in ("architectures", "transformers_version"):
         config.pop(name, None)
@@ -164,18 +166,16 @@ def test_official_files(variant: str, folders: dict[str, Path], tmp_path: Path) 
     (prompt,) = prompts(70)
     with torch.no_grad():
         truth = plain(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
-    with (
-        pytest.warns(UserWarning, match=r"1 tensors model\.visual\.\* are not used"),
-        pytest.warns(UserWarning, match=r"1 tensors mtp\.\* are not used"),
-        Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", kv_cache_memory=1 << 24) as generator,
-    ):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generator = Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", kv_cache_memory=1 << 24)
+        rounded = Generator.from_pretrained(tmp_path, device=DEVICE, dtype="bfloat16", kv_cache_memory=1 << 24)
+    for skipped in ("model.visual.*", "mtp.*"):
+        assert sum(f"1 tensors {skipped} are not used" in str(own.message) for own in said) == 2
+    with generator, rounded:
         assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm()
         assert generator.config.tie_word_embeddings == (variant == "1-to-1-tied")
-    with (
-        pytest.warns(UserWarning, match="are not used"),
-        Generator.from_pretrained(tmp_path, device=DEVICE, dtype="bfloat16", kv_cache_memory=1 << 24) as generator,
-    ):
-        layer = next(layer for layer in generator.model.layers if isinstance(layer, GatedDeltaNet))
+        layer = next(layer for layer in rounded.model.layers if isinstance(layer, GatedDeltaNet))
         name = "model.language_model.layers.0.linear_attn.A_log"
         assert torch.equal(layer.A_log.weight.cpu(), tensors[name])  # not rounded to the model's dtype
 

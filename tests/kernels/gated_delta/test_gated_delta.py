@@ -95,7 +95,8 @@ class Served:
         starts = [self.lengths.get(slot, 0) for slot in slots]
         lens = [start + count for start, count in zip(starts, counts, strict=True)]
         width = members[0][1].shape[1]
-        both = torch.cat([torch.cat(m[1:], 1) for m in members] + [torch.full_like(torch.cat(members[0][1:], 1)[:1], torch.nan)] * padding)
+        rows = [torch.cat(member[1:], 1) for member in members]
+        both = torch.cat([*rows, *[torch.full_like(rows[0][:1], torch.nan)] * padding])
         qkvz, ba = both[:, :width], both[:, width:]
         if self.kernels:
             ints = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
@@ -184,7 +185,8 @@ def test_kernels_against_reference(case, dtype, make, device, agrees):
         last = torch.arange(max(0, len(x) - 3), len(x), device=device)
         assert torch.equal(mine.state.conv[slot, last % 4], x[last, : own.channels])
     (unused,) = set(range(len(lens) + 1)) - set(slots)
-    assert mine.state.recurrent[unused].isnan().all() and mine.state.conv[unused].isnan().all()
+    assert mine.state.recurrent[unused].isnan().all()
+    assert mine.state.conv[unused].isnan().all()
 
 
 @pytest.mark.parametrize("decay", [-14.0, 5.0])
@@ -258,7 +260,7 @@ def test_drafts_are_undone(kernels, make, device):
     """
     own = net(make, torch.float32, Hk=1, Hv=3)
     served = Served(own, torch.float32, device, 2, kernels, drafts=4)
-    for sequence in range(2):
+    for _ in range(2):
         x, ba = inputs(make, own, 80, torch.float32)
         wrong, wrong_ba = inputs(make, own, 4, torch.float32)
         exact = truth(own, x, ba)[0]
@@ -267,7 +269,8 @@ def test_drafts_are_undone(kernels, make, device):
         length, served.lengths[1] = 6, 6
         for step, kept in enumerate((1, 4, 2, 3, 0, 1, 1, 4, 0, 2)):
             size = 4 if step % 3 else max(kept, 1)
-            tokens = torch.cat((x[length : length + kept], wrong))[:size], torch.cat((ba[length : length + kept], wrong_ba))[:size]
+            here = slice(length, length + kept)
+            tokens = torch.cat((x[here], wrong))[:size], torch.cat((ba[here], wrong_ba))[:size]
             (out,) = served.step([(1, *tokens)])
             torch.testing.assert_close(out[:kept].double(), exact[length : length + kept], rtol=1e-4, atol=2e-5)
             length += kept
@@ -282,11 +285,11 @@ def test_drafts_are_undone(kernels, make, device):
 
 
 def test_drafts_keep_no_matrix_for_each_token(make, device):
-    """The layout of a 27B layer, with three drafts: a quarter more than without, where a matrix a token would be four times."""
+    """The layout of a 27B layer, with three drafts: a tenth more than without, where a matrix for each token would be four."""
     own = Net(16, 48, 128, 128, None)
     plain, drafts = (own.state(1, torch.bfloat16, torch.device("meta"), n) for n in (0, 4))
     sizes = [sum(t.nbytes for t in state if t is not None) for state in (plain, drafts)]
-    assert drafts.drafts == 4 and plain.drafts == 0
+    assert (drafts.drafts, plain.drafts) == (4, 0)
     assert sizes[0] < sizes[1] < 1.1 * sizes[0]
 
 
