@@ -38,7 +38,8 @@ RECURRENT = {
 
 def tiny(kind: str, **options: Any) -> dict[str, Any]:
     experts = {k: v for k, v in EXPERTS.items() if kind == "qwen2_moe" or (kind == "qwen3_moe" and "shared" not in k)}
-    return as_file(TINY | experts | options | {"model_type": kind})
+    recurrent = RECURRENT if kind.startswith("qwen3_5") else {}
+    return as_file(TINY | experts | recurrent | options | {"model_type": kind})
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
