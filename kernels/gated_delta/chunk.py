@@ -19,7 +19,8 @@ from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import prepared
 
-_BLOCK: int = 16  # rows of the diagonal blocks that are inverted row by row
+_BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
+_BLOCK_V = 32  # channels of Dv of a program: few, so that the heads of one prompt occupy all SMs
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
 
@@ -200,8 +201,7 @@ def chunk(a: GatedDeltaInput) -> None:
     """Write `out` and the state of sequences of many new tokens. `dispatch` checks the operands before."""
     (T, _), (Hk, Hv, Dk, Dv), B, x = a.qkvz.shape, a.head_shape, a.sequences.slots.shape[0], a.qkvz
     wide = x.dtype == torch.float32
-    block_v = min(Dv, 32 if wide else 64)
-    C = Constants.of(a, max(256, next_power_of_2(B)), block_v, CHUNK, "ieee" if wide else "tf32")
+    C = Constants.of(a, max(256, next_power_of_2(B)), min(Dv, _BLOCK_V), CHUNK, "ieee" if wide else "tf32")
     qkv = x.new_empty(T, a.state.conv.shape[2])
     u, w = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
@@ -210,7 +210,7 @@ def chunk(a: GatedDeltaInput) -> None:
         x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=8, enable_fp_fusion=False
     )
     _prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=8)
-    _state_kernel[(B, Hv, Dv // block_v)](
-        x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=8, num_stages=1
+    _state_kernel[(B, Hv, Dv // C.BLOCK_V)](
+        x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=8 if wide else 4, num_stages=1
     )
     _gated_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4, enable_fp_fusion=False)

@@ -155,10 +155,11 @@ def _decode_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_s
 
 def decode(a: GatedDeltaInput) -> None:
     """Write `out` and the state of sequences of few new tokens. `dispatch` checks the operands before."""
-    _, Hv, Dk, Dv = a.head_shape
+    Hv = a.head_shape[1]
     kernel = _decode_drafts_kernel if a.state.drafts else _decode_kernel
-    # Without fused sums, all lanes that hold a sum over lanes have the same, so it does not matter which of them stores it.
+    # With more than 4 warps, Triton loads the head's inputs for each row of the matrix. Without fused sums, all lanes that hold a
+    # sum over lanes have the same, so it does not matter which of them stores it.
     kernel[(a.sequences.slots.shape[0] * Hv,)](
         a.qkvz, a.ba, a.weights, a.state, a.sequences, a.out, a.qkvz.stride(0), a.ba.stride(0), C=Constants.of(a),
-        enable_fp_fusion=False, **launch_options(8 if Dk * Dv >= 8192 else 4, 1, a.pdl),
+        enable_fp_fusion=False, **launch_options(4, 1, a.pdl),
     )  # fmt: skip

@@ -231,3 +231,16 @@ def test_presets(name: str, parameters: float, heads: int) -> None:
     layers = [layer for layer in model.layers if isinstance(layer, GatedDeltaNet)]
     inputs = sum(4 * layer.channels * 4 for layer in layers)  # in fp32, as no dtype is chosen yet
     assert state_bytes(model.cache_specs) == heads * 65536 + inputs
+
+
+@pytest.mark.slow
+def test_triton_states_in_the_engine(folders: dict[str, Path]) -> None:
+    """Prompts that come while others decode, in slots that are used again: the tokens are those of the eager layers."""
+    texts, params = prompts(5, 1, 66, 3), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+    found = []
+    for impl in ("eager", ["eager", "layers.[01].gated_delta_net=triton"]):
+        with Generator.from_pretrained(
+            folders["2-to-1"], device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 24, max_num_seqs=2
+        ) as generator:
+            found.append([c.token_ids for c in generator.generate(texts, params)])
+    assert found[0] == found[1]

@@ -223,7 +223,7 @@ def test_slow_decay_is_not_lost(make, device):
 @pytest.mark.parametrize("count", [1, 70])
 def test_nan_stays_in_its_sequence(count, make, device):
     """Neither NaN in the inputs of a neighbour, before or after, nor NaN in its state."""
-    own = net(make, torch.float32)
+    own = net(make, torch.float32, Hk=1, Hv=2)
     data = [inputs(make, own, n, torch.float32) for n in (count, count, 3, count)]
     clean = Served(own, torch.float32, device, 4, kernels=True)
     expected = clean.step([(i, *part) for i, part in enumerate(data)])
@@ -258,16 +258,16 @@ def test_drafts_are_undone(kernels, make, device):
     is used again for another sequence. Catches a token that is folded twice or not at all, a row of the ring that a draft
     overwrites too early, and gates of the wrong token.
     """
-    own = net(make, torch.float32, Hk=1, Hv=3)
+    own = net(make, torch.float32, Hk=1, Hv=2)
     served = Served(own, torch.float32, device, 2, kernels, drafts=4)
-    for _ in range(2):
+    for kept_counts in ((1, 4, 2, 3, 0, 1, 1, 4, 0, 2), (2, 0, 3)):
         x, ba = inputs(make, own, 80, torch.float32)
         wrong, wrong_ba = inputs(make, own, 4, torch.float32)
         exact = truth(own, x, ba)[0]
         (out,) = served.step([(1, x[:6], ba[:6])])
         torch.testing.assert_close(out.double(), exact[:6], rtol=1e-4, atol=2e-5)
         length, served.lengths[1] = 6, 6
-        for step, kept in enumerate((1, 4, 2, 3, 0, 1, 1, 4, 0, 2)):
+        for step, kept in enumerate(kept_counts):
             size = 4 if step % 3 else max(kept, 1)
             here = slice(length, length + kept)
             tokens = torch.cat((x[here], wrong))[:size], torch.cat((ba[here], wrong_ba))[:size]
@@ -318,3 +318,38 @@ def test_wrong_operands_are_named(make, device):
     for message, change in bad.items():
         with pytest.raises(InputError, match=message):
             dispatch.gated_delta_net(**good | change)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["reference", "kernels"])
+def test_a_state_over_100_000_tokens(kernels, make, device, agrees):
+    """Prompts of 20,000 tokens, then single ones, with heads that never forget and heads that do: errors do not add up."""
+    own, size = net(make, torch.float32, Hk=1, Hv=2), 20_000
+    own.weights.A_log.copy_(torch.tensor([-9.0, 1.0], device=device))
+    exact = Served(own._replace(weights=GatedDeltaWeights(*(w.double() for w in own.weights[:4]), EPS)), torch.float64, device, 1, False)
+    exact.state = GatedDeltaState(*(t.double() for t in exact.state[:2]))
+    served = [Served(own, torch.float32, device, 1, own_kernels) for own_kernels in {kernels, False}]
+    sizes = [size] * 5 + [1] * 20
+    for count in sizes:
+        x, ba = inputs(make, own, count, torch.float32)
+        (truth_out,) = exact.step([(0, x.double(), ba.double())])
+        outs = [each.step([(0, x, ba)])[0] for each in served]
+        assert all((out - truth_out).norm() < 1e-4 * truth_out.norm() for out in outs)
+    for each in served:
+        assert (each.state.recurrent - exact.state.recurrent).norm() < 1e-4 * exact.state.recurrent.norm()
+    if kernels:
+        mine, theirs = sorted(served, key=lambda each: not each.kernels)
+        agrees(mine.state.recurrent[0], theirs.state.recurrent[0], exact.state.recurrent[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 70])
+def test_states_past_2_31(count, make, device):
+    """The last slot of a state of more than 2³¹ values: the same bits as in a small one."""
+    own = net(make, torch.float32, Hk=1, Hv=1, Dk=128, Dv=128)
+    slots = 2**31 // 128**2 + 2
+    x, ba = inputs(make, own, count, torch.float32)
+    outs = []
+    for many in (2, slots):
+        served = Served(own, torch.float32, device, many, kernels=True)
+        outs.append(served.step([(many - 1, x, ba)])[0])
+    assert torch.equal(*outs)
