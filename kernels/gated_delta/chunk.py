@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from minirt.kernels.gated_delta.constants import Constants, convolve, find_chunk, gated_norm, gates, unit
+from minirt.device import interpreting
+from minirt.kernels.gated_delta.constants import Constants, convolve, find_chunk, gated_norm, gates, product, unit
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import next_power_of_2
 from minirt.kernels.prepared import prepared
@@ -39,7 +40,7 @@ def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, t, s
 
 @prepared
 @triton.jit(do_not_specialize=["B", "x_stride"])
-def _conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, B, x_stride, C):
+def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, B, x_stride, C):
     """One head (of q, k or v) of a chunk: convolution, SiLU, and of q and k the l2 norm; q is scaled by 1/√Dk."""
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     head = tl.program_id(1)
@@ -79,15 +80,15 @@ def _inverse(A, PRECISION: tl.constexpr):
     D = tl.reshape(D, (_BLOCKS * _ROWS, 1, _ROWS))
     D = tl.reshape(tl.broadcast_to(D, (_BLOCKS * _ROWS, _BLOCKS, _ROWS)), (_BLOCKS * _ROWS, _BLOCKS * _ROWS))
     D = tl.where(diagonal, D, 0.0) + tl.where(row == column, 1.0, 0.0)
-    M = tl.dot(D, tl.where(diagonal, 0.0, A), input_precision=PRECISION)
-    D -= tl.dot(M, D, input_precision=PRECISION)  # (I − M) D; powers of M commute
-    square = tl.dot(M, M, input_precision=PRECISION)
-    return D + tl.dot(square, D, input_precision=PRECISION)
+    M = product(D, tl.where(diagonal, 0.0, A), PRECISION)
+    D -= product(M, D, PRECISION)  # (I − M) D; powers of M commute
+    square = product(M, M, PRECISION)
+    return D + product(square, D, PRECISION)
 
 
 @prepared
 @triton.jit(do_not_specialize=["B", "ba_stride"])
-def _prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, decay_ptr, B, ba_stride, C):
+def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, decay_ptr, B, ba_stride, C):
     """One value head of a chunk: U, W, and G, the running sums of g."""
     KEYS: tl.constexpr = C.HK * C.DK
     CHANNELS: tl.constexpr = 2 * KEYS + C.HV * C.DV
@@ -110,8 +111,8 @@ def _prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, decay_ptr
         decay = tl.exp(tl.where(below, G[:, None] - G[None, :], 0.0))
         A = tl.dot(k, tl.trans(k), input_precision=C.PRECISION) * decay * beta
         T = _inverse(tl.where(below, A, 0.0), C.PRECISION)
-        u = tl.dot(T, v * beta, input_precision=C.PRECISION)
-        w = tl.dot(T, k.to(tl.float32) * (beta * tl.exp(G)[:, None]), input_precision=C.PRECISION)
+        u = product(T, v * beta, C.PRECISION)
+        w = product(T, k.to(tl.float32) * (beta * tl.exp(G)[:, None]), C.PRECISION)
         head = (token * C.HV + h)[:, None]
         tl.store(u_ptr + head * C.DV + dv, u.to(u_ptr.dtype.element_ty), mask=inside[:, None])
         tl.store(w_ptr + head * C.DK + dk, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
@@ -130,7 +131,7 @@ def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
 
 @prepared
 @triton.jit(do_not_specialize=["x_stride"])
-def _state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
+def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
     """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, and its next state."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
@@ -158,15 +159,15 @@ def _state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, decay_ptr, state, sequences, out
             u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
             G = tl.load(decay_ptr + head, mask=inside, other=0.0)
             last = tl.load(decay_ptr + (row + tl.minimum(first + C.CHUNK, count) - 1) * C.HV + h)
-            change = u - tl.dot(w, S, input_precision=C.PRECISION)
+            change = u - product(w, S, C.PRECISION)
             seen = (i[:, None] >= i[None, :]) & inside[:, None]
             P = tl.dot(q, tl.trans(k), input_precision=C.PRECISION) * tl.exp(tl.where(seen, G[:, None] - G[None, :], 0.0))
-            o = tl.dot(q.to(tl.float32) * tl.exp(G)[:, None], S, input_precision=C.PRECISION)
-            o += tl.dot(tl.where(seen, P, 0.0), change, input_precision=C.PRECISION)
+            o = product(q.to(tl.float32) * tl.exp(G)[:, None], S, C.PRECISION)
+            o += product(tl.where(seen, P, 0.0), change, C.PRECISION)
             out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
             tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
             k = k.to(tl.float32) * tl.exp(tl.where(inside, last - G, 0.0))[:, None]
-            S = S * tl.exp(last) + tl.dot(tl.trans(k), change, input_precision=C.PRECISION)
+            S = S * tl.exp(last) + product(tl.trans(k), change, C.PRECISION)
         tl.store(S_ptrs, S)
         x_ptr += row * x_stride
         ring_ptr = state.conv + slot * C.RING * CHANNELS
@@ -181,7 +182,7 @@ def _state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, decay_ptr, state, sequences, out
 
 @prepared
 @triton.jit(do_not_specialize=["B", "x_stride"])
-def _gated_norm_kernel(x_ptr, weights, sequences, out_ptr, B, x_stride, C):
+def _delta_norm_kernel(x_ptr, weights, sequences, out_ptr, B, x_stride, C):
     """The gated norm of one value head of a chunk, in place."""
     VALUES: tl.constexpr = C.HV * C.DV
     row, count, _start, _slot, first = find_chunk(tl.program_id(0), sequences, B, C)
@@ -201,16 +202,16 @@ def chunk(a: GatedDeltaInput) -> None:
     """Write `out` and the state of sequences of many new tokens. `dispatch` checks the operands before."""
     (T, _), (Hk, Hv, Dk, Dv), B, x = a.qkvz.shape, a.head_shape, a.sequences.slots.shape[0], a.qkvz
     wide = x.dtype == torch.float32
-    C = Constants.of(a, max(256, next_power_of_2(B)), min(Dv, _BLOCK_V), CHUNK, "ieee" if wide else "tf32")
+    C = Constants.of(a, max(256, next_power_of_2(B)), min(Dv, _BLOCK_V), CHUNK, "ieee" if wide or interpreting() else "tf32")
     qkv = x.new_empty(T, a.state.conv.shape[2])
     u, w = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
     chunks, x_stride, ba_stride = T // CHUNK + B, x.stride(0), a.ba.stride(0)
-    _conv_kernel[(chunks, 2 * Hk + Hv)](
+    _delta_conv_kernel[(chunks, 2 * Hk + Hv)](
         x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=8, enable_fp_fusion=False
     )
-    _prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=8)
-    _state_kernel[(B, Hv, Dv // C.BLOCK_V)](
+    _delta_prepare_kernel[(chunks, Hv)](qkv, a.ba, a.weights, a.sequences, u, w, decay, B, ba_stride, C, num_warps=8)
+    _delta_state_kernel[(B, Hv, Dv // C.BLOCK_V)](
         x, qkv, u, w, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=8 if wide else 4, num_stages=1
     )
-    _gated_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4, enable_fp_fusion=False)
+    _delta_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4, enable_fp_fusion=False)

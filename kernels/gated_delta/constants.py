@@ -25,7 +25,7 @@ class Constants(NamedTuple):
         BLOCK_B: sequences that are searched at once.
         BLOCK_V: channels of v of a program.
         CHUNK: tokens of a chunk.
-        PRECISION: of products of fp32 matrices.
+        PRECISION: of products of fp32 matrices: "ieee" or "tf32".
     """
 
     HK: int
@@ -99,6 +99,19 @@ def gated_norm(o, z, weight, eps, AXIS: tl.constexpr, D: tl.constexpr):
     """RMSNorm of o along an axis, times SiLU of z. All in fp32."""
     normed = o * tl.expand_dims(tl.rsqrt(tl.sum(o * o, AXIS) / D + eps), AXIS)
     return normed * weight * (z * tl.sigmoid(z))
+
+
+@triton.jit
+def _round_to_tf32(x):
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a · b of fp32 matrices. With "tf32", both are rounded first: tensor cores cut the lower bits off, which adds up in a state."""
+    if PRECISION == "tf32":
+        a, b = _round_to_tf32(a), _round_to_tf32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit

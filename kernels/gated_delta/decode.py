@@ -51,7 +51,7 @@ def _newest_tap(taps, x):
 
 @prepared
 @triton.jit(do_not_specialize=["x_stride", "ba_stride"])
-def _decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
+def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
     """One value head of one sequence of one new token."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
@@ -96,7 +96,7 @@ def _decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, 
 
 @prepared
 @triton.jit(do_not_specialize=["x_stride", "ba_stride"])
-def _decode_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
+def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_stride, ba_stride, C, PDL: tl.constexpr):
     """One value head of one sequence, of steps that can be undone (see `operands`): older tokens are folded into the state, then
     up to MOST new tokens get outputs. A sequence of more new tokens is left to the kernels of `chunk`, with its state folded."""
     GROUP: tl.constexpr = C.HV // C.HK
@@ -156,7 +156,7 @@ def _decode_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_s
 def decode(a: GatedDeltaInput) -> None:
     """Write `out` and the state of sequences of few new tokens. `dispatch` checks the operands before."""
     Hv = a.head_shape[1]
-    kernel = _decode_drafts_kernel if a.state.drafts else _decode_kernel
+    kernel = _delta_drafts_kernel if a.state.drafts else _delta_decode_kernel
     # With more than 4 warps, Triton loads the head's inputs for each row of the matrix. Without fused sums, all lanes that hold a
     # sum over lanes have the same, so it does not matter which of them stores it.
     kernel[(a.sequences.slots.shape[0] * Hv,)](
