@@ -165,7 +165,7 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
         raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
     rope = config.rope
     if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
-        what = f"--max-model-len: above {rope.original_max_position} tokens, {rope.kind} rope has other frequencies"
+        what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
         more = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
         warnings.warn(f"{what}; {more}", stacklevel=2)
     elif length > config.context_len:

@@ -116,13 +116,23 @@ def test_bad_implementations(impl, folder):
         load(folder, impl=impl)
 
 
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
 # Files that compute what a supported model does, at least up to some length: architecture, its options, changes of config.json,
 # max_model_len, and a word of the only warning. Each is compared with transformers, which reads the same file.
 EXACT = {
     "linear rope beyond its positions": (
         "Llama", {"max_position_embeddings": 64}, {"rope_scaling": {"type": "linear", "factor": 3.5}}, 224, "rope factor",
     ),
-    "dynamic rope": ("Llama", {}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, "dynamic NTK"),
+    "dynamic rope": ("Llama", {}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, None),
+    "dynamic rope beyond its positions": (
+        "Llama", {"max_position_embeddings": 64}, {"rope_scaling": {"type": "dynamic", "factor": 3.5}}, 224,
+        "above 64 tokens, rope type 'dynamic' has other frequencies",
+    ),
+    "longrope": ("Llama", {}, {"rope_scaling": LONGROPE}, None, "above 128 tokens, rope type 'longrope' has other frequencies"),
+    "longrope up to its original positions": ("Llama", {}, {"rope_scaling": LONGROPE}, 128, None),
     "a window of the length": ("Mistral", {"sliding_window": 150}, {}, 150, "sliding_window: sequences of more than 150"),
     "a window of more": ("Mistral", {"sliding_window": 151}, {}, 150, "sliding_window"),
     "a window of the positions": ("Mistral", {"sliding_window": 256}, {}, None, None),

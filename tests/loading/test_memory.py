@@ -1,9 +1,11 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from support.model_cases import make
 
 from minirt import Generator, LoadOptions
 from minirt.engine.limits import EngineLimits
@@ -152,10 +154,7 @@ def test_each_rope_table_counts_once(hf_folder):
     other = RopeConfig(theta=500.0)
 
     def compose(config):
-        layers = decoder_layers(config)
-        attention = [layer for layer in layers if layer.kind == "attention"]
-        attention[1].rope = other
-        return layers
+        return decoder_layers(config, lambda i: replace(config.attention(i), rope=other if i == 1 else config.rope))
 
     folder, length = hf_folder("Llama", seed=3), 48
     one, two = (plan_load(LoadOptions(model=folder, device="cpu", max_model_len=length, layers=own)) for own in (None, compose))
@@ -167,6 +166,17 @@ def test_each_rope_table_counts_once(hf_folder):
         assert sorted(t.nbytes for t in layers[0].context._ropes.values()) == [table] * 2
         assert made.memory.other == 2 * table
         assert layers[0].cos_sin is layers[2].cos_sin is not layers[1].cos_sin
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_factors_of_q_count_with_their_table(tmp_path):
+    """Catches tables of Ministral 3 that are allocated and not counted."""
+    make("ministral3", tmp_path)
+    with Generator.from_pretrained(tmp_path, device="cpu", max_model_len=100, kv_cache_memory=1 << 20) as made:
+        context = made.model.layers[1].context
+        tables = [*context._ropes.values(), *context._query_scales.values()]
+        assert [tuple(table.shape) for table in tables] == [(100, 16), (100,)]
+        assert made.memory.other == sum(table.nbytes for table in tables)
 
 
 def test_torch_errors_do_not_leak():

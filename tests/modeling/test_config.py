@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.loading.options import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
@@ -530,6 +531,16 @@ def test_windows(kind: str, fields: dict[str, Any], window: int | None) -> None:
     told = [str(warning.message) for warning in caught]
     assert len(told) == (window == 64)  # 4096 is more than the 256 positions
     assert all("sliding_window: sequences of more than 64 tokens are refused" in text for text in told)
+
+
+def test_a_window_of_the_served_length_is_none() -> None:
+    """Catches Mistral 7B v0.1 that is refused with `--max-model-len 4096`, or served with a window that is ignored."""
+    with pytest.warns(UserWarning, match="sequences of more than 4096 tokens are refused"):
+        parsed = parse_config(REAL["mistralai/Mistral-7B-v0.1"]["config"])
+    assert [pick_length(parsed, length) for length in (1, 4095, 4096)] == [1, 4095, 4096]
+    for longer in (4097, None):
+        with pytest.raises(UnsupportedError, match=r"at most 4096 tokens .*use --max-model-len 4096"):
+            pick_length(parsed, longer)
 
 
 def test_a_used_window_needs_a_size() -> None:

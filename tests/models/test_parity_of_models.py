@@ -21,7 +21,7 @@ def prompts():
     return [torch.randint(3, 211, (n,), generator=random).tolist() for n in LENGTHS]
 
 
-@pytest.mark.filterwarnings("ignore:.*a vision encoder is not supported", "ignore:.*longrope rope has other frequencies")
+@pytest.mark.filterwarnings("ignore:.*a vision encoder is not supported", "ignore:.*rope type 'longrope' has other frequencies")
 @pytest.mark.parametrize("case", CASES)
 def test_against_transformers(case, tmp_path):
     """Logits in chunks of several sizes, and greedy tokens of a ragged batch that does not fit the cache at once."""

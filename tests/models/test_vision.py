@@ -148,6 +148,21 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Any) -> None:
         Generator.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_ends_of_sequences_are_those_of_the_decoder(tmp_path: Any) -> None:
+    """Catches an end that config.json states in text_config alone, and that nobody reads: answers would not end."""
+    make("qwen3-vl, tied", tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    (tmp_path / "generation_config.json").unlink()
+    path.write_text(json.dumps(raw | {"text_config": raw["text_config"] | {"eos_token_id": 77}}))
+    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22) as generator:
+        assert generator.eos_token_ids == (77,)
+    path.write_text(json.dumps(raw | {"text_config": raw["text_config"] | {"eos_token_id": 211}}))
+    with pytest.raises(ConfigError, match=r"eos_token_id: .*from 0 to 210; found 211"):
+        Generator.from_pretrained(tmp_path, device="cpu")
+
+
 def test_no_warning_about_usual_names(tmp_path: Any) -> None:
     """Catches a warning about what is as it should be: only the vision encoder is told."""
     make("qwen3-vl", tmp_path)

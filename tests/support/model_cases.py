@@ -62,9 +62,10 @@ CASES = {
 }  # fmt: skip
 
 
-def make(case: str, folder: Path) -> Any:
-    """Write a tiny random model, and return transformers' model."""
+def make(case: str, folder: Path, **changes: Any) -> Any:
+    """Write a tiny random model, and return transformers' model. `changes`: of its settings."""
     family, ending, options = CASES[case]
+    options = options | changes
     torch.manual_seed(len(case))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
