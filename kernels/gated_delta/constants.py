@@ -108,7 +108,7 @@ def _round_to_tf32(x):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a · b of fp32 matrices. With "tf32", both are rounded first: tensor cores cut the lower bits off, which adds up in a state."""
+    """a · b of fp32 matrices. With "tf32", both are rounded first: tensor cores cut the lower bits off, and that adds up."""
     if PRECISION == "tf32":
         a, b = _round_to_tf32(a), _round_to_tf32(b)
     return tl.dot(a, b, input_precision=PRECISION)

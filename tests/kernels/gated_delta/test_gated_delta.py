@@ -325,7 +325,8 @@ def test_a_state_over_100_000_tokens(kernels, make, device, agrees):
     """Prompts of 20,000 tokens, then single ones, with heads that never forget and heads that do: errors do not add up."""
     own, size = net(make, torch.float32, Hk=1, Hv=2), 20_000
     own.weights.A_log.copy_(torch.tensor([-9.0, 1.0], device=device))
-    exact = Served(own._replace(weights=GatedDeltaWeights(*(w.double() for w in own.weights[:4]), EPS)), torch.float64, device, 1, False)
+    wide = own._replace(weights=GatedDeltaWeights(*(w.double() for w in own.weights[:4]), EPS))
+    exact = Served(wide, torch.float64, device, 1, kernels=False)
     exact.state = GatedDeltaState(*(t.double() for t in exact.state[:2]))
     served = [Served(own, torch.float32, device, 1, own_kernels) for own_kernels in {kernels, False}]
     sizes = [size] * 5 + [1] * 20
