@@ -205,13 +205,14 @@ def test_long_and_short_memories(decay, make, device, agrees):
     agrees(mine.state.recurrent[0], theirs.state.recurrent[0], S)
 
 
-def test_slow_decay_is_not_lost(make, device):
-    """softplus of −17 is 4e-8, which 1 + y rounds away: with A of e^14 the state must still decay."""
+@pytest.mark.parametrize("a", [-17.0, -15.2])
+def test_slow_decay_is_not_lost(a, make, device):
+    """softplus of −17 is 4e-8, which 1 + y rounds away, and that of −15.2 it changes by a tenth. With A of e^14 it matters."""
     own = net(make, torch.float32)
     own.weights.A_log.fill_(14.0)
     own.weights.dt_bias.zero_()
     x, ba = inputs(make, own, 70, torch.float32)
-    ba[:, own.Hv :] = -17
+    ba[:, own.Hv :] = a
     for sizes in ((70,), (1,) * 5):
         served = Served(own, torch.float32, device, 1, kernels=True)
         for part in chunks_of(x, ba, sizes):
@@ -250,6 +251,16 @@ def test_a_sequence_does_not_depend_on_its_step(make, device):
         assert torch.equal(found[1], expected)
 
 
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_sequence_without_a_slot_is_not_touched(count, make, device):
+    """Slot −1: nothing is written, neither outputs nor a state."""
+    own = net(make, torch.float32, Hk=1, Hv=1)
+    x, ba = inputs(make, own, count, torch.float32)
+    served = Served(own, torch.float32, device, 2, kernels=True)
+    assert served.step([(-1, x, ba)])[0].isnan().all()
+    assert all(tensor.isnan().all() for tensor in served.state[:2])
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 def test_drafts_are_undone(kernels, make, device):
     """Steps of 1 + 3 tokens of which 1 to 4 stay, also none of a step's: the others must leave no trace.
@@ -282,6 +293,9 @@ def test_drafts_are_undone(kernels, make, device):
         torch.testing.assert_close(out.double(), exact[length : length + 1], rtol=1e-4, atol=2e-5)
         served.undo(1, 0)
     assert served.state.recurrent[0].isnan().all()
+    outs = served.step([(1, x[:4], ba[:4]), (0, x[:66], ba[:66])])  # beside a prompt
+    for out, count in zip(outs, (4, 66), strict=True):
+        torch.testing.assert_close(out.double(), exact[:count], rtol=1e-4, atol=2e-5)
 
 
 def test_drafts_keep_no_matrix_for_each_token(make, device):
