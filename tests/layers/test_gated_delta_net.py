@@ -167,3 +167,23 @@ def test_refusals() -> None:
     assert implementation("gated_delta_net", "triton").unsupported(odd, DEVICE) == (
         "linear_key_head_dim 24 is neither 16 nor 32 nor 64 nor 128"
     )
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts launches of Triton's interpreter")
+def test_one_token_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm with all projections, gated DeltaNet, output with residual. A quantized layer has one product more, for b and a."""
+    from minirt.kernels import prepared
+
+    launched: list[str] = []
+    launch = prepared._Interpreted.__getitem__
+
+    def counted(self: Any, grid: Any) -> Any:
+        launched.append(self._kernel.fn.__name__)
+        return launch(self, grid)
+
+    monkeypatch.setattr(prepared._Interpreted, "__getitem__", counted)
+    for quantization, products in ((None, 2), (Quantization("fp8"), 3)):
+        layer = layer_of(quantization, impl="triton")
+        launched.clear()
+        layer(values(1, H), batch_of((1, 0, 0)), state_of(layer))
+        assert sorted(launched) == ["_delta_decode_kernel", *["_gemv_kernel"] * products]

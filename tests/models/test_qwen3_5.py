@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.kernels import reference
 from minirt.layers import Attention, GatedDeltaNet
 from minirt.modeling.model import Model
+from minirt.modeling.parameters import PackedLinear
 from minirt.models import build, parse_config, preset
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, state_bytes
@@ -244,3 +246,25 @@ def test_triton_states_in_the_engine(folders: dict[str, Path]) -> None:
         ) as generator:
             found.append([c.token_ids for c in generator.generate(texts, params)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_quantized(quantization: str, folders: dict[str, Path]) -> None:
+    """The projections of every layer are quantized, those too whose parts are packed by heads: the weights stay near.
+
+    (The logits of random weights of five layers do not: they are compared layer by layer elsewhere.)
+    """
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24}
+    with (
+        Generator.from_pretrained(folders["2-to-1"], **options) as plain,
+        Generator.from_pretrained(folders["2-to-1"], quantization=quantization, **options) as rounded,
+    ):
+        assert rounded.logits(prompts(40)[0]).isfinite().all()
+        for exact, layer in zip(plain.model.layers, rounded.model.layers, strict=True):
+            if isinstance(layer, Attention | GatedDeltaNet):
+                for weights, own in zip(exact.quantizable(), layer.quantizable(), strict=True):
+                    assert isinstance(weights, PackedLinear)
+                    assert isinstance(own, PackedLinear)
+                    identity = torch.eye(own.in_features, device=DEVICE)
+                    found = reference.linear(identity, own.weight, scale=own.scale, quantize=False).T
+                    assert (found - weights.weight).norm() < 0.12 * weights.weight.norm()
