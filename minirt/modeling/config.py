@@ -85,7 +85,7 @@ class AttentionSettings:
 
     Attributes:
         rope: the rotary embedding; None: there is none.
-        scale: factor of the scores.
+        scale: factor of the scores, positive.
         qkv_bias, o_bias: whether q, k and v, and the output projection have biases.
         qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: none.
         gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
@@ -104,6 +104,19 @@ class AttentionSettings:
     qk_norm: str | None = None
     gate: str | None = None
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        known = {"qk_norm": (None, "weighted", "plain"), "gate": (None, "q_proj", "gate_proj")}
+        for name, values in known.items():
+            if (found := getattr(self, name)) not in values:
+                what, expected = f"unknown {name} of attention", " or ".join(map(str, values))
+                raise ConfigError(what, where="AttentionSettings", expected=expected, found=shown(found))
+        if not 0 < self.scale < math.inf:
+            what, expected = "unusable scale of attention", "a finite number above 0"
+            raise ConfigError(what, where="AttentionSettings", expected=expected, found=self.scale)
+        if self.window is not None and self.window < 1:
+            what, expected = "unusable window of attention", "1 token or more, or None"
+            raise ConfigError(what, where="AttentionSettings", expected=expected, found=self.window)
 
     @property
     def rotary_dim(self) -> int:

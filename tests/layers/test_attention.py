@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minirt import Generator, LoadOptions, SamplingParams, models
-from minirt.errors import UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import find_gpu
 from minirt.layers import Attention, LayerContext, implementation
 from minirt.loading.load import plan_load
-from minirt.modeling.config import RopeConfig
+from minirt.modeling.config import AttentionSettings, RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
@@ -149,6 +149,33 @@ def test_eager_equals_the_formula(name, heads, kv_heads, head_dim):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (7, 1)])
 def test_triton_equals_the_formula(heads, kv_heads):
     assert worst_error("triton", heads, kv_heads, 64, OWN["linear"] | OWN["scale"]) < 1e-5
+
+
+WRONG = [("qk_norm", "weight"), ("qk_norm", True), ("gate", "o_proj"), ("scale", 0.0), ("scale", -1.0), ("scale", float("nan"))]
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG, ("window", 0)])
+def test_unknown_settings_are_refused(name, value):
+    """Catches a misspelled setting that computes attention without it."""
+    own = AttentionSettings(4, 2, 16, None, 0.25)
+    with pytest.raises(ConfigError, match=f"{name} of attention; .*found"):
+        replace(own, **{name: value})
+
+
+def test_names_of_weights_must_fit_the_settings():
+    """Catches weights that are loaded and not used, and settings without their weights."""
+    config = models.parse_config({
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11,
+        "num_attention_heads": 4,
+    })  # fmt: skip
+    names = {"name": "attention", "norm": "norm", "q": "q", "k": "k", "v": "v", "o": "o"}
+    for changes, more in (
+        ({"qk_norm": "weighted"}, {}), ({"qk_norm": "weighted"}, {"q_norm": "q_norm"}),
+        ({"qk_norm": "plain"}, {"q_norm": "n", "k_norm": "n"}),
+        ({"gate": "gate_proj"}, {}), ({"gate": "q_proj"}, {"gate": "gate"}), ({}, {"gate": "gate"}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"attention: .* must be given if .* and only then"):
+            Attention(config, **names, **more, settings=replace(config.attention(), **changes))
 
 
 def windowed(config):

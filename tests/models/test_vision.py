@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.config_files import INNER, as_file
 from support.model_cases import make, truth
@@ -163,6 +165,36 @@ def test_ends_of_sequences_are_those_of_the_decoder(tmp_path: Any) -> None:
         Generator.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_fp8_weights_of_a_decoder(tmp_path: Any) -> None:
+    """Ministral 3 Instruct as it is published: one scale for each weight, and one that is not used for its input.
+
+    Catches a quantization_config of the top level that is not read, and scales under a name of the wrapper that are not found.
+    """
+    model = make("mistral3 with ministral3", tmp_path)
+    tensors, kept = load_file(tmp_path / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        linear = name.removesuffix(".weight")
+        if name.startswith("language_model.model.layers.") and linear.endswith("_proj"):
+            scale = tensor.abs().max() / 448
+            kept[name], kept[f"{linear}.weight_scale_inv"] = (tensor / scale).to(torch.float8_e4m3fn), scale
+            kept[f"{linear}.activation_scale"] = torch.tensor(0.1)
+            parameter = model.get_parameter(name.replace("language_model.model.", "model.language_model."))
+            parameter.data = kept[name].float() * scale
+        else:
+            kept[name] = tensor
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    stated = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    stated["modules_to_not_convert"] = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22) as generator:
+        assert any("input scales are not used" in note for note in generator.plan.notes)
+        for token in (5, 99, 170):  # one token: activations are not rounded
+            expected = truth(model, [token])
+            assert (generator.logits([token]) - expected).norm() / expected.norm() < 1e-5
+
+
 def test_no_warning_about_usual_names(tmp_path: Any) -> None:
     """Catches a warning about what is as it should be: only the vision encoder is told."""
     make("qwen3-vl", tmp_path)
@@ -173,3 +205,34 @@ def test_no_warning_about_usual_names(tmp_path: Any) -> None:
         [f"{count} tensors model.visual.* are not used", "a vision encoder is not supported"]
         for count in [sum(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))]
     ]
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "yarn", "mrope", "default"])
+KEYS = st.sampled_from(["type", "factor"])
+VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=2))
+ROPE_KEYS = st.sampled_from(["rope_type", "type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "factor"])
+NAMES = ["text_config", "model_type", "architectures", "dtype", "tie_word_embeddings", "eos_token_id", "hidden_size"]
+NAMES += ["rope_scaling", "rope_parameters", "rope_theta", "quantization_config", "layer_types", "sliding_window", "head_dim"]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([*INNER, "smollm3", "ministral3"]),
+    outer=st.dictionaries(st.sampled_from([*NAMES, "no_rope_layers", "no_rope_layer_interval"]), VALUES, max_size=2),
+    inner=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    rope=st.none() | st.dictionaries(ROPE_KEYS, VALUES, max_size=3),
+)
+def test_any_json_parses_or_is_refused(kind: str, outer: dict[str, Any], inner: dict[str, Any], rope: Any) -> None:
+    """Catches an error of Python on a damaged file, instead of a ConfigError that names the field."""
+    raw = raw_config(kind)
+    if kind in INNER:
+        raw["text_config"] = raw["text_config"] | inner | ({} if rope is None else {"rope_parameters": rope})
+    raw = raw | {name: value for name, value in outer.items() if name != "model_type"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parsed = parse_config(raw)
+        except ConfigError:
+            return
+    assert parsed.num_parameters > 0
+    assert isinstance(decoder_fields(raw), dict)
