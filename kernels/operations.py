@@ -137,6 +137,12 @@ OPERATIONS = {
             "Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor",
         ),
         Operation(
+            "gated_delta_net", "gated_delta.dispatch", "gated DeltaNet after its projections: convolution, rule, gated norm",
+            ("gated_delta.dispatch:DECODE", "gated_delta.dispatch:CHUNK"),
+            ("minirt.kernels.gated_delta.reference:gated_delta_net",), cases="gated_delta.dispatch:CASES", exported=False,
+            no_op="it reads and writes the states of minirt's slots",
+        ),
+        Operation(
             "router_logits", "moe.dispatch", "RMSNorm and the logits of a mixture's router", ("moe.dispatch:ROUTER",),
             ("rms_norm", "linear"), "moe.router:cost", "moe.router:CASES", exported=False,
             no_op="with two or more tokens, its result is partial sums for `mixture_residual`",

@@ -21,6 +21,8 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
     ("minirt.kernels.attention.dispatch", "PARTIAL"),
     ("minirt.kernels.attention.rope_write", "REGIMES"),
+    ("minirt.kernels.gated_delta.dispatch", "DECODE"),
+    ("minirt.kernels.gated_delta.dispatch", "CHUNK"),
     ("minirt.kernels.moe.dispatch", "REGIMES"),
     ("minirt.kernels.moe.dispatch", "ROUTER"),
 )

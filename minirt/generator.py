@@ -99,10 +99,10 @@ class Generator:
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
-            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
+            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs
         )
         limits = EngineLimits(
-            model.max_model_len, max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms
+            model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,

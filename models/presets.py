@@ -32,6 +32,14 @@ LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_ep
 LLAMA31 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}
 LLAMA32 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}}
 SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5}
+QWEN35 = {
+    "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}  # fmt: skip
 SMOLLM3 = {"model_type": "smollm3", "max_position_embeddings": 65536, "rope_theta": 5e6, "rms_norm_eps": 1e-6}
 MISTRAL = {
     "model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None,
@@ -81,6 +89,10 @@ ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dic
         {"rope_theta": 130000.0},
         {},
     ),
+    ("Qwen3.5-0.8B", "Qwen", QWEN35, (1024, 24, 8, 2, 256, 3584, 248320, True), {"linear_num_value_heads": 16}, None),
+    ("Qwen3.5-4B", "Qwen", QWEN35, (2560, 32, 16, 4, 256, 9216, 248320, True), {"linear_num_value_heads": 32}, None),
+    ("Qwen3.5-9B", "Qwen", QWEN35, (4096, 32, 16, 4, 256, 12288, 248320, False), {"linear_num_value_heads": 32}, None),
+    ("Qwen3.5-27B", "Qwen", QWEN35, (5120, 64, 24, 4, 256, 17408, 248320, False), {"linear_num_value_heads": 48}, None),
     ("SmolLM3-3B", "HuggingFaceTB", SMOLLM3, (2048, 36, 16, 4, 128, 11008, 128256, True), {}, None),
     ("Ministral-3-8B", "mistralai", MINISTRAL3, (4096, 34, 32, 8, 128, 14336, 131072, False), {}, {}),
     ("Mistral-7B", "mistralai", MISTRAL, (4096, 32, 32, 8, 128, 14336, 32768, False), {}, {}),

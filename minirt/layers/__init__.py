@@ -13,6 +13,7 @@ from minirt.layers.base import (
     register,
 )
 from minirt.layers.embedding import Embedding
+from minirt.layers.gated_delta_net import GatedDeltaNet
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
 from minirt.layers.moe import MoE
@@ -24,6 +25,7 @@ __all__ = [
     "Attention",
     "Embedding",
     "Forward",
+    "GatedDeltaNet",
     "Head",
     "Implementation",
     "Layer",

@@ -8,7 +8,7 @@ refuses to start if other processes hold too much of it.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
+STATE_SHARE = 0.5  # of the memory for states and KV pages that the states of recurrent layers may take
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
 StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
@@ -70,6 +71,8 @@ class MemoryPlan:
         full: the pages of as many full sequences as a step computes.
         context: positions that a sequence may have: those asked for, or what all pages hold, if that is less.
         max_num_batched_tokens: tokens of the largest step.
+        max_num_seqs: sequences that run at once: those asked for, or fewer if their states would take too much.
+        state: the states of one of them, in bytes; 0: there is no recurrent layer.
         measured: whether `step` was measured; otherwise it is an estimate.
     """
 
@@ -85,6 +88,8 @@ class MemoryPlan:
     full: int
     context: int
     max_num_batched_tokens: int
+    max_num_seqs: int
+    state: int
     measured: bool = False
 
     @property
@@ -113,7 +118,8 @@ class MemoryPlan:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
         pages = f"{self.pages:,} pages, {self.tokens:,} tokens" + (", as many as full sequences need" * (self.pages == self.full))
         step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
-        table = [("weights", self.weights, ""), ("rope tables and states", self.other, "")]
+        states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
+        table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]
         table += [("steps", self.step, step)] * (self.step > 0)
         return table + [("KV cache", self.pages * self.page, pages)] * (self.page > 0)
 
@@ -132,6 +138,8 @@ def plan_memory(
         what, expected = "a CPU has no GPU memory", "a GPU, or --kv-cache-memory"
         raise ConfigError(what, where="--gpu-memory-utilization", expected=expected, found="device cpu")
     loaded, page = step_bytes is not None, page_bytes(model.cache_specs, model.kv_dtype)
+    options = with_fitting_sequences(model, length, device, options, loaded=loaded)
+    state = state_bytes(model.cache_specs)
     full = options.max_num_seqs * -(-length // PAGE_SIZE)
     asked = None if options.kv_bytes is None else min(_pages_in(options.kv_bytes, page), full)
     free, others = free_memory(device), held_by_others(device)
@@ -141,7 +149,7 @@ def plan_memory(
         free += weights + tables
     elif device.type == "cpu":
         tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
-    other = tables + options.max_num_seqs * state_bytes(model.cache_specs)
+    other = tables + options.max_num_seqs * state
     fixed = weights + other
     if device.type == "cpu":
         budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
@@ -164,14 +172,37 @@ def plan_memory(
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
-        measured=loaded and step > 0,
+        options.max_num_seqs, state, measured=loaded and step > 0,
     )  # fmt: skip
+
+
+def with_fitting_sequences(
+    model: Model, length: int, device: torch.device | AbsentGPU, options: MemoryOptions, *, loaded: bool
+) -> MemoryOptions:
+    """The options with fewer sequences, if the states of so many would take more than STATE_SHARE of the memory for states and KV
+    pages, or more than the pages that were asked for leave. At least one.
+
+    Args:
+        loaded: whether the weights and the rope tables are in memory already.
+    """
+    state = state_bytes(model.cache_specs)
+    if not state:
+        return options
+    own = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
+    free = free_memory(device) + own * loaded
+    share = 1.0 if device.type == "cpu" else options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    room = int(free * share) - own
+    if options.kv_bytes is not None:
+        room -= options.kv_bytes
+    else:
+        room = int(room * STATE_SHARE * (CPU_SHARE if device.type == "cpu" else 1))
+    return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
 
 
 def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     """The plan of a model with weights. On a GPU, the memory of its steps is measured.
 
-    Warns if the context has to be shorter than `model.max_model_len`.
+    Warns if the context has to be shorter than `model.max_model_len`, and if fewer sequences than asked for can run at once.
 
     Raises:
         OutOfMemoryError: there is no room for a KV page.
@@ -186,6 +217,12 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
+    asked, options = options.max_num_seqs, with_fitting_sequences(model, length, device, options, loaded=True)
+    if options.max_num_seqs < asked:
+        each = format_size(state_bytes(model.cache_specs))
+        what = f"{options.max_num_seqs} sequences run at once instead of {asked} (--max-num-seqs)"
+        why = f"each keeps a state of {each}, and the free memory has no room for more"
+        warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")

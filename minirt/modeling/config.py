@@ -132,6 +132,24 @@ class AttentionSettings:
 
 
 @dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Layers of linear attention with a recurrent state: which layers have it instead of attention, and its heads."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    layers: frozenset[int]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Number of weights of a layer, without the norm of its input."""
+        values = self.num_v_heads * self.head_v_dim
+        channels = 2 * self.num_k_heads * self.head_k_dim + values
+        projections = channels + 2 * values + 2 * self.num_v_heads
+        return hidden_size * projections + 4 * channels + 2 * self.num_v_heads + self.head_v_dim
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """Mixtures of experts: which layers have one instead of a dense MLP, and its shape.
 
@@ -184,6 +202,7 @@ class ModelConfig:
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
+    gated_delta_net: GatedDeltaNetConfig | None = None  # None: every layer has attention
 
     def attention(self, layer: int | None = None) -> AttentionSettings:
         """The settings of a layer's attention; None: those of most layers."""
@@ -212,12 +231,15 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights and biases of the whole model. A tied LM head counts once."""
-        attention = self.attention().num_parameters(self.hidden_size)
+        linear = self.gated_delta_net
+        recurrent = 0 if linear is None else len(linear.layers)
+        mixers = (self.num_layers - recurrent) * self.attention().num_parameters(self.hidden_size)
+        mixers += 0 if linear is None else recurrent * linear.num_parameters(self.hidden_size)
         mlps = sum(self.mlp_weights(i) for i in range(self.num_layers))
         biases = sum(not self.is_mixture(i) for i in range(self.num_layers)) if self.mlp_bias else 0
         mlps += biases * (2 * self.intermediate_size + self.hidden_size)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + mlps + self.num_layers * (attention + 2 * self.hidden_size) + self.hidden_size
+        return tables + mlps + mixers + (2 * self.num_layers + 1) * self.hidden_size
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts instead of a dense MLP."""
@@ -428,7 +450,7 @@ class _Architecture:
             raise ConfigError(what, where=rope.place("type"), expected=kind, found=shown(other))
         kind = "default" if kind == "mrope" else kind
         share = self._partial(rope, fields)
-        self._check_keys(kind, rope)
+        self._check_keys(kind, rope, int(self.head_dim * share))
         level = _stated_once("rope_theta", rope, fields)
         theta = level.number("rope_theta", default=self.theta, minimum=1.001, maximum=MAX_THETA)
         original = rope.integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS) or 0
@@ -504,7 +526,7 @@ class _Architecture:
             raise ConfigError(what, where=place, expected="an even number of channels", found=share)
         return share
 
-    def _check_keys(self, kind: str, rope: Fields) -> None:
+    def _check_keys(self, kind: str, rope: Fields, rotary_dim: int) -> None:
         """Refuse parameters of other types and architectures."""
         known = ROPE_KEYS[kind] | _ROPE_RECORDS | self.keys | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         for name, value in rope.raw.items():
@@ -513,9 +535,9 @@ class _Architecture:
                 raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
         if self.keys >= MROPE_KEYS:
             rope.boolean("mrope_interleaved", default=False)
-            sections = rope.integers_or_none("mrope_section", minimum=0, maximum=self.head_dim)
-            if sections is not None and (len(sections) != 3 or 2 * sum(sections) != self.head_dim):
-                expected = f"three numbers of channel pairs with the sum {self.head_dim // 2}"
+            sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
+            if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
+                expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
                 raise ConfigError("the sections do not fit", where=rope.place("mrope_section"), expected=expected, found=sections)
 
 

@@ -585,7 +585,7 @@ def test_models(run, monkeypatch):
     assert rows["Qwen3-14B"][-1] == "--fp8"
     assert rows["Qwen2.5-72B[-Instruct]"][-1] == "no"
     assert "embedded" in rows
-    assert "Qwen (Qwen2.5, Qwen3), meta-llama (Llama)" in out
+    assert "Qwen (Qwen2.5, Qwen3, Qwen3.5), meta-llama (Llama)" in " ".join(out.split())
     assert "…" not in out
     assert "assumed" not in out
     assert "--gpu 24GiB:8.9" in run("models", "--gpu", "24GiB")[1]
@@ -594,7 +594,7 @@ def test_models(run, monkeypatch):
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert presets["Qwen3-14B"]["fits_with"] == "--quantize int4", "FP8 weights need compute capability 8.9"
     assert not presets["Qwen3-30B-A3B"]["fits"], "experts are not quantized to 4 bits"
-    assert len(presets) == len(record["models"]) == 43
+    assert len(presets) == len(record["models"]) == 47
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     out = run("models", "--device", "cpu")[1]

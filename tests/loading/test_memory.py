@@ -1,5 +1,6 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, ou
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.sizes import format_size
-from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
+from minirt.step.kv_cache import PAGE_SIZE, PagesSpec, StateSpec
 
 MB = 1 << 20
 GPU = torch.device("cuda", 0)
@@ -199,3 +200,43 @@ def test_largest_steps(tokens, longest, seqs):
     assert max(chunk.start + len(chunk.tokens) for chunks in steps for chunk in chunks) == longest
     widened = [sum(chunk.start + len(chunk.tokens) for chunk in chunks) for chunks in steps]
     assert max((total for total in widened if total <= MAX_WIDENED_TOKENS), default=0) >= min(longest, MAX_WIDENED_TOKENS)
+
+
+class Recurrent(Model):
+    """`Model` with one recurrent layer more, whose states take 10 MiB each."""
+
+    cache_specs = (*Model.cache_specs, StateSpec((("state", (10, 1 << 18), torch.float32),)))
+
+
+def test_states_lower_the_number_of_sequences(free):
+    """90% of 1,500 MiB, less 1,100: 250 MiB, of which states take half at most. Pages and steps get the rest."""
+    free(400)
+    made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda tokens: tokens * MB // 32)
+    assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
+    assert (made.max_num_batched_tokens, made.pages) == (1024, 250 - 120 - 32)
+    assert made.fits
+    assert made.full == 12 * 100
+    assert ("rope tables and states", 220 * MB, "states of 12 sequences, 10MiB each") in made.rows()
+    assert plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(max_num_seqs=5), step_bytes=lambda _: MB).max_num_seqs == 5
+    asked = MemoryOptions(kv_cache_memory=200 * MB)
+    made = plan_memory(Recurrent(), LENGTH, GPU, asked, step_bytes=lambda _: MB)
+    assert (made.max_num_seqs, made.pages) == (5, 200), "beside 200 pages"
+    free(0)
+    made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda _: MB)
+    assert made.max_num_seqs == 1
+    assert not made.fits
+
+
+def test_fewer_sequences_are_said(free, monkeypatch):
+    """The warning has both numbers; steps are measured with the lower one, so that the states fit while they are measured."""
+    free(400)
+    seen = []
+    monkeypatch.setattr(
+        "minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
+    )
+    with pytest.warns(RuntimeWarning, match=r"12 sequences run at once instead of 64 \(--max-num-seqs\): .* 10MiB"):
+        made = measured_plan(Recurrent(), MemoryOptions())
+    assert {made.max_num_seqs, *seen} == {12}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12)).max_num_seqs == 12

@@ -31,7 +31,12 @@ def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
 
 
 # Fields of the table that an architecture reads itself.
+OF_QWEN3_5 = {
+    "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim",
+    "text_config",
+}  # fmt: skip
 OWN = {
+    "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5,
     "qwen2_moe": {"shared_expert_intermediate_size"}, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from support.config_files import as_file
 
-from minirt.layers import MLP, Attention, Embedding, Head, MoE
+from minirt.layers import MLP, Attention, Embedding, GatedDeltaNet, Head, MoE
 from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
 from minirt.models.presets import COLUMNS, raw_configs
 
@@ -30,9 +30,16 @@ TINY = {
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 41, "shared_expert_intermediate_size": 43}
 
 
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 1.0, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+
+
 def tiny(kind: str, **options: Any) -> dict[str, Any]:
     experts = {k: v for k, v in EXPERTS.items() if kind == "qwen2_moe" or (kind == "qwen3_moe" and "shared" not in k)}
-    return as_file(TINY | experts | options | {"model_type": kind})
+    recurrent = RECURRENT if kind.startswith("qwen3_5") else {}
+    return as_file(TINY | experts | recurrent | options | {"model_type": kind})
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -43,6 +50,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"attention_bias": True, "tie_word_embeddings": True}),
     ("mistral", {}),
     ("smollm3", {"attention_bias": True, "pad_token_id": 0}),
     ("ministral3", {"tie_word_embeddings": True}),
@@ -89,16 +98,17 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_order_and_names_of_layers(kind: str) -> None:
     layers = build(parse_config(tiny(kind)))
+    mixer, first = ("gated_delta_net", GatedDeltaNet) if kind.startswith("qwen3_5") else ("attention", Attention)
     mlp, block = ("moe", MoE) if kind.endswith("_moe") else ("mlp", MLP)
     assert [layer.name for layer in layers] == [
         "embedding",
-        "layers.0.attention",
+        f"layers.0.{mixer}",
         f"layers.0.{mlp}",
         "layers.1.attention",
         f"layers.1.{mlp}",
         "head",
     ]
-    assert [type(layer) for layer in layers] == [Embedding, Attention, block, Attention, block, Head]
+    assert [type(layer) for layer in layers] == [Embedding, first, block, Attention, block, Head]
 
 
 # From the model cards, in units of 10^9: parameters, and parameters without embeddings if published.
@@ -119,6 +129,10 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 29.9),
     "Qwen3-Coder-30B-A3B": (30.5, 29.9),
     "Qwen3-235B-A22B": (235.0, 234.0),
+    "Qwen3.5-0.8B": (0.752, None),  # the cards' numbers have the vision encoder and the multi-token prediction, too
+    "Qwen3.5-4B": (4.206, None),
+    "Qwen3.5-9B": (8.954, None),
+    "Qwen3.5-27B": (26.896, None),  # 53.8 GB in bf16
     "Llama-3.1-8B": (8.03, None),
     "Llama-3.1-70B": (70.55, None),
     "Llama-3.2-1B": (1.236, None),
@@ -194,7 +208,7 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 42
+    assert len(set(names)) == len(names) == 46
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

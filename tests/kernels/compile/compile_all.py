@@ -22,6 +22,8 @@ from minirt.kernels import embedding, launch, norm, rope
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
+from minirt.kernels.gated_delta import dispatch as gated_delta
+from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
@@ -353,6 +355,24 @@ def experts_other_tiles(calls: Calls) -> None:
                     experts_sm90.launch(product, routing, config)
 
 
+def all_gated_delta(calls: Calls) -> None:
+    """Gated DeltaNet of Qwen3.5-27B, with and without undone tokens: one token, and prompts."""
+    empty, ints, floats = calls.empty, calls.ints, torch.float32
+    Hk, Hv, D = 16, 48, 128
+    channels = (2 * Hk + Hv) * D
+    for drafts in (0, 4):
+        ring = 3 + 2 * drafts if drafts else 4
+        state = GatedDeltaState(empty(9, ring, channels), empty(9, Hv, D, D, like=floats))
+        if drafts:
+            state = state._replace(gates=empty(9, ring, 2, Hv, like=floats), folded=ints(9, Hv))
+        weights = GatedDeltaWeights(empty(channels, 4), empty(Hv, like=floats), empty(Hv, like=floats), empty(D), 1e-6)
+        for T in (2, 300):
+            both = empty(T, channels + Hv * D + 2 * Hv)
+            sequences = GatedDeltaSequences(ints(3), ints(2), ints(2))
+            rest = (both[:, : -2 * Hv], both[:, -2 * Hv :], weights, state, sequences)
+            gated_delta.gated_delta_net(*rest, 1 if T == 2 else 200, pdl=calls.pdl)
+
+
 def step_table(calls: Calls) -> None:
     """The table of slots: with and without drafts, several groups of pages, and a history."""
     ints = calls.ints
@@ -375,7 +395,7 @@ def step_table(calls: Calls) -> None:
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     found = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
-    found["step"] = step_table
+    found |= {"step": step_table, "gated-delta": all_gated_delta}
     if cc >= 89:
         found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

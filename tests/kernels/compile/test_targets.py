@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 # Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
-FIRST = {("linear", "attention", "step"): 15, ("int4", "experts"): 13}
+FIRST = {("linear", "attention", "step"): 15, ("int4", "experts"): 13, ("gated-delta",): 6}
 FP8 = FIRST | {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 13,
     ("experts",): 11, ("attention-sizes",): 8, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
+    ("gated-delta",): 6,
 }  # fmt: skip
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
 # float32 has the same kernels on all targets.
@@ -31,11 +32,12 @@ MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_int4_kernel", "_gemm_int4_sm90_kernel", "_gemm_sm90_kernel", "_prefill_kernel",
     "_chunk_kernel", "_prefill_sm90_kernel", "_decode_sm90_kernel", "_experts_sm90_kernel", "_router_kernel",
+    "_delta_prepare_kernel", "_delta_state_kernel",
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
 COPIES = (
     "_gemv_kernel", "_gemv_int4_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_decode_kernel", "_prefill_kernel",
-    "_chunk_kernel",
+    "_chunk_kernel", "_delta_decode_kernel", "_delta_drafts_kernel", "_delta_conv_kernel", "_delta_norm_kernel",
 )  # fmt: skip
 PDL = (
     "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_kernel",
@@ -44,12 +46,12 @@ PDL = (
     "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
     "_router_kernel", "_choose_kernel", "_place_kernel", "_gather_kernel", "_quantize_rows_kernel",
     "_sum_experts_kernel", "_one_gate_up_kernel",
-    "_one_down_kernel", "_experts_sm90_kernel",
+    "_one_down_kernel", "_experts_sm90_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
 )  # fmt: skip
 READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
     "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
-    "_decode_fp8_sm90_kernel", "_one_down_kernel", "_router_kernel",
+    "_decode_fp8_sm90_kernel", "_one_down_kernel", "_router_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
 )  # fmt: skip
 
 

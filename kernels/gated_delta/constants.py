@@ -1,0 +1,133 @@
+"""What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates, the search for a sequence."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from minirt.kernels.gated_delta import operands
+from minirt.kernels.gated_delta.operands import GatedDeltaInput
+from minirt.kernels.prepared import compile_time
+
+WIDTH = tl.constexpr(operands.WIDTH)
+_L2_EPS = tl.constexpr(operands.L2_EPS)
+
+
+@compile_time
+class Constants(NamedTuple):
+    """What a launch compiles in.
+
+    Args:
+        HK, HV, DK, DV: heads of q and k, of v; channels of each.
+        RING: rows of a slot's ring of inputs.
+        DRAFTS: the most tokens of a step that can be undone; 0: none can.
+        MOST: sequences of up to so many new tokens are computed by `decode`, others by chunks.
+        BLOCK_B: sequences that are searched at once.
+        BLOCK_V: channels of v of a program.
+        CHUNK: tokens of a chunk.
+        PRECISION: of products of fp32 matrices: "ieee" or "tf32".
+    """
+
+    HK: int
+    HV: int
+    DK: int
+    DV: int
+    RING: int
+    DRAFTS: int
+    MOST: int
+    BLOCK_B: int = 0
+    BLOCK_V: int = 0
+    CHUNK: int = 0
+    PRECISION: str = "ieee"
+
+    @classmethod
+    def of(
+        cls, a: GatedDeltaInput, BLOCK_B: int = 0, BLOCK_V: int = 0, CHUNK: int = 0, PRECISION: str = "ieee"
+    ) -> "Constants":
+        """The constants of a launch on these operands."""
+        drafts = a.state.drafts
+        return cls(*a.head_shape, a.state.conv.shape[1], drafts, max(1, drafts), BLOCK_B, BLOCK_V, CHUNK, PRECISION)
+
+
+@triton.jit
+def raw_input(x_ptrs, ring_ptrs, position, start, inside):
+    """Inputs of the convolution at positions: new ones from `x_ptrs`, older ones from the ring, zeros before position 0."""
+    new = tl.load(x_ptrs, mask=inside & (position >= start), other=0.0)
+    old = tl.load(ring_ptrs, mask=inside & (position < start) & (position >= 0), other=0.0)
+    return tl.where(position >= start, new, old).to(tl.float32)
+
+
+@triton.jit
+def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C):
+    """SiLU of the causal convolution at `position`, for `channels`; the two broadcast with each other.
+
+    Args:
+        x_ptr: the row of the sequence's first new token, which is at position `start`.
+        ring_ptr: of the sequence's slot.
+    """
+    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
+    y = position * 0.0 + channels * 0.0
+    for j in tl.static_range(WIDTH):
+        before = position - (WIDTH - 1 - j)
+        x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
+        ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
+        value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
+        y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def unit(x, AXIS: tl.constexpr):
+    """x divided by its length along an axis."""
+    return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, AXIS) + _L2_EPS), AXIS)
+
+
+@triton.jit
+def gates(b, a, A_log, dt_bias):
+    """(g, beta) in fp32."""
+    x = a.to(tl.float32) + dt_bias
+    y = tl.exp(tl.minimum(x, 20.0))
+    # log(1 + y) of a small y: what 1 + y rounds away is put back by the factor y / ((1 + y) − 1).
+    u = 1.0 + y
+    softplus = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    g = -tl.exp(A_log) * tl.where(x > 20.0, x, softplus)
+    return g, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def gated_norm(o, z, weight, eps, AXIS: tl.constexpr, D: tl.constexpr):
+    """RMSNorm of o along an axis, times SiLU of z. All in fp32."""
+    normed = o * tl.expand_dims(tl.rsqrt(tl.sum(o * o, AXIS) / D + eps), AXIS)
+    return normed * weight * (z * tl.sigmoid(z))
+
+
+@triton.jit
+def _round_to_tf32(x):
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a · b of fp32 matrices. With "tf32", both are rounded first: tensor cores cut the lower bits off, and that adds up."""
+    if PRECISION == "tf32":
+        a, b = _round_to_tf32(a), _round_to_tf32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def find_chunk(block, sequences, B, C):
+    """A chunk: (first row of its sequence, the sequence's new tokens, position of the first of them, slot, first token).
+
+    The chunks of sequence b have the numbers from query_starts[b] // CHUNK + b on, so the numbers of tokens and sequences alone
+    determine how many numbers there are, and some are not used: their first token is not below the number of new tokens. So is
+    that of sequences that chunks do not compute.
+    """
+    index = tl.arange(0, C.BLOCK_B)
+    starts = tl.load(sequences.query_starts + index, mask=index < B, other=2**30)
+    b = tl.sum((starts // C.CHUNK + index <= block).to(tl.int32), 0) - 1
+    row = tl.load(sequences.query_starts + b)
+    count = tl.load(sequences.query_starts + b + 1) - row
+    slot = tl.load(sequences.slots + b)
+    first = (block - row // C.CHUNK - b) * C.CHUNK
+    count = tl.where((count > C.MOST) & (slot >= 0), count, 0)
+    return row.to(tl.int64), count, tl.load(sequences.seq_lens + b) - count, slot.to(tl.int64), first

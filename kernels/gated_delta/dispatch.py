@@ -1,0 +1,119 @@
+"""`gated_delta_net`: a gated DeltaNet layer's step after its projections, for any mix of prompts and single tokens.
+
+A step of single tokens is one kernel, `decode`. In other steps, `decode` computes the sequences of one new token (of up to n, if
+steps of n tokens can be undone), and the kernels of `chunk` the others. A sequence's result does not depend on the others.
+"""
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import check_tensor
+from minirt.kernels.gated_delta.chunk import chunk
+from minirt.kernels.gated_delta.decode import decode
+from minirt.kernels.gated_delta.operands import (
+    HEAD_DIMS,
+    WIDTH,
+    GatedDeltaInput,
+    GatedDeltaSequences,
+    GatedDeltaState,
+    GatedDeltaWeights,
+)
+from minirt.kernels.regimes import Limits, Regime, SumOrder
+
+_LIMITS = Limits(("fp16", "fp32"))
+DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
+CHUNK = (Regime("gated_delta_chunk", "tokens", 1, limits=_LIMITS, sums=SumOrder("steps")),)
+
+CASES = [  # contexts: tokens of each sequence before its new ones
+    {"Hk": 1, "Hv": 1, "Dk": 16, "Dv": 16, "lens": (1,), "contexts": (0,)},
+    {"Hk": 2, "Hv": 4, "Dk": 32, "Dv": 16, "lens": (1, 1, 1), "contexts": (0, 5, 131)},
+    {"Hk": 2, "Hv": 6, "Dk": 16, "Dv": 32, "lens": (3, 1, 65), "contexts": (2, 17, 0)},
+    {"Hk": 1, "Hv": 4, "Dk": 16, "Dv": 16, "lens": (64, 2, 129), "contexts": (1, 0, 70)},
+    {"Hk": 1, "Hv": 2, "Dk": 128, "Dv": 128, "lens": (1, 70), "contexts": (3, 0)},
+]
+
+
+def gated_delta_net(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: GatedDeltaWeights,
+    state: GatedDeltaState,
+    sequences: GatedDeltaSequences,
+    max_query_len: int,
+    out: Tensor | None = None,
+    *,
+    pdl: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """Convolution, gates, gated delta rule and gated norm of new tokens; updates the state of the sequences' slots.
+
+    Args:
+        qkvz: [T, 2·Hk·Dk + 2·Hv·Dv], heads of q, of k, of v and of z. Rows may be apart. Dk and Dv are 16, 32, 64 or 128.
+        ba: [T, 2·Hv], b and a of each value head. Rows may be apart.
+        max_query_len: upper bound of a sequence's new tokens.
+        pdl: overlap with the kernel before it in the stream (sm_90 and later); only if `max_query_len` is 1.
+    Returns:
+        [T, Hv·Dv]. Rows of padding are not written.
+    Raises:
+        InputError: tensors do not fit each other.
+    """
+    if check:
+        _check(qkvz, ba, weights, state, sequences)
+    _, Hv, _, Dv = state.recurrent.shape
+    if out is None:
+        out = qkvz.new_empty(qkvz.shape[0], Hv * Dv)
+    elif check:
+        check_tensor("out", out, (qkvz.shape[0], Hv * Dv), qkvz.dtype, qkvz.device)
+    if not qkvz.shape[0] or not sequences.slots.shape[0]:
+        return out
+    alone = max_query_len <= max(1, state.drafts)
+    a = GatedDeltaInput(qkvz, ba, weights, state, sequences, out, max_query_len, pdl and alone)
+    if not alone:
+        if state.drafts:  # tokens of earlier steps come first
+            decode(a)
+            chunk(a)
+            return out
+        chunk(a)
+    decode(a)
+    return out
+
+
+def _check(
+    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences
+) -> None:
+    device, dtype, i32 = qkvz.device, qkvz.dtype, torch.int32
+    check_tensor("state.recurrent", state.recurrent, (None, None, None, None), torch.float32, device)
+    slots, Hv, Dk, Dv = state.recurrent.shape
+    for where, size in (("Dk", Dk), ("Dv", Dv)):
+        if size not in HEAD_DIMS:
+            raise InputError("wrong size", where=where, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
+    check_tensor("state.conv", state.conv, (slots, None, None), dtype, device)
+    _, ring, channels = state.conv.shape
+    keys = channels - Hv * Dv
+    if keys <= 0 or keys % (2 * Dk) or Hv % (keys // (2 * Dk)):
+        expected = f"2·Hk·{Dk} + {Hv}·{Dv} channels, Hk a divisor of {Hv}"
+        raise InputError("wrong shape", where="state.conv", expected=expected, found=channels)
+    if (state.gates is None) != (state.folded is None):
+        raise InputError("both are needed, or neither", where="state.gates, state.folded", found="one of them")
+    if state.gates is not None and state.folded is not None:
+        check_tensor("state.gates", state.gates, (slots, ring, 2, Hv), torch.float32, device)
+        check_tensor("state.folded", state.folded, (slots, Hv), i32, device)
+        if ring < WIDTH + 1 or (ring - WIDTH + 1) % 2:
+            raise InputError("wrong shape", where="state.conv", expected="3 + 2n rows, n from 1 on", found=ring)
+    elif ring < WIDTH:
+        raise InputError("wrong shape", where="state.conv", expected=f"{WIDTH} rows or more", found=ring)
+    for name, x, width in (("qkvz", qkvz, channels + Hv * Dv), ("ba", ba, 2 * Hv)):
+        if x.ndim != 2 or tuple(x.shape) != (qkvz.shape[0], width) or x.stride(1) != 1:
+            expected = f"[{qkvz.shape[0]}, {width}], each row contiguous"
+            raise InputError("wrong shape", where=name, expected=expected, found=f"{list(x.shape)}, strides {x.stride()}")
+        if x.dtype != dtype or x.device != device:
+            raise InputError("wrong tensor", where=name, expected=f"{dtype} on {device}", found=f"{x.dtype} on {x.device}")
+    check_tensor("weights.conv", weights.conv, (channels, WIDTH), dtype, device)
+    check_tensor("weights.norm", weights.norm, (Dv,), dtype, device)
+    for name, x in (("A_log", weights.A_log), ("dt_bias", weights.dt_bias)):
+        check_tensor(f"weights.{name}", x, (Hv,), torch.float32, device)
+    check_tensor("sequences.slots", sequences.slots, (None,), i32, device)
+    B = sequences.slots.shape[0]
+    check_tensor("sequences.query_starts", sequences.query_starts, (B + 1,), i32, device)
+    check_tensor("sequences.seq_lens", sequences.seq_lens, (B,), i32, device)

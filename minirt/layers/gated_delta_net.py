@@ -1,0 +1,230 @@
+"""`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3.5."""
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.kernels.gated_delta import reference as gated_delta
+from minirt.kernels.gated_delta.operands import (
+    HEAD_DIMS,
+    WIDTH,
+    GatedDeltaSequences,
+    GatedDeltaState,
+    GatedDeltaWeights,
+)
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.formats import TensorSpec
+from minirt.modeling.parameters import NormWeight, PackedLinear, Parameter, Part
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerState, StateSpec
+
+
+class GatedDeltaNet(Layer):
+    """x + out_proj(gated_norm(gated_delta_rule(conv(qkv(norm(x)))))), x [T, H]; the state of each sequence is in its slot.
+
+    Value head h uses the key head h // (Hv / Hk). The convolution has width 4 and SiLU; the norm after the rule is per value
+    head, and gated by SiLU of z. in_proj_b, in_proj_a, the convolution and the norms are never quantized.
+
+    Args:
+        num_k_heads, num_v_heads: Hk and Hv; head_k_dim, head_v_dim: their channels Dk and Dv.
+        norm: checkpoint name of the norm of the layer's input. The others are below `prefix` (`….linear_attn`).
+    """
+
+    kind = "gated_delta_net"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        name: str,
+        norm: str,
+        prefix: str,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+    ) -> None:
+        super().__init__(config, name)
+        if num_v_heads % num_k_heads:
+            what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {num_k_heads}"
+            raise ConfigError(what, where=name, expected=expected, found=num_v_heads)
+        self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = num_k_heads, num_v_heads, head_k_dim, head_v_dim
+        h, values = config.hidden_size, num_v_heads * head_v_dim
+        self.channels = 2 * num_k_heads * head_k_dim + values  # of the convolution
+        self.norm = NormWeight(norm, h, config.zero_centered_norms)
+        self.in_proj_ba = _Beside([Part(f"{prefix}.in_proj_b", num_v_heads), Part(f"{prefix}.in_proj_a", num_v_heads)], h)
+        parts = [Part(f"{prefix}.in_proj_qkv", self.channels), Part(f"{prefix}.in_proj_z", values)]
+        self.in_proj = _Joined(parts, h, self.in_proj_ba)
+        self.conv = _Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
+        self.A_log = _Values(f"{prefix}.A_log", (num_v_heads,), (-4.6, 2.7), torch.float32)
+        self.dt_bias = _Values(f"{prefix}.dt_bias", (num_v_heads,), (-4.0, 1.0), torch.float32)
+        self.gated_norm = NormWeight(f"{prefix}.norm", head_v_dim)
+        self.out_proj = PackedLinear([Part(f"{prefix}.out_proj", h)], values)
+
+    @property
+    def cache_spec(self) -> StateSpec:  # type: ignore[override]  # it follows from the dtype, which is known at load
+        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head."""
+        recurrent = self.num_v_heads, self.head_k_dim, self.head_v_dim
+        conv = ("conv", (WIDTH, self.channels), self.context.dtype)
+        return StateSpec((conv, ("recurrent", recurrent, torch.float32)))
+
+    def linear_ops(self) -> Sequence[LinearOp]:
+        if self.in_proj.format is not None:
+            return LinearOp(self.in_proj), LinearOp(self.in_proj_ba), LinearOp(self.out_proj, residual=True)
+        joined = PackedLinear([*self.in_proj.parts, *self.in_proj_ba.parts], self.config.hidden_size)
+        return LinearOp(joined), LinearOp(self.out_proj, residual=True)
+
+    @property
+    def activation_values(self) -> int:
+        """With what the kernels of prompts keep: q, k and v, U and W."""
+        own = self.num_v_heads * (self.head_k_dim + 2 * self.head_v_dim)
+        return super().activation_values + self.channels + own
+
+    def flops(self, rows: int) -> int:
+        """With the convolution and the rule: Sᵀk, the update and Sᵀq of each value head."""
+        rule = 6 * self.num_v_heads * self.head_k_dim * self.head_v_dim
+        return super().flops(rows) + rows * (rule + 2 * WIDTH * self.channels)
+
+    def weights(self) -> GatedDeltaWeights:
+        """The weights beside the projections."""
+        eps = self.config.rms_norm_eps
+        return GatedDeltaWeights(
+            self.conv.weight.view(-1, WIDTH), self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps
+        )
+
+    def require(self, kv: LayerState | None) -> GatedDeltaState:
+        if kv is None:
+            raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
+        return GatedDeltaState(kv["conv"], kv["recurrent"])
+
+
+class _Joined(PackedLinear):
+    """A `PackedLinear` with the rows of another one (`beside`), which keeps 16 or 32 bits.
+
+    If both have the same format, they are one matrix, `joined` [N + M, K]: one product computes both. Else it is None.
+    """
+
+    def __init__(self, parts: Sequence[Part], in_features: int, beside: PackedLinear) -> None:
+        super().__init__(parts, in_features)
+        self._beside = beside
+        self.joined: Tensor | None = None
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        rows, others = self.out_features, self._beside.out_features
+        self.joined = None
+        if self.format is not None:
+            super().allocate(device, dtype)
+            self._beside.weight = torch.empty(others, self.in_features, device=device, dtype=dtype)
+        else:
+            self.joined = torch.empty(rows + others, self.in_features, device=device, dtype=dtype)
+            self.weight, self.scale = self.joined[:rows], None
+            self._beside.weight = self.joined[rows:]
+
+    def to_double(self) -> Self:
+        twin = super().to_double()
+        twin.joined = None
+        return twin
+
+
+class _Beside(PackedLinear):
+    """The other one of a `_Joined`, which allocates it."""
+
+    quantizable = False
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        pass
+
+
+class _Values(Parameter):
+    """One tensor, named in full: `weight`. Random values are uniform in `spread`. dtype None: the model's."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
+    ) -> None:
+        self.name, self.shape, self.spread, self.dtype = name, shape, spread, dtype
+        self.weight: Tensor = torch.empty(0)
+
+    @property
+    def num_parameters(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.num_parameters * (self.dtype or dtype).itemsize
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return self.shape, self.dtype
+
+    def expected(self) -> Iterator[TensorSpec]:
+        yield TensorSpec(self.name, self.shape)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
+
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        self.weight.copy_(source)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.uniform_(*self.spread, generator=generator)
+
+    def to_double(self) -> Self:
+        twin = copy.copy(self)
+        twin.weight = self.weight.double()
+        return twin
+
+
+@register("gated_delta_net", "eager")
+def eager(layer: GatedDeltaNet) -> Forward:
+    eps, norm, in_proj, in_proj_ba, out_proj = (
+        layer.config.rms_norm_eps, layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj,
+    )  # fmt: skip
+
+    def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
+        state = layer.require(kv)
+        h = reference.rms_norm(x, norm.weight, eps)
+        qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
+        y = gated_delta.gated_delta_net(
+            qkvz, ba, layer.weights(), state, batch.query_lens, batch.seq_lens, batch.seq_slots.tolist()
+        )
+        return x + reference.linear(y, out_proj.weight, scale=out_proj.scale)
+
+    return forward
+
+
+def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    if isinstance(layer, GatedDeltaNet):
+        for what, size in (("linear_key_head_dim", layer.head_k_dim), ("linear_value_head_dim", layer.head_v_dim)):
+            if size not in HEAD_DIMS:
+                return f"{what} {size} is neither {' nor '.join(map(str, HEAD_DIMS))}"
+    return triton_unsupported(layer, device)
+
+
+@register("gated_delta_net", "triton", unsupported=_triton_unsupported, capturable=True)
+def triton(layer: GatedDeltaNet) -> Forward:
+    """Kernels of one token: norm + projections (two products if quantized); convolution, rule, gated norm; output + residual."""
+    from minirt.kernels.gated_delta.dispatch import gated_delta_net
+    from minirt.kernels.linear.dispatch import linear_residual, norm_linear
+
+    workspace, pdl, eps = layer.context.workspace, layer.context.pdl, layer.config.rms_norm_eps
+    norm, in_proj, in_proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
+
+    def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
+        state = layer.require(kv)
+        if in_proj.joined is not None:
+            both = norm_linear(x, norm.weight, eps, in_proj.joined, workspace=workspace, pdl=pdl, check=False)
+            qkvz, ba = both[:, : in_proj.out_features], both[:, in_proj.out_features :]
+        else:
+            ba = norm_linear(x, norm.weight, eps, in_proj_ba.weight, workspace=workspace, pdl=pdl, check=False)
+            qkvz = norm_linear(
+                x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
+            )
+        sequences = GatedDeltaSequences(batch.query_starts_device, batch.seq_lens_device, batch.seq_slots)
+        y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
+        return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
+
+    return forward

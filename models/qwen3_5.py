@@ -1,0 +1,120 @@
+"""Qwen3.5, 3.6 and 3.8 (dense): three of four layers have gated DeltaNet instead of attention, and attention has an output gate.
+
+Official files are those of a model that also sees images (`Qwen3_5ForConditionalGeneration`): the decoder's fields are in
+`text_config`, its tensors below `model.language_model.`. The vision encoder and the multi-token prediction are skipped.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.modeling.config import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MROPE_KEYS,
+    Fields,
+    GatedDeltaNetConfig,
+    ModelConfig,
+    shown,
+)
+from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.vision import text_config, text_fields
+
+if TYPE_CHECKING:
+    from minirt.layers import Layer
+
+_KINDS = ("linear_attention", "full_attention")
+_HANDLED = (
+    "sliding_window", "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+# Fields that have one value in every file, and the only one that is computed.
+_ONLY = {
+    "attn_output_gate": True, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "mamba_ssm_dtype": "float32",
+    "output_gate_type": "swish",
+}  # fmt: skip
+
+
+def config(fields: Fields) -> ModelConfig:
+    """The config of the decoder, alone (`qwen3_5_text`) or in `text_config`."""
+    classes = "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"
+    return text_config(fields, decoder_fields(fields), classes, _decoder)
+
+
+def decoder_fields(fields: Fields) -> Fields:
+    return text_fields(fields, flat=True)
+
+
+def _decoder(fields: Fields) -> ModelConfig:
+    """As in transformers, a quarter of a head's channels is rotated if nothing else is stated."""
+    ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
+    if not any("partial_rotary_factor" in level for level in (fields.raw, *ropes)):
+        fields = Fields({**fields.raw, "partial_rotary_factor": 0.25}, fields.where, fields.prefix, fields.outer)
+    for name, only in _ONLY.items():
+        value = fields.raw.get(name)
+        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
+            place = fields.place(name)
+            raise UnsupportedError("the value is not supported", where=place, expected=shown(only), found=shown(value))
+    bias = fields.boolean("attention_bias", default=False)
+    found = decoder_config(
+        fields,
+        model_type="qwen3_5",
+        classes=(),
+        max_positions=32768,
+        kv_heads=4,
+        head_dim=256,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        zero_centered_norms=True,
+        attention_gate="q_proj",
+        partial_rotary=True,
+        rope_keys=MROPE_KEYS,
+        handled=_HANDLED,
+    )
+    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers))
+
+
+def layers(config: ModelConfig) -> "list[Layer]":
+    """`decoder_layers`, with gated DeltaNet in place of the attention of its layers."""
+    from minirt.layers import Attention, GatedDeltaNet  # imported here because it imports torch
+
+    found, linear, number = decoder_layers(config), config.gated_delta_net, 0
+    for place, layer in enumerate(found):
+        if isinstance(layer, Attention):
+            if linear is not None and number in linear.layers:
+                found[place] = GatedDeltaNet(
+                    config,
+                    name=f"layers.{number}.gated_delta_net",
+                    norm=layer.norm.name,
+                    prefix=f"model.layers.{number}.linear_attn",
+                    num_k_heads=linear.num_k_heads,
+                    num_v_heads=linear.num_v_heads,
+                    head_k_dim=linear.head_k_dim,
+                    head_v_dim=linear.head_v_dim,
+                )
+            number += 1
+    return found
+
+
+def _gated_delta_net(fields: Fields, num_layers: int) -> GatedDeltaNetConfig:
+    kinds = fields.strings_or_none("layer_types")
+    if kinds is None:
+        interval = fields.integer("full_attention_interval", default=4, maximum=MAX_LAYERS)
+        kinds = [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
+    fields.check_count("layer_types", kinds, num_layers, "layer")
+    for kind in kinds:
+        if kind not in _KINDS:
+            where, expected = fields.place("layer_types"), " or ".join(_KINDS)
+            raise UnsupportedError("the layer type is not supported", where=where, expected=expected, found=shown(kind))
+    keys = fields.integer("linear_num_key_heads", default=16, maximum=MAX_HEADS)
+    values = fields.integer("linear_num_value_heads", default=32, maximum=MAX_HEADS)
+    if values % keys:
+        what, where = "the value heads cannot be divided evenly among the key heads", fields.place("linear_num_value_heads")
+        raise ConfigError(what, where=where, expected=f"a multiple of linear_num_key_heads ({keys})", found=values)
+    key_dim, value_dim = (
+        fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
+    )
+    linear = frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
+    return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear)

@@ -1,0 +1,370 @@
+"""Gated DeltaNet: references against plain formulas in fp64, kernels against them, states, undone tokens, padding and NaN."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.gated_delta import dispatch, reference
+from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
+
+EPS = 1e-6
+
+
+class Net(NamedTuple):
+    """The sizes and weights of a layer, and a maker of inputs."""
+
+    Hk: int
+    Hv: int
+    Dk: int
+    Dv: int
+    weights: GatedDeltaWeights
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.Hk * self.Dk + self.Hv * self.Dv
+
+    def state(self, slots: int, dtype: torch.dtype, device: torch.device, drafts: int = 0) -> GatedDeltaState:
+        """States of NaN, as an earlier sequence may have left them."""
+        ring, nan = 3 + 2 * drafts if drafts else 4, float("nan")
+        conv = torch.full((slots, ring, self.channels), nan, dtype=dtype, device=device)
+        recurrent = torch.full((slots, self.Hv, self.Dk, self.Dv), nan, device=device)
+        if not drafts:
+            return GatedDeltaState(conv, recurrent)
+        gates = torch.full((slots, ring, 2, self.Hv), nan, device=device)
+        return GatedDeltaState(conv, recurrent, gates, torch.full((slots, self.Hv), 10**6, dtype=torch.int32, device=device))
+
+
+def net(make, dtype, Hk=2, Hv=4, Dk=16, Dv=16, decay=0.0):
+    """`decay` is added to A_log: large values forget at once, small ones never."""
+    channels = 2 * Hk * Dk + Hv * Dv
+    A_log, dt_bias = make(Hv, dtype=torch.float32) + decay, make(Hv, dtype=torch.float32)
+    norm = 1 + make(Dv, dtype=dtype, scale=0.3)
+    return Net(Hk, Hv, Dk, Dv, GatedDeltaWeights(make(channels, 4, dtype=dtype, scale=0.5), A_log, dt_bias, norm, EPS))
+
+
+def inputs(make, own, tokens, dtype):
+    """qkvz [T, …] and ba [T, …], both with rows apart."""
+    width = own.channels + own.Hv * own.Dv
+    both = make(tokens, width + 2 * own.Hv + 3, dtype=dtype)
+    return both[:, :width], both[:, width : width + 2 * own.Hv]
+
+
+def truth(own: Net, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
+    """One whole sequence by plain formulas in fp64, token by token and head by head: outputs [T, Hv·Dv], last state."""
+    w = own.weights
+    x, ba, conv, norm = qkvz.double(), ba.double(), w.conv.double(), w.norm.double()
+    T, keys, rows = len(x), own.Hk * own.Dk, []
+    S = torch.zeros(own.Hv, own.Dk, own.Dv, dtype=torch.float64, device=x.device)
+    inputs_, z = x[:, : own.channels], x[:, own.channels :]
+    for t in range(T):
+        y = sum(conv[:, 3 - j] * inputs_[t - j] for j in range(4) if t >= j)
+        y = y / (1 + (-y).exp())
+        heads = []
+        for h in range(own.Hv):
+            own_key = h // (own.Hv // own.Hk) * own.Dk
+            q, k = y[own_key : own_key + own.Dk], y[keys + own_key : keys + own_key + own.Dk]
+            v = y[2 * keys + h * own.Dv : 2 * keys + (h + 1) * own.Dv]
+            q, k = (u / (u @ u + EPS).sqrt() for u in (q, k))
+            beta = 1 / (1 + (-ba[t, h]).exp())
+            s = ba[t, own.Hv + h] + w.dt_bias[h].double()
+            softplus = torch.log1p((-s.abs()).exp()) + s.clamp(min=0)
+            S[h] = S[h] * (-w.A_log[h].double().exp() * softplus).exp()
+            S[h] = S[h] + torch.outer(k, beta * (v - S[h].T @ k))
+            o = S[h].T @ q / math.sqrt(own.Dk)
+            o = o / (o.square().mean() + EPS).sqrt() * norm
+            gate = z[t, h * own.Dv : (h + 1) * own.Dv]
+            heads.append(o * gate / (1 + (-gate).exp()))
+        rows.append(torch.cat(heads))
+    return torch.stack(rows), S
+
+
+class Served:
+    """Sequences that are computed in steps, by the reference or by the kernels."""
+
+    def __init__(self, own, dtype, device, slots, kernels, drafts=0):
+        self.own, self.kernels, self.lengths = own, kernels, {}
+        self.state, self.device = own.state(slots, dtype, device, drafts), device
+
+    def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0) -> list[Tensor]:
+        """(slot, qkvz, ba) of each sequence's new tokens → their outputs. The kernels' outputs are filled with NaN first."""
+        slots, counts = [m[0] for m in members], [len(m[1]) for m in members]
+        starts = [self.lengths.get(slot, 0) for slot in slots]
+        lens = [start + count for start, count in zip(starts, counts, strict=True)]
+        width = members[0][1].shape[1]
+        rows = [torch.cat(member[1:], 1) for member in members]
+        both = torch.cat([*rows, *[torch.full_like(rows[0][:1], torch.nan)] * padding])
+        qkvz, ba = both[:, :width], both[:, width:]
+        if self.kernels:
+            ints = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
+            sequences = GatedDeltaSequences(
+                ints([sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding),
+                ints(lens + [0] * padding), ints(slots + [-1] * padding),
+            )  # fmt: skip
+            out = qkvz.new_full((len(qkvz), self.own.Hv * self.own.Dv), torch.nan)
+            dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(counts), out)
+            assert out[sum(counts) :].isnan().all()
+        else:
+            out = reference.gated_delta_net(qkvz, ba, self.own.weights, self.state, counts, lens, slots)
+        self.lengths.update(zip(slots, lens, strict=True))
+        return list(out[: sum(counts)].split(counts))
+
+    def undo(self, slot: int, length: int) -> None:
+        """The sequence has `length` tokens again."""
+        self.lengths[slot] = length
+
+
+def chunks_of(x, ba, sizes):
+    start = 0
+    for size in sizes:
+        yield x[start : start + size], ba[start : start + size]
+        start += size
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(200,), (1, 17, 63, 64, 65), (65, 1, 1, 2, 64, 1)], ids=str)
+def test_references_agree_with_plain_formulas(make, device, groups, sizes):
+    """Catches a wrong decay, sign, gate, order of the heads or of the taps, and a state that is not handed on between steps."""
+    own = net(make, torch.float64, Hv=2 * groups, Dk=8, Dv=5)
+    own = own._replace(weights=own.weights._replace(A_log=own.weights.A_log.double(), dt_bias=own.weights.dt_bias.double()))
+    x, ba = inputs(make, own, sum(sizes), torch.float64)
+    served = Served(own, torch.float64, device, 3, kernels=False)
+    served.state = GatedDeltaState(*(t.double() for t in served.state[:2]))
+    out = torch.cat([served.step([(1, *part)])[0] for part in chunks_of(x, ba, sizes)])
+    exact, S = truth(own, x, ba)
+    torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(served.state.recurrent[1], S, rtol=1e-9, atol=1e-9)
+    assert served.state.recurrent[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize("decay", [-12.0, 0.0, 6.0])
+def test_chunked_is_recurrent(make, decay):
+    """Catches a factor that overflows at strong decays, and a chunk whose keys are all alike (powers of A are huge there)."""
+    q, k, v = (reference.l2_norm(make(2, 150, 3, 8, dtype=torch.float64)) for _ in range(3))
+    k[1] = k[1, 0, 0]
+    g, beta = -make(2, 150, 3, dtype=torch.float64).exp() * math.exp(decay), make(2, 150, 3, dtype=torch.float64).sigmoid()
+    beta[1] = 1
+    state = make(2, 3, 8, 8, dtype=torch.float64)
+    found, expected = (
+        rule(q, k, v, g, beta, state) for rule in (reference.chunk_gated_delta_rule, reference.recurrent_gated_delta_rule)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def both(own, dtype, device, slots, drafts=0):
+    return [Served(own, dtype, device, slots, kernels, drafts) for kernels in (True, False)]
+
+
+@pytest.mark.parametrize("case", dispatch.CASES, ids=str)
+def test_kernels_against_reference(case, dtype, make, device, agrees):
+    """Outputs and states of a ragged step, after a step of the contexts; slots in another order, one of them unused."""
+    own = net(make, dtype, *(case[name] for name in ("Hk", "Hv", "Dk", "Dv")))
+    lens, contexts = case["lens"], case["contexts"]
+    slots = [(3 * i + 1) % (len(lens) + 1) for i in range(len(lens))] if len(lens) % 2 else list(range(len(lens), 0, -1))
+    data = [inputs(make, own, context + count, dtype) for context, count in zip(contexts, lens, strict=True)]
+    mine, theirs = both(own, dtype, device, len(lens) + 1)
+    results = []
+    for served in (mine, theirs):
+        before = [
+            (slot, x[:context], ba[:context]) for slot, context, (x, ba) in zip(slots, contexts, data, strict=True) if context
+        ]
+        if before:
+            served.step(before)
+        results.append(served.step(
+            [(slot, x[n:], ba[n:]) for slot, n, (x, ba) in zip(slots, contexts, data, strict=True)],
+            padding=2 if served.kernels else 0,
+        ))  # fmt: skip
+    for i, (slot, context, (x, ba)) in enumerate(zip(slots, contexts, data, strict=True)):
+        exact, S = truth(own, x, ba)
+        agrees(results[0][i], results[1][i], exact[context:])
+        agrees(mine.state.recurrent[slot], theirs.state.recurrent[slot], S)
+        last = torch.arange(max(0, len(x) - 3), len(x), device=device)
+        assert torch.equal(mine.state.conv[slot, last % 4], x[last, : own.channels])
+    (unused,) = set(range(len(lens) + 1)) - set(slots)
+    assert mine.state.recurrent[unused].isnan().all()
+    assert mine.state.conv[unused].isnan().all()
+
+
+@pytest.mark.parametrize("decay", [-14.0, 5.0])
+def test_long_and_short_memories(decay, make, device, agrees):
+    """g near 0 (log(1 + y) of a small y loses it), and g of −1000 and less: e^g is 0, and no difference of sums is NaN."""
+    own = net(make, torch.float32, decay=decay)
+    x, ba = inputs(make, own, 140, torch.float32)
+    if decay > 0:
+        ba[:, own.Hv :] = 30 + ba[:, own.Hv :]
+    mine, theirs = both(own, torch.float32, device, 1)
+    found, expected = (
+        torch.cat([served.step([(0, *part)])[0] for part in chunks_of(x, ba, (131, 1, 8))]) for served in (mine, theirs)
+    )
+    exact, S = truth(own, x, ba)
+    agrees(found, expected, exact)
+    agrees(mine.state.recurrent[0], theirs.state.recurrent[0], S)
+
+
+@pytest.mark.parametrize("a", [-17.0, -15.2])
+def test_slow_decay_is_not_lost(a, make, device):
+    """softplus of −17 is 4e-8, which 1 + y rounds away, and that of −15.2 it changes by a tenth. With A of e^14 it matters."""
+    own = net(make, torch.float32)
+    own.weights.A_log.fill_(14.0)
+    own.weights.dt_bias.zero_()
+    x, ba = inputs(make, own, 70, torch.float32)
+    ba[:, own.Hv :] = a
+    for sizes in ((70,), (1,) * 5):
+        served = Served(own, torch.float32, device, 1, kernels=True)
+        for part in chunks_of(x, ba, sizes):
+            served.step([(0, *part)])
+        exact = truth(own, x[: sum(sizes)], ba[: sum(sizes)])[1]
+        assert (served.state.recurrent[0] - exact).norm() < 2e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_nan_stays_in_its_sequence(count, make, device):
+    """Neither NaN in the inputs of a neighbour, before or after, nor NaN in its state."""
+    own = net(make, torch.float32, Hk=1, Hv=2)
+    data = [inputs(make, own, n, torch.float32) for n in (count, count, 3, count)]
+    clean = Served(own, torch.float32, device, 4, kernels=True)
+    expected = clean.step([(i, *part) for i, part in enumerate(data)])
+    dirty = Served(own, torch.float32, device, 4, kernels=True)
+    for i in (0, 2):
+        data[i][0].fill_(torch.nan)
+        data[i][1].fill_(torch.nan)
+    found = dirty.step([(i, *part) for i, part in enumerate(data)])
+    for i in range(4):
+        assert found[i].isnan().all() if i in (0, 2) else torch.equal(found[i], expected[i])
+        assert dirty.state.recurrent[i].isnan().any() == (i in (0, 2))
+
+
+def test_a_sequence_does_not_depend_on_its_step(make, device):
+    """The same bits alone, beside prompts, beside single tokens, in another slot, at another row."""
+    own = net(make, torch.float32, Hk=1, Hv=2)
+    (x, ba), (other, other_ba) = (inputs(make, own, 80, torch.float32) for _ in range(2))
+    alone, beside = (Served(own, torch.float32, device, 3, kernels=True) for _ in range(2))
+    for first, last in ((0, 66), (66, 67), (67, 78), (78, 79), (79, 80)):
+        part = x[first:last], ba[first:last]
+        (expected,) = alone.step([(0, *part)])
+        found = beside.step([(0, other[first:80], other_ba[first:80]), (2, *part), (1, other[:1], other_ba[:1])])
+        beside.lengths |= {0: last, 1: 0}
+        assert torch.equal(found[1], expected)
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_sequence_without_a_slot_is_not_touched(count, make, device):
+    """Slot −1: nothing is written, neither outputs nor a state."""
+    own = net(make, torch.float32, Hk=1, Hv=1)
+    x, ba = inputs(make, own, count, torch.float32)
+    served = Served(own, torch.float32, device, 2, kernels=True)
+    assert served.step([(-1, x, ba)])[0].isnan().all()
+    assert all(tensor.isnan().all() for tensor in served.state[:2])
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_drafts_are_undone(kernels, make, device):
+    """Steps of 1 + 3 tokens of which 1 to 4 stay, also none of a step's: the others must leave no trace.
+
+    The outputs equal those of the same tokens without drafts; then comes a part of a prompt, which folds what is left. Its slot
+    is used again for another sequence. Catches a token that is folded twice or not at all, a row of the ring that a draft
+    overwrites too early, and gates of the wrong token.
+    """
+    own = net(make, torch.float32, Hk=1, Hv=2)
+    served = Served(own, torch.float32, device, 2, kernels, drafts=4)
+    for kept_counts in ((1, 4, 2, 3, 0, 1, 1, 4, 0, 2), (2, 0, 3)):
+        x, ba = inputs(make, own, 80, torch.float32)
+        wrong, wrong_ba = inputs(make, own, 4, torch.float32)
+        exact = truth(own, x, ba)[0]
+        (out,) = served.step([(1, x[:6], ba[:6])])
+        torch.testing.assert_close(out.double(), exact[:6], rtol=1e-4, atol=2e-5)
+        length, served.lengths[1] = 6, 6
+        for step, kept in enumerate(kept_counts):
+            size = 4 if step % 3 else max(kept, 1)
+            here = slice(length, length + kept)
+            tokens = torch.cat((x[here], wrong))[:size], torch.cat((ba[here], wrong_ba))[:size]
+            (out,) = served.step([(1, *tokens)])
+            torch.testing.assert_close(out[:kept].double(), exact[length : length + kept], rtol=1e-4, atol=2e-5)
+            length += kept
+            served.undo(1, length)
+        (out,) = served.step([(1, x[length : length + 7], ba[length : length + 7])])
+        torch.testing.assert_close(out.double(), exact[length : length + 7], rtol=1e-4, atol=2e-5)
+        length += 7
+        (out,) = served.step([(1, x[length : length + 1], ba[length : length + 1])])
+        torch.testing.assert_close(out.double(), exact[length : length + 1], rtol=1e-4, atol=2e-5)
+        served.undo(1, 0)
+    assert served.state.recurrent[0].isnan().all()
+    outs = served.step([(1, x[:4], ba[:4]), (0, x[:66], ba[:66])])  # beside a prompt
+    for out, count in zip(outs, (4, 66), strict=True):
+        torch.testing.assert_close(out.double(), exact[:count], rtol=1e-4, atol=2e-5)
+
+
+def test_drafts_keep_no_matrix_for_each_token(make, device):
+    """The layout of a 27B layer, with three drafts: a tenth more than without, where a matrix for each token would be four."""
+    own = Net(16, 48, 128, 128, None)
+    plain, drafts = (own.state(1, torch.bfloat16, torch.device("meta"), n) for n in (0, 4))
+    sizes = [sum(t.nbytes for t in state if t is not None) for state in (plain, drafts)]
+    assert (drafts.drafts, plain.drafts) == (4, 0)
+    assert sizes[0] < sizes[1] < 1.1 * sizes[0]
+
+
+def test_wrong_operands_are_named(make, device):
+    """Each check has an operand that it refuses, by name."""
+    own = net(make, torch.float32)
+    x, ba = inputs(make, own, 3, torch.float32)
+    state, w = own.state(2, torch.float32, device), own.weights
+    ints = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    good = {
+        "qkvz": x, "ba": ba, "weights": w, "state": state, "sequences": GatedDeltaSequences(ints, ints[1:], ints[:1]),
+        "max_query_len": 3,
+    }  # fmt: skip
+    bad = {
+        "qkvz: wrong shape": {"qkvz": x[:, 1:]},
+        "ba: wrong shape": {"ba": ba[:2]},
+        "weights.conv: wrong shape": {"weights": w._replace(conv=w.conv[:, 1:])},
+        "weights.A_log: wrong dtype": {"weights": w._replace(A_log=w.A_log.double())},
+        "state.recurrent: wrong dtype": {"state": state._replace(recurrent=state.recurrent.double())},
+        "state.conv: wrong shape": {"state": state._replace(conv=state.conv[:, :3].contiguous())},
+        "Dk: wrong size": {"state": state._replace(recurrent=torch.zeros(2, 4, 24, 16, device=device))},
+        "state.gates, state.folded": {"state": state._replace(folded=torch.zeros(2, 4, dtype=torch.int32, device=device))},
+        "sequences.seq_lens: wrong shape": {"sequences": GatedDeltaSequences(ints, ints, ints[:1])},
+    }  # fmt: skip
+    dispatch.gated_delta_net(**good)
+    for message, change in bad.items():
+        with pytest.raises(InputError, match=message):
+            dispatch.gated_delta_net(**good | change)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["reference", "kernels"])
+def test_a_state_over_100_000_tokens(kernels, make, device, agrees):
+    """Prompts of 20,000 tokens, then single ones, with heads that never forget and heads that do: errors do not add up."""
+    own, size = net(make, torch.float32, Hk=1, Hv=2), 20_000
+    own.weights.A_log.copy_(torch.tensor([-9.0, 1.0], device=device))
+    wide = own._replace(weights=GatedDeltaWeights(*(w.double() for w in own.weights[:4]), EPS))
+    exact = Served(wide, torch.float64, device, 1, kernels=False)
+    exact.state = GatedDeltaState(*(t.double() for t in exact.state[:2]))
+    served = [Served(own, torch.float32, device, 1, own_kernels) for own_kernels in {kernels, False}]
+    sizes = [size] * 5 + [1] * 20
+    for count in sizes:
+        x, ba = inputs(make, own, count, torch.float32)
+        (truth_out,) = exact.step([(0, x.double(), ba.double())])
+        outs = [each.step([(0, x, ba)])[0] for each in served]
+        assert all((out - truth_out).norm() < 1e-4 * truth_out.norm() for out in outs)
+    for each in served:
+        assert (each.state.recurrent - exact.state.recurrent).norm() < 1e-4 * exact.state.recurrent.norm()
+    if kernels:
+        mine, theirs = sorted(served, key=lambda each: not each.kernels)
+        agrees(mine.state.recurrent[0], theirs.state.recurrent[0], exact.state.recurrent[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 70])
+def test_states_past_2_31(count, make, device):
+    """The last slot of a state of more than 2³¹ values: the same bits as in a small one."""
+    own = net(make, torch.float32, Hk=1, Hv=1, Dk=128, Dv=128)
+    slots = 2**31 // 128**2 + 2
+    x, ba = inputs(make, own, count, torch.float32)
+    outs = []
+    for many in (2, slots):
+        served = Served(own, torch.float32, device, many, kernels=True)
+        outs.append(served.step([(many - 1, x, ba)])[0])
+    assert torch.equal(*outs)

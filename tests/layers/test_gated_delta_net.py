@@ -1,0 +1,189 @@
+"""The gated DeltaNet layer: eager against transformers' module, Triton against eager, formats, what it states of itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+from minirt import models
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.layers import Embedding, GatedDeltaNet, Head, implementation
+from minirt.loading import checkpoint
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import CacheRoom
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+H, HK, HV, DK, DV, EPS = 48, 2, 6, 16, 32, 1e-5
+CONFIG = models.parse_config({
+    "model_type": "qwen3", "hidden_size": H, "intermediate_size": 67, "num_hidden_layers": 1, "vocab_size": 61,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": EPS,
+})  # fmt: skip
+PREFIX = "model.layers.0.linear_attn"
+
+
+def model_of(quantization: Quantization | None = None, impl: str = "eager", heads: tuple[int, int] = (HK, HV)) -> Model:
+    layer = GatedDeltaNet(
+        CONFIG, name="layers.0.gated_delta_net", norm="model.layers.0.input_layernorm", prefix=PREFIX, num_k_heads=heads[0],
+        num_v_heads=heads[1], head_k_dim=DK, head_v_dim=DV,
+    )  # fmt: skip
+    ends = Embedding(CONFIG, name="embedding", weight="model.embed_tokens"), Head(CONFIG)
+    model = Model(CONFIG, [ends[0], layer, ends[1]], quantization)
+    model.allocate(DEVICE, torch.float32, 64)
+    model.resolve(["eager", f"layers.*={impl}"])
+    checkpoint.randomize(model, 5)
+    return model
+
+
+def layer_of(*args: Any, **options: Any) -> GatedDeltaNet:
+    return next(layer for layer in model_of(*args, **options).layers if isinstance(layer, GatedDeltaNet))
+
+
+def values(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def state_of(layer: GatedDeltaNet, slots: int = 3) -> Any:
+    state = layer.cache_spec.allocate(CacheRoom(0, 64, slots, torch.float32, DEVICE))
+    for tensor in state.values():
+        tensor.fill_(torch.nan)
+    return state
+
+
+def batch_of(*members: tuple[int, int, int]) -> Batch:
+    """(new tokens, tokens before, slot) of each sequence."""
+    chunks = [Chunk([0] * count, start, range(-(-(start + count) // 64)), slot=slot) for count, start, slot in members]
+    return Batch.build(chunks, 64).to(DEVICE)
+
+
+def theirs(layer: GatedDeltaNet) -> modeling_qwen3_5.Qwen3_5GatedDeltaNet:
+    """transformers' module with the layer's weights."""
+    config = Qwen3_5TextConfig(
+        hidden_size=H, linear_num_key_heads=layer.num_k_heads, linear_num_value_heads=layer.num_v_heads,
+        linear_key_head_dim=DK, linear_value_head_dim=DV, rms_norm_eps=EPS, num_hidden_layers=1, layer_types=["linear_attention"],
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    module = modeling_qwen3_5.Qwen3_5GatedDeltaNet(config, 0).to(DEVICE)
+    z, a = layer.channels, layer.num_v_heads
+    tensors = {
+        "in_proj_qkv.weight": layer.in_proj.weight[:z], "in_proj_z.weight": layer.in_proj.weight[z:],
+        "in_proj_b.weight": layer.in_proj_ba.weight[:a], "in_proj_a.weight": layer.in_proj_ba.weight[a:],
+        "conv1d.weight": layer.conv.weight, "A_log": layer.A_log.weight, "dt_bias": layer.dt_bias.weight,
+        "norm.weight": layer.gated_norm.weight, "out_proj.weight": layer.out_proj.weight,
+    }  # fmt: skip
+    module.load_state_dict(tensors)
+    return module
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (2, 4), (2, 6), (1, 4)])
+@pytest.mark.parametrize("chunks", [(1, 17, 63, 64, 65, 1, 1), (200, 1, 1, 1)], ids=str)
+@torch.inference_mode()
+def test_eager_is_transformers(heads: tuple[int, int], chunks: tuple[int, ...]) -> None:
+    """Catches another order of heads or gates, a wrong scale, and a state that is not handed on between chunks."""
+    layer = layer_of(heads=heads)
+    module, state = theirs(layer), state_of(layer)
+    x, start, outs = values(sum(chunks), H), 0, []
+    for count in chunks:
+        outs.append(layer(x[start : start + count], batch_of((count, start, 1)), state))
+        start += count
+    h = reference.rms_norm(x, layer.norm.weight, EPS).unsqueeze(0)
+    expected = module(h)[0]
+    torch.testing.assert_close(torch.cat(outs) - x, expected, rtol=2e-4, atol=2e-5)
+    cache = DynamicCache(config=Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
+    for count in (len(x) - 1, 1):
+        expected = module(h[:, :count] if count > 1 else h[:, -1:], cache=cache)[0]
+    torch.testing.assert_close(outs[-1][-1:] - x[-1:], expected[-1:], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization("fp8"), Quantization("int4")], ids=str)
+@torch.inference_mode()
+def test_triton_is_eager(quantization: Quantization | None) -> None:
+    """One token (the norm in the product), several, a mix; with 16- or 32-bit weights one product, else two."""
+    mine, plain = (layer_of(quantization, impl=impl) for impl in ("triton", "eager"))
+    states = state_of(mine), state_of(plain)
+    for members in (((1, 0, 2),), ((1, 1, 2), (70, 0, 0)), ((1, 70, 0), (1, 2, 2)), ((3, 3, 2), (1, 71, 0))):
+        x = values(sum(count for count, _, _ in members), H, seed=len(members))
+        batch = batch_of(*members)
+        found, expected = (layer(x, batch, state) for layer, state in zip((mine, plain), states, strict=True))
+        bound = 1e-4 if quantization is None else 2e-2
+        assert (found - expected).norm() < bound * (expected - x).norm()
+    slots = torch.tensor([0, 2], device=DEVICE)
+    for name in ("conv", "recurrent"):
+        difference = states[0][name][slots].nan_to_num(0) - states[1][name][slots].nan_to_num(0)
+        assert difference.norm() < (1e-4 if quantization is None else 4e-2) * states[1][name][slots].nan_to_num(0).norm()
+        assert states[0][name][1].isnan().all()
+
+
+def test_what_is_quantized() -> None:
+    """in_proj_qkv, in_proj_z and out_proj; A_log and dt_bias are fp32 in a model of any dtype."""
+    model = model_of(Quantization("fp8"))
+    layer = next(layer for layer in model.layers if isinstance(layer, GatedDeltaNet))
+    assert {name for weights in layer.quantizable() for name in weights.modules} == {
+        f"{PREFIX}.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")
+    }
+    assert layer.in_proj.weight.dtype == layer.out_proj.weight.dtype == torch.float8_e4m3fn
+    assert layer.in_proj.joined is None
+    assert layer.in_proj_ba.weight.dtype == torch.float32
+    model.allocate(DEVICE, torch.bfloat16, 64)
+    assert {p.weight.dtype for p in (layer.A_log, layer.dt_bias)} == {torch.float32}
+    assert {p.weight.dtype for p in (layer.conv, layer.gated_norm, layer.in_proj_ba)} == {torch.bfloat16}
+
+
+def test_joined_projections_are_one_matrix() -> None:
+    """Loading a part writes into the matrix that the product reads; its bytes count once."""
+    layer = layer_of()
+    joined = layer.in_proj.joined
+    assert joined is not None
+    assert len(joined) == layer.channels + HV * DV + 2 * HV
+    layer.in_proj_ba.load(f"{PREFIX}.in_proj_a.weight", torch.full((HV, H), 3.0))
+    assert joined[-HV:].eq(3).all()
+    assert not joined[-2 * HV : -HV].eq(3).any()
+    assert sum(op.linear.out_features for op in layer.linear_ops()[:-1]) == len(joined)
+    size = layer.in_proj.nbytes(torch.float32) + layer.in_proj_ba.nbytes(torch.float32)
+    assert size == joined.nbytes
+
+
+def test_state_bytes() -> None:
+    """The convolution's inputs are in the model's dtype, the matrices in fp32."""
+    model = model_of()
+    assert [spec.state_bytes for spec in model.cache_specs] == [4 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
+    model.allocate(DEVICE, torch.bfloat16, 64)
+    assert [spec.state_bytes for spec in model.cache_specs] == [2 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
+
+
+def test_refusals() -> None:
+    """Uneven heads, a missing state, and head sizes that no kernel takes (said, not computed otherwise)."""
+    with pytest.raises(ConfigError, match="cannot be divided evenly"):
+        layer_of(heads=(2, 5))
+    with pytest.raises(ConfigError, match="needs a state"):
+        layer_of()(values(1, H), batch_of((1, 0, 0)), None)
+    odd = layer_of()
+    odd.head_k_dim = 24
+    assert implementation("gated_delta_net", "triton").unsupported(odd, DEVICE) == (
+        "linear_key_head_dim 24 is neither 16 nor 32 nor 64 nor 128"
+    )
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts launches of Triton's interpreter")
+def test_one_token_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm with all projections, gated DeltaNet, output with residual. A quantized layer has one product more, for b and a."""
+    from minirt.kernels import prepared
+
+    launched: list[str] = []
+    launch = prepared._Interpreted.__getitem__
+
+    def counted(self: Any, grid: Any) -> Any:
+        launched.append(self._kernel.fn.__name__)
+        return launch(self, grid)
+
+    monkeypatch.setattr(prepared._Interpreted, "__getitem__", counted)
+    for quantization, products in ((None, 2), (Quantization("fp8"), 3)):
+        layer = layer_of(quantization, impl="triton")
+        launched.clear()
+        layer(values(1, H), batch_of((1, 0, 0)), state_of(layer))
+        assert sorted(launched) == ["_delta_decode_kernel", *["_gemv_kernel"] * products]
