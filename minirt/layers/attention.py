@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, Rope, Scores, Sequences
@@ -110,40 +110,29 @@ def eager(layer: Attention) -> Forward:
     own, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
     nq, nkv, d = own.num_heads, own.num_kv_heads, own.head_dim
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
-
-    def normalized(qk: Tensor) -> Tensor:
-        """QK-norm of raw heads [T, Nq + Nkv, D]."""
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split((nq, nkv), dim=1)
-            return torch.cat(
-                (reference.rms_norm(q, layer.q_norm.weight, eps), reference.rms_norm(k, layer.k_norm.weight, eps)), dim=1
-            )
-        return reference.rms_norm(qk, qk.new_ones(d), eps) if own.qk_norm == "plain" else qk
-
-    def rotated(qk: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """q [T, Nq, D] and k [T, Nkv, D]: the first channels rotated, and q times the factors of its positions."""
-        if (cos_sin := layer.cos_sin) is not None:
-            turned = reference.rope(qk[..., : own.rotary_dim], cos_sin[batch.positions])
-            qk = turned if own.rotary_dim == d else torch.cat((turned, qk[..., own.rotary_dim :]), dim=-1)
-        q, k = qk.split((nq, nkv), dim=1)
-        scales = layer.query_scales
-        return (q if scales is None else q * scales[batch.positions].to(q.dtype)[:, None, None]), k
+    q_norm, k_norm = layer.q_norm, layer.k_norm
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
-        q, k = rotated(normalized(qk), batch)
+        if own.qk_norm is not None:
+            q = reference.rms_norm(qk[:, :nq], None if q_norm is None else q_norm.weight, eps)
+            k = reference.rms_norm(qk[:, nq:], None if k_norm is None else k_norm.weight, eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = reference.rope(qk, None if layer.cos_sin is None else layer.cos_sin[batch.positions])
+        scales = None if layer.query_scales is None else layer.query_scales[batch.positions]
+        q, k = reference.rope(qk[:, :nq], None, scales), qk[:, nq:]
         reference.write_kv(k, kv.k, batch.slots, kv.k_scale)
         reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
         a = reference.paged_attention(
             q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, own.scale, kv.k_scale, kv.v_scale, own.window
         ).view(-1, nq * d)
         if gate is not None:
-            a = a * reference.linear(h, gate.weight, gate.bias, gate.scale).sigmoid()
+            a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
         y = reference.linear(a, o.weight, o.bias, o.scale)
-        return x + (y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps))
+        return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
 
     return forward
 
@@ -153,19 +142,9 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     if own.window is not None:
         return "its kernels have no sliding window"
     if own.head_dim not in HEAD_DIMS:
-        return f"head_dim {own.head_dim} is neither {' nor '.join(map(str, HEAD_DIMS))}"
+        return f"head_dim {own.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if own.num_heads // own.num_kv_heads > MAX_GROUP:
         return f"{own.num_heads // own.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
-    missing = {
-        "attention without rotary embedding": own.rope is None,
-        "partial rotary embedding": own.rotary_dim not in (0, own.head_dim),
-        "factors of q by position": own.rope is not None and own.rope.query_scaling_beta != 0,
-        "QK-norm without weights": own.qk_norm == "plain",
-        "an output gate": own.gate is not None,
-        "a norm after attention": getattr(layer, "post_norm", None) is not None,
-    }
-    if why := [name for name, wanted in missing.items() if wanted]:
-        return f"its kernels do not compute {' and '.join(why)}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
         major, minor = compute_capability(device)
         if (0, 0) < (major, minor) < (8, 9):
@@ -175,16 +154,18 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 
 @register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
-    """Kernels: norm + QKV + bias; QK-norm, RoPE, KV write and attention (`attention`); O + residual."""
+    """Kernels: norm + QKV + bias; norm + gate; QK-norm, RoPE, KV write, attention and gating (`attention`); O + residual.
+
+    With a norm of what is added: O; norm + residual.
+    """
     from minirt.kernels.attention.dispatch import attention
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
+    from minirt.kernels.norm import norm_residual
 
     own, workspace, pdl = layer.settings, layer.context.workspace, layer.context.pdl
-    norm, linear, o = layer.norm, layer.qkv, layer.o
+    norm, linear, o, gating, post_norm = layer.norm, layer.qkv, layer.o, layer.gate, layer.post_norm
     eps, nq, d = layer.config.rms_norm_eps, own.num_heads, own.head_dim
-    cos_sin = layer.cos_sin
-    if cos_sin is None:
-        raise UnsupportedError("its kernels do not compute attention without rotary embedding", where=layer.name)
+    cos_sin, normalize, query_scales = layer.cos_sin, own.qk_norm == "plain", layer.query_scales
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
@@ -193,14 +174,21 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(
             x, norm.weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
         )
+        gate = None
+        if gating is not None:
+            gate = norm_linear(
+                x, norm.weight, eps, gating.weight, gating.bias, scale=gating.scale, workspace=workspace, pdl=pdl, check=False
+            ).view(-1, nq, d)
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
         a = attention(AttentionInput(
-            qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d), Rope(cos_sin, q_norm, k_norm, eps),
-            batch.positions, batch.slots, workspace, batch.max_splits, batch.max_seq_len, pdl=pdl,
-        ))  # fmt: skip
-        return linear_residual(
-            a.view(-1, nq * d), o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False
-        )
+            qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d),
+            Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slots, workspace,
+            batch.max_splits, batch.max_seq_len, pdl=pdl, gate=gate,
+        )).view(-1, nq * d)  # fmt: skip
+        if post_norm is None:
+            return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
+        y = norm_linear(a, None, 0.0, o.weight, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)
+        return norm_residual(y, post_norm.weight, layer.post_norm_eps, x, out=y, pdl=pdl, check=False)
 
     return forward

@@ -58,31 +58,23 @@ def eager(layer: Head) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         logits = reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
-        if multiplier != 1:
-            logits *= multiplier
-        return softcap * torch.tanh(logits / softcap) if softcap else logits
+        return reference.cap_logits(logits, multiplier, softcap)
 
     return forward
 
 
-def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
-    if isinstance(layer, Head) and (layer.multiplier, layer.softcap) != (1, 0):
-        return "its kernels do not compute a multiplier or a bound of logits"
-    return triton_unsupported(layer, device)
-
-
-@register("head", "triton", unsupported=_triton_unsupported, capturable=True)
+@register("head", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Head) -> Forward:
     """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear
 
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
-    workspace, pdl = layer.context.workspace, layer.context.pdl
+    multiplier, softcap, workspace, pdl = layer.multiplier, layer.softcap, layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         return norm_linear(
             x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
-            out_dtype=torch.float32, row_maxima=batch.row_maxima, pdl=pdl, check=False,
+            out_dtype=torch.float32, row_maxima=batch.row_maxima, multiplier=multiplier, softcap=softcap, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

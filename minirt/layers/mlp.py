@@ -1,6 +1,5 @@
 """`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
 
-import torch
 from torch import Tensor
 
 from minirt.kernels import reference
@@ -55,24 +54,22 @@ def eager(layer: MLP) -> Forward:
         h = reference.rms_norm(x, norm.weight, eps)
         h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
         y = reference.linear(h, down.weight, down.bias, down.scale)
-        return x + (y if post_norm is None else reference.rms_norm(y, post_norm.weight, post_norm_eps))
+        return x + y if post_norm is None else reference.norm_residual(y, post_norm.weight, post_norm_eps, x)
 
     return forward
 
 
-def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
-    if getattr(layer, "post_norm", None) is not None:
-        return "its kernels do not compute a norm after the MLP"
-    return triton_unsupported(layer, device)
-
-
-@register("mlp", "triton", unsupported=_triton_unsupported, capturable=True)
+@register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MLP) -> Forward:
-    """Two fused operations: norm + gate/up + activation, and down + residual."""
-    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up
+    """Two fused operations: norm + gate/up + activation, and down + residual.
+
+    With a norm of what is added, the second is two: down; norm + residual.
+    """
+    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear
+    from minirt.kernels.norm import norm_residual
 
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
-    norm, gate_up, down = layer.norm, layer.gate_up, layer.down
+    norm, gate_up, down, post_norm = layer.norm, layer.gate_up, layer.down, layer.post_norm
     workspace, pdl = layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
@@ -80,8 +77,11 @@ def triton(layer: MLP) -> Forward:
             x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
             pdl=pdl, check=False,
         )  # fmt: skip
-        return linear_residual(
-            h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False
-        )
+        if post_norm is None:
+            return linear_residual(
+                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False
+            )
+        y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
+        return norm_residual(y, post_norm.weight, layer.post_norm_eps, x, out=y, pdl=pdl, check=False)
 
     return forward

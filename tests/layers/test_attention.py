@@ -145,10 +145,18 @@ def test_eager_equals_the_formula(name, heads, kv_heads, head_dim):
     assert worst_error("eager", heads, kv_heads, head_dim, OWN[name]) < 1e-5
 
 
+# Of the settings that kernels have; each head size with another one.
+TRITON = [
+    ("linear", 6, 2, 64), ("linear", 7, 1, 64), ("scale", 3, 3, 128), ("no rope", 6, 2, 64), ("partial rope", 3, 3, 256),
+    ("factors of q", 7, 1, 64), ("QK-norm", 4, 2, 80), ("QK-norm without weights", 6, 2, 64), ("gate", 3, 3, 96),
+    ("gate in q_proj", 6, 2, 64), ("post norm", 4, 2, 112), ("all without rope", 4, 1, 192),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (7, 1)])
-def test_triton_equals_the_formula(heads, kv_heads):
-    assert worst_error("triton", heads, kv_heads, 64, OWN["linear"] | OWN["scale"]) < 1e-5
+@pytest.mark.parametrize(("name", "heads", "kv_heads", "head_dim"), TRITON)
+def test_triton_equals_the_formula(name, heads, kv_heads, head_dim):
+    assert worst_error("triton", heads, kv_heads, head_dim, OWN[name]) < 1e-5
 
 
 WRONG = [("qk_norm", "weight"), ("qk_norm", True), ("gate", "o_proj"), ("scale", 0.0), ("scale", -1.0), ("scale", float("nan"))]

@@ -16,7 +16,7 @@ from minirt.models.decoder import decoder_layers
 from minirt.step.batch import Batch, Chunk
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-IMPLS = ["eager"]
+IMPLS = ["eager", "triton"]
 HIDDEN, EPS, ROWS = 96, 1e-5, 5
 
 

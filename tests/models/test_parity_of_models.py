@@ -11,6 +11,7 @@ from support.model_cases import CASES, make, truth
 
 from minirt import Generator, SamplingParams
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 17, 64, 65, 130)
 CHUNKS = (1, 17, 64, 65)
 GREEDY = 300
@@ -42,3 +43,18 @@ def test_against_transformers(case, tmp_path):
     for prompt, tokens in zip(prompts(), outputs, strict=True):
         assert len(tokens) == GREEDY
         assert truth(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["smollm3, every second", "ministral3"])
+def test_kernels_against_transformers(case, tmp_path):
+    """Catches a setting that the call of the kernels leaves out: no rope in some layers, queries scaled by their position."""
+    model = make(case, tmp_path, head_dim=64, num_hidden_layers=2)
+    tokens = prompts()[-1][:70]
+    options = {"impl": "triton", "max_num_batched_tokens": 40, "max_num_seqs": 1, "kv_cache_memory": 1 << 20}
+    with Generator.from_pretrained(tmp_path, device=DEVICE, dtype="float32", **options) as generator:
+        expected = truth(model, tokens)
+        assert (generator.logits(tokens).cpu() - expected).norm() / expected.norm() < 1e-5
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0)
+        new = generator.generate(tokens, params).token_ids
+    assert truth(model, tokens + new)[len(tokens) - 1 : -1].argmax(-1).tolist() == new
