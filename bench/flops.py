@@ -1,19 +1,33 @@
 """The number of floating-point operations of a step or a prompt: two for each multiply-add."""
 
+from minirt import models
+from minirt.layers import Layer
 from minirt.modeling.config import ModelConfig
+from minirt.modeling.model import in_order
 
 
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
-    """Count all linear layers for `tokens` tokens, but the last MLP and the LM head only for `rows` of them.
+    """Count all layers except attention: for `tokens` tokens, but what comes after `Select` only for `rows` of them.
 
-    In a mixture of experts, only the experts that a token uses are counted.
+    In a mixture of experts, only the experts that a token uses are counted. The rule of recurrent layers counts.
     """
-    attention = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    *mlps, last = (config.mlp_weights(i, of_one_token=True) for i in range(config.num_layers))
-    return 2 * (tokens * (config.num_layers * attention + sum(mlps)) + rows * (last + config.hidden_size * config.vocab_size))
+    return _linear_flops(_layers(config), tokens, rows)
 
 
 def prompt_flops(config: ModelConfig, tokens: int) -> int:
-    """Count a prompt: causal attention and the linear layers for all tokens, the last MLP and the LM head for the last token."""
-    scores = 4 * config.num_heads * config.head_dim * (tokens * (tokens + 1) // 2)
-    return linear_flops(config, tokens, 1) + config.num_layers * scores
+    """Count a prompt: causal attention and the other layers for all tokens, but after `Select` for the last token."""
+    layers = _layers(config)
+    pairs = tokens * (tokens + 1) // 2
+    return _linear_flops(layers, tokens, 1) + sum(layer.attention_flops(pairs) for layer in layers)
+
+
+def _layers(config: ModelConfig) -> list[Layer]:
+    return in_order(config, models.build(config))
+
+
+def _linear_flops(layers: list[Layer], tokens: int, rows: int) -> int:
+    total, count = 0, tokens
+    for layer in layers:
+        count = rows if layer.selects_rows else count
+        total += layer.flops(count)
+    return total

@@ -79,9 +79,9 @@ def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list
         raise ConfigError("not the same layers", where="format_errors", expected="one model in two formats")
     if any(weights.format for layer in plain.layers for weights in layer.quantizable()):
         raise ConfigError("already quantized", where="format_errors", expected="the first model in its own dtype")
-    cache = KVCache(plain.cache_specs, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype)
+    cache = KVCache(plain.cache_specs, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype, num_slots=1)
     pages = cache.allocator.allocate(cache.num_pages)
-    batch = Batch.build([Chunk(list(tokens), 0, pages, num_logits=len(tokens))], cache.page_size).to(plain.device)
+    batch = Batch.build([Chunk(list(tokens), 0, pages, num_logits=len(tokens), slot=0)], cache.page_size).to(plain.device)
     own = iter(cache.layers)
     x, found = torch.empty(0, device=plain.device), []
     for layer, other in zip(plain.layers, quantized.layers, strict=True):

@@ -160,6 +160,9 @@ def _launch(
         _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
-def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:
+def cost(
+    T: int, H: int, itemsize: int, out_itemsize: int | None = None, *, residual: bool = False
+) -> tuple[int, int]:
     """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
-    return (T * H + H) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H
+    added = T * H if residual else 0
+    return (T * H + H + added) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H + added

@@ -70,7 +70,7 @@ OPERATIONS = {
         ),
         Operation(
             "norm_residual", "norm", "RMSNorm and residual", ("norm:_rms_norm_kernel",), ("norm_residual",),
-            cases="norm:CASES",
+            "norm:cost", "norm:CASES",
             schema="(Tensor y, Tensor weight, float eps, Tensor residual) -> Tensor",
         ),
         Operation(
@@ -139,7 +139,8 @@ OPERATIONS = {
         Operation(
             "gated_delta_net", "gated_delta.dispatch", "gated DeltaNet after its projections: convolution, rule, gated norm",
             ("gated_delta.dispatch:DECODE", "gated_delta.dispatch:CHUNK"),
-            ("minirt.kernels.gated_delta.reference:gated_delta_net",), cases="gated_delta.dispatch:CASES", exported=False,
+            ("minirt.kernels.gated_delta.reference:gated_delta_net",), "gated_delta.dispatch:cost", "gated_delta.dispatch:CASES",
+            exported=False,
             no_op="it reads and writes the states of minirt's slots",
         ),
         Operation(

@@ -19,6 +19,7 @@ from minirt.bench.bounds import Errors, errors, fault
 from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling, read_ceiling
 from minirt.bench.kernels import attention_operations as attention
 from minirt.bench.kernels import expert_operations as mixture
+from minirt.bench.kernels import gated_delta_operations as gated_delta
 from minirt.bench.kernels import operations as ops
 from minirt.bench.kernels.operations import FP8, Form, Problem, Step
 from minirt.bench.measure import gpu_seconds
@@ -34,6 +35,7 @@ _WARM = 2
 _FEW, _ROWS = ((1, 0), (64, 0), (256, 0)), ((1, 0), (64, 0), (2048, 0), (8192, 0))
 _LINEAR = ((1, 0), (8, 0), (64, 0), (256, 0), (2048, 0), (8192, 0))
 _EXPERTS = tuple((tokens, 0) for tokens in (1, 3, 8, 24, 64, 100, 256, 512, 2048))
+_PROMPTS = ((64, 0), (512, 0), (2048, 0), (8192, 0))
 _MANY = ((129, 0), (300, 0), (512, 0), (2048, 0), (8192, 0))
 _PREFILL = ((512, 0), (2048, 0), (8192, 0), (32768, 0), (2, 32766), (16, 32752), (512, 8192))
 _DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64, 1000), (64, 8000), (256, 128), (256, 1000))
@@ -73,6 +75,7 @@ def _benchmarks() -> dict[str, Benchmark]:
     table = {
         "embedding": Benchmark("embedding", ops.embedding, _ROWS),
         "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
+        "norm_residual": Benchmark("norm_residual", ops.norm_residual, _ROWS),
         "rms_norm_quantize": Benchmark("rms_norm_quantize", partial(ops.rms_norm, quantized=True), _ROWS),
         "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
         "rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=False), _ROWS, "RoPE and KV write"),
@@ -97,6 +100,12 @@ def _benchmarks() -> dict[str, Benchmark]:
         ),
         "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
         "attention_decode.fp8": Benchmark(decode, partial(attention.attention_decode, fp8=True), _DECODE, pages, context=each),
+        "gated_delta_decode": Benchmark(
+            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=True), _FEW, "gated DeltaNet of one token per sequence"
+        ),
+        "gated_delta_prefill": Benchmark(
+            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=False), _PROMPTS, "gated DeltaNet of a prompt"
+        ),
         "sample_greedy": Benchmark("sample", partial(ops.draw, temperature=0.0), _FEW, "argmax of the logits"),
         "sample_top_p": Benchmark("sample", partial(ops.draw, temperature=0.8, top_p=0.95), _FEW, "a draw from the nucleus"),
     }

@@ -3,7 +3,8 @@
 Each function makes a `Problem` for one model and step. A problem has up to four implementations: the eager code, PyTorch's own
 kernel for the operation or for its core (matrix product, attention), the same with less precise FP8 accumulation, and the Triton
 kernel that a layer uses. The truth is the eager code in fp64. The Triton kernel, and the bytes and operations of the work, come
-from the table `minirt.kernels.operations`. Attention is in `attention_operations`.
+from the table `minirt.kernels.operations`. Attention is in `attention_operations`, mixtures are
+in `expert_operations`, gated DeltaNet is in `gated_delta_operations`.
 """
 
 import math
@@ -182,6 +183,21 @@ def rms_norm(step: Step, quantized: bool = False) -> Problem:
         shape, forms,
         lambda rows: dequantized(reference.quantize_fp8(reference.rms_norm(x[rows].double(), weight.double(), eps))).double(),
         cost(T, H, x.itemsize, 1), step.dtype, floor(step.dtype, True), dequantized, partial(fill_nan, values, scale),
+    )  # fmt: skip
+
+
+def norm_residual(step: Step) -> Problem:
+    own = OPERATIONS["norm_residual"]
+    kernel, cost = own.function, own.work
+    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
+    y, residual, weight, out = inputs.normal(T, H, scale=3.0), inputs.normal(T, H), inputs.norm(H), inputs.nan(T, H)
+    forms = {
+        "eager": Form(lambda: reference.norm_residual(y, weight, eps, residual)),
+        "triton": Form(lambda: kernel(y, weight, eps, residual, out, check=False)),
+    }
+    return Problem(
+        f"H={H}", forms, lambda rows: reference.norm_residual(y[rows].double(), weight.double(), eps, residual[rows].double()),
+        cost(T, H, y.itemsize, residual=True), step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def step_seconds(generator: Generator, start: int, new: int) -> float:
     pages = cache.allocator.allocate(cache.pages_for(start + new))
     try:
         with torch.inference_mode():
-            batch = Batch.build([Chunk(list(range(1, new + 1)), start, pages)], cache.page_size).to(generator.device)
+            batch = Batch.build([Chunk(list(range(1, new + 1)), start, pages, slot=0)], cache.page_size).to(generator.device)
             for _ in range(2):
                 model(batch, cache)
             torch.cuda.synchronize()

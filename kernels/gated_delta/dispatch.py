@@ -79,6 +79,22 @@ def gated_delta_net(
     return out
 
 
+def cost(
+    tokens: int, sequences: int, Hk: int, Hv: int, Dk: int, Dv: int, itemsize: int, *, begins: bool = False
+) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of so many new tokens together.
+
+    `begins`: no sequence has a state yet. The operations are those of the rule token by token; chunks take more.
+    """
+    values, matrix = Hv * Dv, 4 * Hv * Dk * Dv
+    channels = 2 * Hk * Dk + values
+    rows = tokens * (channels + 2 * values + 2 * Hv) * itemsize
+    reads = 0 if begins else matrix + (WIDTH - 1) * channels * itemsize
+    writes = matrix + min(WIDTH, -(-tokens // max(sequences, 1))) * channels * itemsize
+    nbytes = rows + sequences * (reads + writes) + (channels * WIDTH + Dv) * itemsize + 8 * Hv
+    return nbytes, tokens * (6 * Hv * Dk * Dv + 2 * WIDTH * channels)
+
+
 def _check(
     qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences
 ) -> None:

@@ -216,7 +216,8 @@ load_options = option_group(
 )
 prefix_cache_option = click.option(
     "--no-prefix-cache", is_flag=True,
-    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
+    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request. Models with "
+    "recurrent layers always do.",
 )  # fmt: skip
 warm_prompt_option = click.option(
     "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",

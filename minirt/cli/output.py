@@ -127,7 +127,8 @@ def finite(number: float | None) -> float | None:
 
 
 def load_summary(generator: "Generator") -> str:
-    """The times of loading and warm-up, the read rate, and on a CPU the number of threads."""
+    """The times of loading and warm-up, the read rate, on a CPU the number of threads, and whether the model cannot have a prefix
+    cache."""
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
@@ -139,7 +140,7 @@ def load_summary(generator: "Generator") -> str:
 
         threads = torch.get_num_threads()
         text += f" · {threads} thread{'s' if threads > 1 else ''}"
-    return text
+    return text + (" · no prefix cache (recurrent layers)" if generator.memory.state else "")
 
 
 def completion_summary(generator: "Generator", completion: "Completion") -> str:

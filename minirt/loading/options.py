@@ -58,7 +58,7 @@ class LoadOptions:
         max_step_ms: on a GPU, milliseconds that a step's prompt tokens may take while other requests decode, which wait for it;
             by times measured at warm-up. 0: any time.
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
-            beginning does not compute it again.
+            beginning does not compute it again. Models with recurrent layers have no prefix cache, and the plan says so.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
         check_weights: refuse NaN and Inf in the checkpoint.
         layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. The model inserts a

@@ -42,7 +42,8 @@ class Plan:
     """One row per layer, in execution order.
 
     `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can. `checkpoint` is
-    the quantized format of the checkpoint, None if its weights are not quantized; `notes` say what differs from that format.
+    the quantized format of the checkpoint, None if its weights are not quantized; `notes` say what differs from that format, and
+    what the model does not have.
     `model_type` and `num_parameters` are those of the model. `print(plan)` and a notebook show the table of `minirt plan`.
     """
 

@@ -309,6 +309,21 @@ def test_prompt_flops():
     assert flops.linear_flops(QWEN, 7, 7) == 14 * (28 * attention + 28 * mlp + head)
 
 
+def test_flops_of_a_hybrid():
+    """Counted by hand for Qwen3.5-0.8B. Catches attention that is counted in all layers, of which three of four are recurrent.
+
+    18 of 24 layers have a state of 16 heads of 128 x 128; 6 have attention with a gate, 8 heads of 256, 2 of them for K and V.
+    """
+    config = models.preset("Qwen3.5-0.8B").config
+    h, linear = 1024, 16 * 128
+    recurrent = h * (5 * linear + 32) + 4 * 3 * linear + 3 * 16 * 128 * 128  # projections, convolution, rule
+    attention, mlp, head = h * (3 * 2048 + 2 * 512), 3 * h * 3584, 248320 * h
+    assert flops.linear_flops(config, 7, 7) == 14 * (18 * recurrent + 6 * attention + 24 * mlp + head)
+    pairs = 4 * 8 * 256 * 6 * 6  # of three tokens
+    once = 2 * (mlp + head)
+    assert flops.prompt_flops(config, 3) == 6 * (18 * recurrent + 6 * attention + 23 * mlp) + once + pairs
+
+
 @pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])
 def test_prompts_beside_decoding_requests(budget, largest):
     """With chunked prompts steps are short. Without, every decoding request waits for whole prompts."""

@@ -12,6 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from minirt import Generator, SamplingParams
+from minirt.bench.fp8_error import format_errors
+from minirt.cli.output import load_summary
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kernels import reference
 from minirt.layers import Attention, GatedDeltaNet
@@ -268,3 +270,26 @@ def test_quantized(quantization: str, folders: dict[str, Path]) -> None:
                     identity = torch.eye(own.in_features, device=DEVICE)
                     found = reference.linear(identity, own.weight, scale=own.scale, quantize=False).T
                     assert (found - weights.weight).norm() < 0.12 * weights.weight.norm()
+
+
+def test_the_plan_and_the_load_summary_say_that_there_is_no_prefix_cache(folders: dict[str, Path]) -> None:
+    """Catches a prefix cache that is asked for, and left out without a word."""
+    with Generator.from_pretrained(folders["2-to-1"], device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
+        assert generator.prefix_cache_stats is None
+        assert "Note: no prefix cache, since recurrent layers" in str(generator.plan)
+        assert "no prefix cache" in load_summary(generator)
+    with Generator.from_pretrained(device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
+        assert "prefix cache" not in str(generator.plan) + load_summary(generator)
+
+
+def test_errors_of_fp8(folders: dict[str, Path]) -> None:
+    """Catches a prompt without a slot, whose recurrent layers have no state to write to, and a projection that is left out."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24}
+    with (
+        Generator.from_pretrained(folders["2-to-1"], **options) as plain,
+        Generator.from_pretrained(folders["2-to-1"], quantization="fp8", **options) as rounded,
+    ):
+        found = format_errors(plain.model, rounded.model, prompts(70)[0])
+    recurrent, attention, mlp = ["in_proj", "out_proj"], ["qkv", "gate", "o"], ["gate_up", "down"]
+    assert [e.linear for e in found] == 3 * (recurrent + mlp) + attention + mlp + recurrent + mlp + ["lm_head"]
+    assert all(0 < e.one < e.many < 0.06 for e in found)

@@ -25,9 +25,10 @@ from minirt.kernels import quantize as quantize_kernel
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import prefill
 from minirt.kernels.attention import rope_write as kv_write
+from minirt.kernels.gated_delta import dispatch as gated_delta
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.reference import quantize_fp8
-from minirt.modeling.config import ModelConfig, MoEConfig, RopeConfig
+from minirt.modeling.config import GatedDeltaNetConfig, ModelConfig, MoEConfig, RopeConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter; the command itself runs on the GPU")
 
@@ -36,6 +37,7 @@ CONFIG = ModelConfig(
     vocab_size=211, rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=False, hidden_act="silu",
     qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="float32", rope=RopeConfig(),
     moe=MoEConfig(num_experts=7, experts_per_token=2, intermediate_size=24),
+    gated_delta_net=GatedDeltaNetConfig(1, 3, 16, 32, frozenset()),
 )  # fmt: skip
 CPU = torch.device("cpu")
 once = partial(bench.measure, limits=None, clock=bench.host_clock, repeats=1, compiled=False)
@@ -83,6 +85,7 @@ def test_experts_count_those_that_are_used():
     assert once(point("experts.fp8_blocks", 9))["fault"] is None
     assert once(point("experts_route", 9))["fault"] is None
     assert "no mixtures" in once(point("experts", 1, moe=None))["left_out"]["all"]
+    assert "no gated DeltaNet" in once(point("gated_delta_decode", 1, gated_delta_net=None))["left_out"]["all"]
 
 
 def test_other_models():
@@ -140,6 +143,23 @@ def test_cost_of_rows():
     rest = 7 * (64 * 4 + 8 + 8)  # cosines and sines, position, slot
     assert kv_write.cost(7, 3, 1, 64, 2)[0] == 2 * qkv.nbytes + rest
     assert kv_write.cost(7, 3, 1, 64, 2, fp8=True)[0] == 2 * qkv.nbytes - kept.nbytes + 7 * 2 * (64 + 4) + rest
+
+
+def test_cost_of_norm_residual():
+    x, weight = torch.empty(7, 96, dtype=torch.float16), torch.empty(96, dtype=torch.float16)
+    assert norm.cost(7, 96, 2, residual=True)[0] == 3 * x.nbytes + weight.nbytes
+
+
+def test_cost_of_gated_delta():
+    """The tensors of a layer: rows, weights, the matrices of the states, and rows of the convolution's inputs."""
+    channels, values = 2 * 2 * 16 + 6 * 32, 6 * 32
+    weights = (channels * 4 + 32) * 2 + 2 * 6 * 4
+    matrix, row = 6 * 16 * 32 * 4, channels * 2
+    rows = (channels + values + 2 * 6 + values) * 2
+    assert gated_delta.cost(5, 5, 2, 6, 16, 32, 2)[0] == 5 * (rows + 2 * matrix + 4 * row) + weights
+    assert gated_delta.cost(70, 1, 2, 6, 16, 32, 2, begins=True)[0] == 70 * rows + matrix + 4 * row + weights
+    per_token = 6 * (2 + 2 + 2) * 16 * 32 + channels * 4 * 2  # S'k, the update, S'q; the convolution
+    assert gated_delta.cost(70, 1, 2, 6, 16, 32, 2, begins=True)[1] == 70 * per_token
 
 
 def test_what_sets_the_limit():
