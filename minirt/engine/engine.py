@@ -454,7 +454,7 @@ class Engine:
         self._scheduler.register(slots)
         for place, sequence in work.prompts:
             if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
-                self._scheduler.register([sequence.slot], int(work.planned.seq_lens[place]))
+                self._scheduler.register_pages(sequence, min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1))
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

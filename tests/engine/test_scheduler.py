@@ -307,7 +307,9 @@ def test_few_sequences_and_many_are_extended_alike(data):
     for i in range(6):
         own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
         for slots in (alone, together):
-            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
+            one = Sequence(own.request, own.final_len, own.ends)
+            one.take_slot(slots, [])
+            one.decode(slots)
     every = np.arange(6)
     for _ in range(4):
         counts = np.array([draw.randrange(4) for _ in every])
