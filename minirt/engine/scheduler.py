@@ -278,9 +278,11 @@ class Scheduler:
         slots = self._decoding_slots
         known, final = own.lengths[slots], own.final_lens[slots]
         counts = np.minimum(final - known - own.steps[slots], own.most_new[slots])  # ≤ 0: its last token is in a step
+        if counts.min() <= 0:
+            runs = counts > 0
+            slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
         if int(counts.sum()) > budget:
-            counts = np.minimum(counts, budget - (counts.clip(0).cumsum() - counts.clip(0)))
-        if len(counts) and counts.min() <= 0:
+            counts = np.minimum(counts, budget - (counts.cumsum() - counts))
             runs = counts > 0
             slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
         if self.limits.max_drafts:

@@ -275,6 +275,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
         assert seconds <= 20e-3
         assert (own.starts < 0).any() or not prompts, "a test of steps beside others"
     assert len(plans) > 360 / 20
+    assert it.stats.generation_tokens == sum(map(len, watched.tokens.values()))
     assert watched.tokens[0] == undisturbed([60, 61], 60, EOS)
     assert all(watched.tokens[i + 1] == undisturbed([70 + i] * 120, 4, EOS) for i in range(3))
 
