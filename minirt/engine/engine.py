@@ -118,6 +118,7 @@ class Engine:
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request id; not in the scheduler yet
         self._compiled = deque[int]()  # requests in `_compiling` whose constraint is there; other threads append
+        self._num_generated = 0
         self._device_errors = _DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
@@ -149,7 +150,7 @@ class Engine:
         running = len(scheduler.running)
         return EngineStats(
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
-            cached.queries if cached else 0, cached.hits if cached else 0,
+            cached.queries if cached else 0, cached.hits if cached else 0, self._num_generated,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -369,6 +370,7 @@ class Engine:
         rows = (same & draws).nonzero()[0]
         own = planned.slots[rows]
         counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
+        self._num_generated += int(counts.sum())
         told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
         if len(told):
             where = rows[told]
@@ -420,6 +422,7 @@ class Engine:
             return None
         tokens = result.tokens[row, : result.counts[row]].tolist()
         count, reason = sequence.append(tokens, now)
+        self._num_generated += count
         if not sequence.watched and reason == Reason.RUNS:
             return None
         return self._tell(sequence, tokens[:count], reason, result, work, row)
@@ -437,6 +440,7 @@ class Engine:
                 output = self._collect_preempted(result, work, row, now)
             else:
                 count, reason = slots.extend_one(slot, count, new, now)
+                self._num_generated += count
                 own.append(slot)
                 own_draws.append(draws)
                 usable.append(reason != Reason.NO_TOKEN)
@@ -454,7 +458,7 @@ class Engine:
         self._scheduler.register(slots)
         for place, sequence in work.prompts:
             if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
-                self._scheduler.register([sequence.slot], int(work.planned.seq_lens[place]))
+                self._scheduler.register_pages(sequence, min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1))
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

@@ -30,15 +30,16 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     for place, sequence in work.prompts:
         slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
         known, stop = sequence.tokens, start + count
-        if slots.num_sent[slot] < 0:
+        if sequence.num_sent < 0:
+            sequence.needs = _needs(sequence, vocab)
             edits.append(_admission(sequence, start, vocab))
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
                 rules.append(SlotRules(slot, sequence.rules, known[:prompt_len].copy(), known[prompt_len:].copy()))
             if columns.history and start > 0:  # the other tokens of a prompt come as the tokens of steps
                 edits.append(Edit(slot, columns.tokens, known[:start].copy()))
-            _describe_draws(sequence, slots, vocab)
-        edits += _new_pages(slots, slot, columns)
+        if (first := max(0, sequence.num_sent)) < len(sequence.pages):
+            edits.append(Edit(slot, columns.page_tables + first, np.array(sequence.pages[first:], np.int32)))
         tokens.append(known[start:stop].copy())
         if num_scored := num_logits - num_draws:
             after = stop - num_logits + 1  # the place of the first target
@@ -47,39 +48,32 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     if going_on:
         own = planned.slots[:going_on]
         for slot in own[slots.num_sent[own] < slots.num_pages[own]].tolist():
-            edits += _new_pages(slots, slot, columns)
+            first, end = int(slots.num_sent[slot]), int(slots.num_pages[slot])
+            edits.append(Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy()))
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
     return StepPlan(planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots))
-
-
-def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
-    """The edit that tells the device of pages that it does not know, if there are any."""
-    first, end = max(0, int(slots.num_sent[slot])), int(slots.num_pages[slot])
-    if first == end:
-        return []
-    return [Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy())]
 
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:
     """What the draws of a step need together."""
     going_on, bits = len(work.planned) - len(work.prompts), 0
+    own, draws = work.planned.slots[:going_on], work.planned.num_draws
+    drawing = [sequence for place, sequence in work.prompts if draws[place]]
     if going_on:
-        bits = int(np.bitwise_or.reduce(slots.flags[work.planned.slots[:going_on]]))
-    for place, sequence in work.prompts:
-        if work.planned.num_draws[place]:
-            bits |= int(slots.flags[sequence.slot])
+        bits = int(np.bitwise_or.reduce(slots.flags[own]))
+    for sequence in drawing:
+        bits |= sequence.needs[0]
     if not bits & (_OF_RULES | _LOGPROBS):
         return _of_bits(bits)
-    draws = work.planned.num_draws
-    drawing, draws = work.planned.slots[draws > 0], draws[draws > 0]
-    if bits & _OF_RULES:
-        flags = slots.flags[drawing]
-        generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
-        bits = int(np.bitwise_or.reduce(np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)))
-    found = _of_bits(bits)
-    if bits & _LOGPROBS:
-        return found._replace(logprobs=tuple(np.repeat(slots.num_top[drawing], draws).tolist()))
-    return found
+    flags, generated = slots.flags[own], slots.lengths[own] + slots.steps[own] - slots.prompt_lens[own]
+    bits = int(np.bitwise_or.reduce(np.where(generated < slots.rules_until[own], flags, flags & ~_OF_RULES), initial=0))
+    for sequence in drawing:
+        needs, _, until = sequence.needs
+        bits |= needs if len(sequence.tokens) - sequence.prompt_len < until else needs & ~_OF_RULES
+    if not bits & _LOGPROBS:
+        return _of_bits(bits)
+    listed = np.repeat(slots.num_top[own], draws[:going_on]).tolist() + [sequence.needs[1] for sequence in drawing]
+    return _of_bits(bits)._replace(logprobs=tuple(listed))
 
 
 @lru_cache
@@ -88,16 +82,16 @@ def _of_bits(bits: int) -> Sampling:
     return Sampling(not sampled, *others)  # type: ignore[arg-type]
 
 
-def _describe_draws(sequence: Sequence, slots: HostSlots, vocab: int) -> None:
-    """Write what the draws of an admitted sequence need."""
-    s, rules, slot = sequence.sampling, sequence.rules, sequence.slot
+def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
+    """`Sequence.needs`."""
+    s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
     if s.temperature >= _SMALLEST:
         bits |= _SAMPLED | _TOP_K * (s.top_k > 0) | _TOP_P * (s.top_p < 1) | _MIN_P * (s.min_p > 0)
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
-        slots.rules_until[slot] = NEVER if rules.lasting else rules.min_tokens
-    slots.flags[slot], slots.num_top[slot] = bits, num_top(s.logprobs, vocab)
+        until = NEVER if rules.lasting else rules.min_tokens
+    return bits, num_top(s.logprobs, vocab), until
 
 
 def num_top(asked: int | None, vocab: int) -> int:

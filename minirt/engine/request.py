@@ -100,6 +100,7 @@ class EngineStats(NamedTuple):
         kv_cache_usage: the share of KV pages in use. Pages that only the prefix cache keeps are not in use.
         num_preemptions: how often a running request lost its pages to another one.
         prefix_cache_queries, prefix_cache_hits: see `PrefixCacheStats`.
+        generation_tokens: generated tokens, those of requests that still run included.
     """
 
     num_running: int
@@ -108,3 +109,4 @@ class EngineStats(NamedTuple):
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    generation_tokens: int = 0

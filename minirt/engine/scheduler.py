@@ -150,7 +150,7 @@ class Scheduler:
     def _release_followers(self, sequence: Sequence) -> None:
         """Let the rest of a group run, once its leader's full prompt pages are in the prefix cache; at once if there is none."""
         full = (sequence.prompt_len - 1) // self._cache.page_size
-        if sequence.leads and (self.prefix_cache is None or self.slots.num_registered[sequence.slot] >= full):
+        if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
             sequence.leads = False
             for following in self._followers.pop(sequence.group).values():
                 self.waiting.add(following)
@@ -171,7 +171,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self._followers.clear()
         for sequence in waiting:
-            sequence.slot, sequence.slots, sequence.num_prefilled, sequence.unread_steps, sequence.leads = -1, None, 0, 0, False
+            sequence.leads = False  # it has not started
             self.add(sequence)
         self._added.clear()
         self._cache.allocator.reset()
@@ -210,7 +210,7 @@ class Scheduler:
             own = self._plan_prompt(sequence, self._in_time(sequence.num_prefilled, budget, time_left), rows + draws)
             if own is None or _splits(own[5]) > splits:
                 continue
-            while not self._reserve(sequence.slot, own[5]):
+            while not self._reserve(sequence, own[5]):
                 if self._preempt_last() is sequence:
                     break
             else:
@@ -228,7 +228,7 @@ class Scheduler:
             own = self._plan_prompt(sequence, max(1, self._in_time(sequence.num_prefilled, budget, time_left)), rows)
             if own is None:
                 raise EngineError("an admitted sequence has nothing to compute", where=f"request {sequence.id}")
-            self._reserve(sequence.slot, own[5])
+            self._reserve(sequence, own[5])
             self.running[sequence.id] = self._prefilling[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
             prompts.append((sequence, own))
@@ -278,9 +278,11 @@ class Scheduler:
         slots = self._decoding_slots
         known, final = own.lengths[slots], own.final_lens[slots]
         counts = np.minimum(final - known - own.steps[slots], own.most_new[slots])  # ≤ 0: its last token is in a step
+        if counts.min() <= 0:
+            runs = counts > 0
+            slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
         if int(counts.sum()) > budget:
-            counts = np.minimum(counts, budget - (counts.clip(0).cumsum() - counts.clip(0)))
-        if len(counts) and counts.min() <= 0:
+            counts = np.minimum(counts, budget - (counts.cumsum() - counts))
             runs = counts > 0
             slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
         if self.limits.max_drafts:
@@ -296,7 +298,7 @@ class Scheduler:
         for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
             slot = int(slots[i])
             sequence = own.sequences[slot]
-            while own.sequences[slot] is sequence and sequence is not None and not self._reserve(slot, int(lens[i])):
+            while sequence is not None and sequence.slot >= 0 and not self._reserve(sequence, int(lens[i])):
                 self._preempt_last()
         if self._decoding_slots is None:  # some were preempted
             kept = np.array([own.sequences[slot] is not None for slot in slots.tolist()], bool)
@@ -317,19 +319,30 @@ class Scheduler:
 
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
-        own, planned = self.slots, work.planned
-        slots, draws = planned.slots, planned.num_draws
-        own.num_sent[slots] = own.num_pages[slots]
-        own.steps[slots] += draws > 0
-        own.unread[slots] += draws
+        own, going_on = self.slots, len(work.planned) - len(work.prompts)
+        slots, draws = work.planned.slots, work.planned.num_draws
+        if going_on:
+            own.num_sent[slots[:going_on]] = own.num_pages[slots[:going_on]]
         for place, sequence in work.prompts:
-            sequence.num_prefilled += int(planned.num_tokens[place])
-            sequence.num_scored += int(planned.num_logits[place] - planned.num_draws[place])
+            if sequence.slot < 0:  # it has ended while the step was being started
+                continue
+            _, _, num_tokens, num_logits, num_draws, _ = work.planned.values[:, place].tolist()
+            sequence.num_sent = len(sequence.pages)
+            sequence.num_prefilled += num_tokens
+            sequence.num_scored += num_logits - num_draws
             if not sequence.prefills:
                 self._prefilling.pop(sequence.id, None)
-                if not sequence.logits_only:
+                if num_draws:
+                    sequence.decode(own)
                     self._decoding.append(sequence.slot)
                     self._decoding_slots = None
+        if len(slots) <= FEW:
+            for slot, count in zip(slots.tolist(), draws.tolist(), strict=True):
+                own.steps[slot] += count > 0
+                own.unread[slot] += count
+        else:
+            own.steps[slots] += draws > 0
+            own.unread[slots] += draws
 
     def read(self, slots: list[int] | np.ndarray, draws: list[int] | np.ndarray) -> None:
         """The tokens of a step with so many draws of each slot are known now."""
@@ -371,8 +384,8 @@ class Scheduler:
         allocator.share(pages)
         sequence.take_slot(self.slots, pages)
         sequence.num_prefilled, sequence.prefill_len = len(pages) * size, len(tokens)
-        self.slots.num_registered[sequence.slot] = len(pages) if caches else NEVER
-        self.slots.most_new[sequence.slot] = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
+        sequence.registered = len(pages) if caches else NEVER
+        sequence.most_new = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at
@@ -385,12 +398,9 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.request.cache_salt)
 
-    def register(self, slots: list[int] | np.ndarray, computed: int | None = None) -> None:
-        """Add full pages of each slot to the prefix cache. The steps of their tokens must have ended.
-
-        Args:
-            computed: tokens whose pages count; None: all but the last one, whose KV values come with the next step.
-        """
+    def register(self, slots: list[int] | np.ndarray) -> None:
+        """Add the full pages of slots that decode to the prefix cache, but for the last token, whose KV values come with the next
+        step. The steps of the other tokens must have ended."""
         if self.prefix_cache is None:
             return
         own, size = self.slots, self._cache.page_size
@@ -398,15 +408,20 @@ class Scheduler:
             slots = np.asarray(slots)
             slots = slots[(own.lengths[slots] - 1) // size > own.num_registered[slots]]
         for slot in map(int, slots):
-            known, registered, sequence = int(own.lengths[slot]) - 1, int(own.num_registered[slot]), own.sequences[slot]
-            full = min((known if computed is None else min(computed, known)) // size, int(own.num_pages[slot]))
-            if full <= registered or sequence is None:
-                continue
-            self.extend_keys(sequence)
-            for page in range(registered, full):
-                self._cache.allocator.register(int(own.page_tables[slot, page]), sequence.keys[page])
-            own.num_registered[slot] = full
-            self._release_followers(sequence)
+            if (sequence := own.sequences[slot]) is not None:
+                self.register_pages(sequence, int(own.lengths[slot]) - 1)
+
+    def register_pages(self, sequence: Sequence, computed: int) -> None:
+        """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
+        registered, pages = sequence.num_registered, sequence.pages
+        full = min(computed // self._cache.page_size, len(pages))
+        if self.prefix_cache is None or full <= registered:
+            return
+        self.extend_keys(sequence)
+        for page, key in zip(pages[registered:full], sequence.keys[registered:full], strict=True):
+            self._cache.allocator.register(int(page), key)
+        sequence.num_registered = full
+        self._release_followers(sequence)
 
     def pin(self, tokens: np.ndarray, longest: int = 0) -> int:
         """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
@@ -462,12 +477,12 @@ class Scheduler:
         self.waiting.add(last)
         return last
 
-    def _reserve(self, slot: int, tokens: int) -> bool:
-        needed = self._cache.pages_for(tokens) - int(self.slots.num_pages[slot])
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        needed = self._cache.pages_for(tokens) - len(sequence.pages)
         if needed > self._cache.allocator.num_free:
             return False
         if needed > 0:
-            self.slots.append_pages(slot, self._cache.allocator.allocate(needed))
+            sequence.add_pages(self._cache.allocator.allocate(needed))
         return True
 
     def _return_pages(self, slots: np.ndarray) -> None:
@@ -484,9 +499,10 @@ class Scheduler:
         """Take the pages and the slot of a sequence, if it has them."""
         if sequence.slot < 0:
             return
-        self._cache.allocator.release(sequence.pages.tolist())
-        if self._prefilling.pop(sequence.id, None) is None and not sequence.logits_only:
+        self._cache.allocator.release(list(map(int, sequence.pages)))
+        self._prefilling.pop(sequence.id, None)
+        if sequence.slots is not None:
             self._decoding.remove(sequence.slot)
             self._decoding_slots = None
-        sequence.leave_slot()
+        sequence.leave_slot(self.slots)
         sequence.num_prefilled = 0

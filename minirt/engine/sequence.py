@@ -15,16 +15,15 @@ from minirt.sampling_params import EffectiveSampling
 if TYPE_CHECKING:
     from minirt.engine.logits_processors import Rules
 
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
 class Sequence:
     """The state of one request.
 
-    While it runs, it has a slot, and what changes with each step is in the arrays of `HostSlots`; the properties here read it
-    there. After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the
-    device has the next token of the slot, and the host reads each step's tokens later. Until then, the host knows bounds.
+    While it runs, it has a slot. Once it decodes, what changes with each step is in the arrays of `HostSlots`, and the properties
+    here read it there. After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From
+    then on, the device has the next token of the slot, and the host reads each step's tokens later. Until then, it knows bounds.
 
     Args:
         final_len: tokens at its end, at most.
@@ -37,11 +36,15 @@ class Sequence:
     rules: "Rules | None" = None
     constraint: TokenConstraint | None = None
     slot: int = -1  # its row of the table of slots while it runs; −1: none
-    slots: HostSlots | None = None
+    slots: HostSlots | None = None  # whose arrays have it; None: it does not decode
     leads: bool = False  # whether the others of its group wait until its prompt is computed
     rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
     num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
     prefill_len: int = 0  # tokens known at the admission
+    num_sent: int = -1  # number of its pages that the device knows, before it decodes; −1: it does not know the sequence
+    registered: int = 0  # number of its pages that are in the prefix cache, before it decodes; `NEVER`: none ever will be
+    most_new: int = 1  # the most tokens that a step yields
+    needs: tuple[int, int, int] = (0, -1, 0)  # of its draws: `HostSlots.flags`, `num_top`, `rules_until`
     unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
     # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
     # number of prompt tokens whose logits are.
@@ -53,7 +56,8 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that the caller has not got
     scores: list[TokenLogprobs] | None = None  # of the prompt, until the caller gets them; None: it does not ask
     logits: list[Tensor] = field(default_factory=list)  # of all tokens, with `logits_only`
-    _tokens: np.ndarray = field(init=False)  # int32, while it has no slot
+    _pages: list[int] = field(init=False, default_factory=list)  # before it decodes
+    _tokens: np.ndarray = field(init=False)  # int32, while it does not decode
     _times: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
@@ -108,9 +112,21 @@ class Sequence:
         return self.slots.times[self.slot, self.prompt_len : self.slots.lengths[self.slot]]
 
     @property
-    def pages(self) -> np.ndarray:
+    def pages(self) -> list[int] | np.ndarray:
         """Its KV pages."""
-        return _NO_PAGES if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
+        return self._pages if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
+
+    @property
+    def num_registered(self) -> int:
+        """Number of its pages that are in the prefix cache."""
+        return self.registered if self.slots is None else int(self.slots.num_registered[self.slot])
+
+    @num_registered.setter
+    def num_registered(self, count: int) -> None:
+        if self.slots is None:
+            self.registered = count
+        else:
+            self.slots.num_registered[self.slot] = count
 
     @property
     def prefills(self) -> bool:
@@ -128,16 +144,29 @@ class Sequence:
         return self.slot >= 0 or len(self._tokens) > self.prompt_len or self.num_scored >= self.request.num_unscored
 
     def take_slot(self, slots: HostSlots, pages: list[int]) -> None:
-        """Go on in a free slot."""
-        self.slot, self.slots = slots.take(self, pages), slots
+        """Run in a free slot, with these pages."""
+        self.slot, self._pages, self.num_sent = slots.reserve(self), pages, -1
 
-    def leave_slot(self) -> None:
+    def decode(self, slots: HostSlots) -> None:
+        """Go on in the arrays."""
+        slots.join(self)
+        self.slots = slots
+
+    def add_pages(self, pages: list[int]) -> None:
+        if self.slots is None:
+            self._pages += pages
+        else:
+            count = int(self.slots.num_pages[self.slot])
+            self.slots.page_tables[self.slot, count : count + len(pages)] = pages
+            self.slots.num_pages[self.slot] = count + len(pages)
+
+    def leave_slot(self, slots: HostSlots) -> None:
         """Keep what the host knows, and free the slot. Its pages are the caller's to release."""
         if self.slots is not None:
             self._tokens, self._times = self.tokens.copy(), self.times.copy()
-            self.unread_steps = int(self.slots.steps[self.slot])
-            self.slots.release(self.slot)
-            self.slot, self.slots = -1, None
+            self.unread_steps = int(slots.steps[self.slot])
+        slots.release(self.slot)
+        self.slot, self.slots, self._pages, self.registered = -1, None, [], 0
 
     def append(self, tokens: list[int], now: float) -> tuple[int, Reason]:
         """`HostSlots.extend`, for a step that it was in before it was preempted."""

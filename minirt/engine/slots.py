@@ -1,6 +1,7 @@
-"""`HostSlots`: the host's columns of the table of slots. What is the same for all running sequences is done on its arrays.
+"""`HostSlots`: the host's columns of the table of slots. What is the same for all sequences that decode is done on its arrays.
 
-The host knows the tokens of steps that it has read, and bounds of what the steps in flight yield.
+The host knows the tokens of steps that it has read, and bounds of what the steps in flight yield. A sequence has a slot while it
+runs, and is in the arrays once its prompt is computed: until then, its object is faster, and the first token waits for it.
 """
 
 from enum import IntEnum
@@ -42,7 +43,7 @@ class HostSlots:
         steps, unread: steps that were started and yield tokens which the host has not read; the most tokens that these yield.
         prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
         page_tables, num_pages: [S, P] KV pages, and their number.
-        num_sent: number of pages that the device knows; −1: it does not know the sequence.
+        num_sent: number of pages that the device knows.
         num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
         most_new: the most tokens that a step yields.
         flags, num_top, rules_until: what its draws need (`planning.py`).
@@ -68,32 +69,34 @@ class HostSlots:
         self.epochs += 1
         self.free = list(range(len(self.sequences)))[::-1]
 
-    def take(self, sequence: "Sequence", pages: list[int]) -> int:
-        """A free slot for a sequence that holds these pages. The caller has checked that there is one."""
+    def reserve(self, sequence: "Sequence") -> int:
+        """A free slot for a sequence. The caller has checked that there is one."""
         slot = self.free.pop()
-        count, ends = len(sequence.tokens), sequence.ends
+        self.sequences[slot] = sequence
+        return slot
+
+    def join(self, sequence: "Sequence") -> None:
+        """Write what the host knows of a sequence to the arrays, once all its known tokens are computed or in a step."""
+        slot, count, ends, pages = sequence.slot, len(sequence.tokens), sequence.ends, sequence.pages
         if len(ends) > self.ends.shape[1]:
             wider = np.full((len(self.ends), len(ends)), -1, np.int32)
             wider[:, : self.ends.shape[1]] = self.ends
             self.ends = wider
         self.ends[slot, : len(ends)], self.ends[slot, len(ends) :] = ends, -1
         self.tokens[slot, :count], self.lengths[slot] = sequence.tokens, count
-        self.times[slot, sequence.prompt_len : count] = sequence.times
+        if len(sequence.times):
+            self.times[slot, sequence.prompt_len : count] = sequence.times
         self.steps[slot] = self.unread[slot] = 0
         self.prompt_lens[slot], self.final_lens[slot] = sequence.prompt_len, sequence.final_len
-        self.page_tables[slot, : len(pages)], self.num_pages[slot], self.num_sent[slot] = pages, len(pages), -1
-        self.watched[slot], self.sequences[slot] = sequence.watched, sequence
-        return slot
+        self.page_tables[slot, : len(pages)], self.num_pages[slot] = pages, len(pages)
+        self.num_sent[slot], self.num_registered[slot] = sequence.num_sent, sequence.num_registered
+        self.flags[slot], self.num_top[slot], self.rules_until[slot] = sequence.needs
+        self.most_new[slot], self.watched[slot] = sequence.most_new, sequence.watched
 
     def release(self, slot: int) -> None:
         self.sequences[slot] = None
         self.epochs[slot] += 1
         self.free.append(slot)
-
-    def append_pages(self, slot: int, pages: list[int]) -> None:
-        count = int(self.num_pages[slot])
-        self.page_tables[slot, count : count + len(pages)] = pages
-        self.num_pages[slot] = count + len(pages)
 
     def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens of a step.

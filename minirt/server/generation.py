@@ -88,7 +88,6 @@ class Generation:
         count = len(piece.token_ids)
         times = stream.completion.token_times_s
         now, between = times[-1], count
-        metrics.generation_tokens += count
         if not choice.last_time:
             choice.last_time, between = times[0], count - 1
             metrics.time_to_first_token.observe(times[0])

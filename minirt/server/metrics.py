@@ -70,6 +70,8 @@ class Metrics:
     def exposition(self, engine: EngineStats | None) -> bytes:
         """All metrics as text. Without the engine's state, those that it knows are left out."""
         self._engine = engine
+        if engine is not None:  # the front hears of the tokens of requests that are not streamed when they end
+            self.generation_tokens = engine.generation_tokens
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:

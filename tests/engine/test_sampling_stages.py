@@ -238,9 +238,11 @@ def test_a_slot_that_comes_back_is_filled_anew():
             planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
             work = Work(planned, slots.epochs[[slot]], [(0, sequence)] if first else [])
             result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
-            slots.num_sent[slot] = 3
+            if first:
+                sequence.num_sent = 3
+                sequence.decode(slots)
             slots.extend(planned.slots, result.counts, result.tokens, 0.0)
-        sequence.leave_slot()
+        sequence.leave_slot(slots)
     expected = list[int]()
     for _ in range(8):
         x = torch.arange(VOCAB).float()

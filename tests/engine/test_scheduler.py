@@ -275,6 +275,7 @@ def test_prompts_leave_time_to_those_that_decode(context_s):
         assert seconds <= 20e-3
         assert (own.starts < 0).any() or not prompts, "a test of steps beside others"
     assert len(plans) > 360 / 20
+    assert it.stats.generation_tokens == sum(map(len, watched.tokens.values()))
     assert watched.tokens[0] == undisturbed([60, 61], 60, EOS)
     assert all(watched.tokens[i + 1] == undisturbed([70 + i] * 120, 4, EOS) for i in range(3))
 
@@ -307,7 +308,9 @@ def test_few_sequences_and_many_are_extended_alike(data):
     for i in range(6):
         own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
         for slots in (alone, together):
-            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
+            one = Sequence(own.request, own.final_len, own.ends)
+            one.take_slot(slots, [])
+            one.decode(slots)
     every = np.arange(6)
     for _ in range(4):
         counts = np.array([draw.randrange(4) for _ in every])
