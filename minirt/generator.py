@@ -220,7 +220,7 @@ class Generator:
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
-        return Completions(call, self._run(call, final_only=True))
+        return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
     @_check_names
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
