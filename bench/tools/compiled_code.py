@@ -126,7 +126,7 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
 
 
 def _launch_model(name: str, cc: int, lists: _Lists) -> None:
-    """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with one layer of the model."""
+    """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with the first layers of the model."""
     import torch
 
     from minirt.engine.limits import EngineLimits
@@ -143,7 +143,7 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     gpu, cpu = AbsentGPU(f"sm_{cc}", 1 << 40, divmod(cc, 10)), torch.device("cpu")
     options = LoadOptions(model=preset, quantization=quantization or None, kv_cache_dtype=kv_dtype or "auto", random_weights=True)
     found = load.find(preset, None, need_weights=False)
-    found = found._replace(config=replace(found.config, num_layers=1))
+    found = found._replace(config=replace(found.config, num_layers=_fewest_layers(found.config)))
     model = load.build(options, found, None, gpu)
     model.device = gpu  # type: ignore[assignment]  # for the plan
     model.dtype = pick_dtype("bfloat16", found.config, cpu)
@@ -176,6 +176,22 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
         row_maxima = runner._static(bucket)[1].row_maxima
         if row_maxima is not None:
             runner._sample(SamplingParams(temperature=0.0), row_maxima.values[:1])
+
+
+def _fewest_layers(config: Any) -> int:
+    """How many of a model's first layers launch all that its layers launch: one, unless they differ."""
+    import torch
+
+    from minirt import models
+    from minirt.layers import LayerContext
+
+    context, seen, number = LayerContext(0, torch.device("meta")), set(), 1
+    for layer in models.build(config):
+        layer.context = context  # else no two layers have equal keys
+        if layer.compile_key() not in seen and (match := re.match(r"layers\.(\d+)\.", layer.name)):
+            number = int(match[1]) + 1
+        seen.add(layer.compile_key())
+    return number
 
 
 def _import_from(folder: str | None) -> None:
