@@ -37,7 +37,7 @@ _STORED_FORMATS = {
 }  # fmt: skip
 # Several runs, because torch.compile takes seconds for each shape.
 _KERNELS = {
-    "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
+    "rows": ("embedding", "*norm", "norm_residual", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
     "attention": ("attention_*",),
     "linears": ("qkv*", "o", "o.fp8", "o.fp8_blocks", "o.int4", "gate_up*", "down*", "lm_head*"),
     "mlp": ("mlp*",),
@@ -80,6 +80,7 @@ def _runs() -> dict[str, list[str]]:
     for name, kernels in _KERNELS.items():
         runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
     runs["kernels-experts"] = ["bench", "kernels", "experts*", "--model", "Qwen3-30B-A3B"]
+    runs["kernels-gated-delta"] = ["bench", "kernels", "gated_delta_*", "--model", "Qwen3.5-27B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
     others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
     linears = _KERNELS["linears"]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minirt.errors import InputError
 from minirt.processor import Call
 from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange
@@ -99,6 +100,9 @@ def render(front: Front, conversation: Conversation) -> Prompt:
     """The prompt of a conversation. Not for the event loop's thread."""
     processor, _ = front.check_ready()
     tokenizer, own = processor.text(), conversation
+    if not tokenizer.has_chat_template:
+        checked_messages(own.messages)
+        raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
     limit = None if own.truncates else processor.limit(None)
     text = tokenizer.render_chat(
         own.messages, tools=[tool.value for tool in own.tools] or None, add_generation_prompt=own.opens_answer,

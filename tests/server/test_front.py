@@ -417,6 +417,20 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     run(scenario, max_body_size=1024)
 
 
+def test_a_conversation_without_a_chat_template_names_the_other_endpoint():
+    """And no path of the server's disk."""
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"))
+        status, _, body = await answer(reader)
+        assert status == 400
+        assert json.loads(body)["error"]["message"] == (
+            "messages: the model has no chat template (send a prompt to /v1/completions)"
+        )
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("path", "fields"), [
     (PATH, {"prompt": ["a"] * 500, "max_tokens": -2}), (PATH, {"prompt": "a", "bad_words": ["xy"] * 500, "n": 0}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 50}),
