@@ -119,7 +119,7 @@ def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, C):
 def _rotate(lower, upper, norm_ptr, rope, position, scales_ptr, C):
     """RMSNorm (if norm_ptr is given, or all heads are normalized), rotary embedding and a scale (if scales_ptr is given).
 
-    Of heads at a position [M, 1], given as the channels of pairs [M, D/2].
+    lower, upper: [M, D/2], the first and second half of the channels of M heads; position: [M, 1].
     """
     dtype: tl.constexpr = lower.dtype
     R: tl.constexpr = C.R

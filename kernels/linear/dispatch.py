@@ -163,7 +163,7 @@ def norm_linear(
     receives the largest fp32 value of each row in each tile; its width must be `row_maxima_tiles` for T rows. With `pdl`, the
     kernels overlap with the kernel before them in the stream (sm_90 and later).
 
-    Of an LM head, `multiplier` is a factor of the logits y, and `softcap`, unless 0, makes softcap · tanh(y / softcap) of them.
+    For an LM head: the logits are multiplied by `multiplier`, then bounded by softcap · tanh(y / softcap), unless `softcap` is 0.
     """
     epilogue = Epilogue(scale, None, bias)
     if multiplier != 1.0 or softcap != 0.0:

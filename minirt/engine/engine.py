@@ -46,8 +46,12 @@ class _InFlight(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Whose tokens of a step were read: slots and numbers of draws [N], whether the draws were usable [N]; and for each sequence
-    of the step, whether it still has its slot [B]."""
+    """What the host has read of a step of B sequences, of which N still have their slot and drew tokens.
+
+    Args:
+        slots, draws, usable: [N], the slot, the number of draws, and whether the sampler could draw (no −1).
+        same: [B], whether a sequence still has the slot that it had when the step was started.
+    """
 
     slots: list[int] | np.ndarray
     draws: list[int] | np.ndarray

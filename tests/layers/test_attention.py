@@ -145,7 +145,7 @@ def test_eager_equals_the_formula(name, heads, kv_heads, head_dim):
     assert worst_error("eager", heads, kv_heads, head_dim, OWN[name]) < 1e-5
 
 
-# Of the settings that kernels have; each head size with another one.
+# Settings that the kernels compute; among them is every head size.
 TRITON = [
     ("linear", 6, 2, 64), ("linear", 7, 1, 64), ("scale", 3, 3, 128), ("no rope", 6, 2, 64), ("partial rope", 3, 3, 256),
     ("factors of q", 7, 1, 64), ("QK-norm", 4, 2, 80), ("QK-norm without weights", 6, 2, 64), ("gate", 3, 3, 96),
