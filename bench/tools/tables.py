@@ -726,12 +726,13 @@ def telling(kernel: str) -> Telling:
 def kernels_table(records: Records) -> str:
     """A table with a row for each kernel at two points, then a summary over all points against each alternative."""
     rows = _points(records)
-    own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
+    models = {row["kernel"]: row["model"] for row in rows} | {row["kernel"]: _MODEL for row in rows if row["model"] == _MODEL}
+    shown = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == models[row["kernel"]]}
     cells = []
-    for kernel in dict.fromkeys(row["kernel"] for row in rows if row["model"] == _MODEL):
-        cells.append([f"`{kernel}`"])
+    for kernel, model in models.items():
+        cells.append([f"`{kernel}`" + ("" if model == _MODEL else f", {model}")])
         for tokens, context in telling(kernel):
-            cells[-1] += _kernel(own.get((kernel, tokens, context)))
+            cells[-1] += _kernel(shown.get((kernel, tokens, context)))
     point = ["tokens", "µs", "% of limit", "speedups"]
     parts = [table([f"kernel, {_MODEL}", *point, *point], cells)] if cells else []
     return "\n\n".join([*parts, _summary(rows)])
@@ -1041,7 +1042,7 @@ BLOCKS = {
     "kernels": Block(
         tuple(
             f"h200-kernels-{name}"
-            for name in ("rows", "linears", "mlp", "attention", "experts", "gemm", "others-attention", "others")
+            for name in ("rows", "linears", "mlp", "attention", "experts", "gated-delta", "gemm", "others-attention", "others")
         ),
         kernels_table, _KERNELS,
         "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
