@@ -27,7 +27,8 @@ LOGPROBS = 5  # number of most probable tokens to list for each token; −1: no 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 6, 7, 8, 9  # fp32, int32, fp32, fp32; as in `SamplingBatch`
 SEED = 10  # two words, low half first
 RULED = 12  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
-NEXT_TOKENS = 13  # the first of its next tokens; drafts follow
+MATCHED = 13  # what its drafts rest on: the length of an n-gram match, or another measure; 0: it has no drafts
+NEXT_TOKENS = 14  # the first of its next tokens; drafts follow
 
 
 class Columns(NamedTuple):

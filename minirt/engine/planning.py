@@ -105,7 +105,7 @@ def _admission(sequence: Sequence, cached: int, vocab: int) -> Edit:
     # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
     temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
     words = struct.pack(
-        "=6i f i 2f Q i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
-        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None,
+        "=6i f i 2f Q 2i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
+        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
     return Edit(sequence.slot, 0, np.frombuffer(words, np.int32))
