@@ -13,7 +13,7 @@ from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, row_block
-from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots
 
 _PENALTIES, _ALLOWED, _HISTORY = tl.constexpr(PENALTIES), tl.constexpr(ALLOWED), tl.constexpr(HISTORY)
 _ENTRIES = 128  # of a list that one program handles
@@ -29,6 +29,16 @@ def _masked(x, v, inside, mask_ptr):
 
 
 @triton.jit
+def _count(counts_ptr, slot, v, inside, V, drafts_ptr, num_drafts_ptr, STRIDE, HAS_DRAFTS: tl.constexpr):
+    """The counts of tokens v, with the drafts before row program_id(1) counted as generated."""
+    count = tl.load(counts_ptr + slot.to(tl.int64) * V + v, mask=inside, other=0)
+    if HAS_DRAFTS:
+        for i in range(tl.load(num_drafts_ptr + tl.program_id(1))):
+            count += 2 * (v == tl.load(drafts_ptr + slot.to(tl.int64) * STRIDE + i)).to(tl.int32)
+    return count
+
+
+@triton.jit
 def _penalized(x, count, penalties_ptr, slot):
     """`x` after the penalties for tokens with these counts. Launches must not fuse products and sums, as PyTorch does not."""
     presence, frequency = tl.load(penalties_ptr + 4 * slot), tl.load(penalties_ptr + 4 * slot + 1)
@@ -40,10 +50,10 @@ def _penalized(x, count, penalties_ptr, slot):
 
 
 @prepared
-@triton.jit
+@triton.jit(do_not_specialize=["STRIDE"], do_not_specialize_on_alignment=["drafts_ptr"])
 def _process_kernel(
-    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, V, WORDS,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, drafts_ptr, num_drafts_ptr, V,
+    WORDS, STRIDE, HAS_MASK: tl.constexpr, HAS_DRAFTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Masks and penalties for all tokens of a block of a row."""
     b = tl.program_id(1)
@@ -56,16 +66,16 @@ def _process_kernel(
         if (flags & _ALLOWED) != 0:
             x = _masked(x, v, valid, allowed_ptr + slot.to(tl.int64) * WORDS)
         if (flags & _PENALTIES) != 0:
-            count = tl.load(counts_ptr + slot.to(tl.int64) * V + v, mask=valid, other=0)
+            count = _count(counts_ptr, slot, v, valid, V, drafts_ptr, num_drafts_ptr, STRIDE, HAS_DRAFTS)
             x = _penalized(x, count, penalties_ptr, slot)
     tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=valid)
 
 
 @prepared
-@triton.jit
+@triton.jit(do_not_specialize=["STRIDE"], do_not_specialize_on_alignment=["drafts_ptr"])
 def _bias_kernel(
-    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, ids_ptr, biases_ptr, V, WORDS,
-    ROOM, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, drafts_ptr, num_drafts_ptr,
+    ids_ptr, biases_ptr, V, WORDS, STRIDE, ROOM, HAS_MASK: tl.constexpr, HAS_DRAFTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """All of stage 1 but bans, for the tokens that have a bias."""
     b, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -81,16 +91,16 @@ def _bias_kernel(
             x = _masked(x, v, inside, allowed_ptr + slot.to(tl.int64) * WORDS)
         x += tl.load(biases_ptr + slot.to(tl.int64) * ROOM + i, mask=inside, other=0.0)
         if (flags & _PENALTIES) != 0:
-            count = tl.load(counts_ptr + slot.to(tl.int64) * V + v, mask=inside, other=0)
+            count = _count(counts_ptr, slot, v, inside, V, drafts_ptr, num_drafts_ptr, STRIDE, HAS_DRAFTS)
             x = _penalized(x, count, penalties_ptr, slot)
         tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=inside)
 
 
 @prepared
-@triton.jit
+@triton.jit(do_not_specialize=["STRIDE"], do_not_specialize_on_alignment=["drafts_ptr"])
 def _ban_kernel(
-    out_ptr, slots_ptr, step_ptr, meta_ptr, bans_ptr, prefixes_ptr, history_ptr, V, ROOM, PREFIXES, HISTORY_LEN,
-    BLOCK: tl.constexpr
+    out_ptr, slots_ptr, step_ptr, meta_ptr, bans_ptr, prefixes_ptr, history_ptr, drafts_ptr, num_drafts_ptr, V, ROOM, PREFIXES,
+    HISTORY_LEN, STRIDE, HAS_DRAFTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Stores -inf for the tokens that are forbidden at this step."""
     b, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +115,14 @@ def _ban_kernel(
         for j in range(tl.max(tl.where(banned, length, 0), 0)):
             compared = banned & (j < length)
             wanted = tl.load(prefixes_ptr + slot.to(tl.int64) * PREFIXES + first + j, mask=compared, other=0)
-            found = tl.load(history_ptr + slot.to(tl.int64) * HISTORY_LEN + step - length + j, mask=compared, other=0)
+            place = step - length + j
+            if HAS_DRAFTS:  # they are not in the history
+                known = step - tl.load(num_drafts_ptr + b)
+                found = tl.load(history_ptr + slot.to(tl.int64) * HISTORY_LEN + place, mask=compared & (place < known), other=0)
+                draft_ptr = drafts_ptr + slot.to(tl.int64) * STRIDE + (place - known)
+                found = tl.where(place < known, found, tl.load(draft_ptr, mask=compared & (place >= known), other=0))
+            else:
+                found = tl.load(history_ptr + slot.to(tl.int64) * HISTORY_LEN + place, mask=compared, other=0)
             banned = banned & (wanted == found)
         minus_infinity = tl.full((BLOCK,), float("-inf"), tl.float32)
         tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
@@ -121,14 +138,14 @@ def _record_kernel(tokens_ptr, slots_ptr, step_ptr, meta_ptr, counts_ptr, histor
         flags = tl.load(meta_ptr + 4 * slot)
         if (flags & _PENALTIES) != 0:
             count_ptr = counts_ptr + slot.to(tl.int64) * V + token
-            tl.store(count_ptr, tl.load(count_ptr) + 2)
+            tl.atomic_add(count_ptr, 2, sem="relaxed")  # a step may draw a token of a sequence several times
         if (flags & _HISTORY) != 0:
             tl.store(history_ptr + slot.to(tl.int64) * HISTORY_LEN + tl.load(step_ptr + b), token.to(tl.int32))
 
 
 def process(
     logits: Tensor, out: Tensor, rows: Tensor, step: Tensor, slots: Slots, *, any_bias: bool, any_ban: bool,
-    mask: Tensor | None = None
+    mask: Tensor | None = None, drafts: Drafts | None = None
 ) -> Tensor:  # fmt: skip
     """Write the processed logits of `logits` [B, V] fp32 to `out` [B, V]. 1 launch, and 1 each for biases and bans.
 
@@ -137,6 +154,7 @@ def process(
         step: [B] int64: how many tokens were generated before.
         any_bias, any_ban: whether a slot of these rows has biases, or forbidden tokens.
         mask: [B, ceil(V / 32)] int32, a grammar's mask in the format of `Slots.allowed`.
+        drafts: those before the rows.
     Raises:
         InputError: a wrong shape, dtype or device.
     """
@@ -153,19 +171,21 @@ def process(
     if not B:
         return out
     # PyTorch rounds each product. Fused products and sums would differ in the last bit.
-    options = {"HAS_MASK": mask is not None, "enable_fp_fusion": False}
-    shared = (slots.meta, slots.penalties, slots.counts, slots.allowed, slots.meta if mask is None else mask)
-    _process_kernel[(cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, BLOCK=BLOCK_V, **options)
+    proposed = (slots.meta, slots.meta) if drafts is None else drafts
+    stride, some = proposed[0].stride(0), {"HAS_DRAFTS": drafts is not None}
+    options = {"HAS_MASK": mask is not None, "enable_fp_fusion": False, **some}
+    shared = (slots.meta, slots.penalties, slots.counts, slots.allowed, slots.meta if mask is None else mask, *proposed)
+    _process_kernel[(cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, stride, BLOCK=BLOCK_V, **options)
     if any_bias:
         room = slots.bias_ids.shape[1]
         _bias_kernel[(cdiv(room, _ENTRIES), B)](
-            logits, out, rows, *shared, slots.bias_ids, slots.biases, V, words, room, BLOCK=_ENTRIES, **options
+            logits, out, rows, *shared, slots.bias_ids, slots.biases, V, words, stride, room, BLOCK=_ENTRIES, **options
         )
     if any_ban:
         room = slots.bans.shape[1]
         lists = (slots.bans, slots.prefixes, slots.history)
-        sizes = (V, room, slots.prefixes.shape[1], slots.history.shape[1])
-        _ban_kernel[(cdiv(room, _ENTRIES), B)](out, rows, step, slots.meta, *lists, *sizes, BLOCK=_ENTRIES)
+        sizes = (V, room, slots.prefixes.shape[1], slots.history.shape[1], stride)
+        _ban_kernel[(cdiv(room, _ENTRIES), B)](out, rows, step, slots.meta, *lists, *proposed, *sizes, BLOCK=_ENTRIES, **some)
     return out
 
 

@@ -7,6 +7,18 @@ from torch import Tensor
 PENALTIES, ALLOWED, HISTORY = 1, 2, 4  # bits of a slot's flags: it has penalties, allowed tokens, a history of its tokens
 
 
+class Drafts(NamedTuple):
+    """Drafts before the rows of a step: a row draws the token after its sequence's tokens and so many drafts.
+
+    Args:
+        tokens: [S, D] int32 with any row stride: the drafts of each slot.
+        counts: [B] int32: how many of them come before each row.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+
+
 class Slots(NamedTuple):
     """The buffers of all S slots. Except for the first two they have no columns until a request needs them.
 

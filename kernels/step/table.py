@@ -102,6 +102,7 @@ class StepTensors(NamedTuple):
         draw_rows: [Q] int64, the rows of logits that tokens are drawn from.
         draw_slots: [Q] int32, the slot of each draw, if it has rules; −1 without, and for padding.
         draw_logprobs: [Q] int32; −1 for padding.
+        draw_drafts: [Q] int32, how many drafts of its sequence come before each draw; 0 for padding.
         temperature, top_k, top_p, min_p, seed, step: [Q], as in `SamplingBatch`.
     """
 
@@ -117,6 +118,7 @@ class StepTensors(NamedTuple):
     draw_rows: Tensor
     draw_slots: Tensor
     draw_logprobs: Tensor
+    draw_drafts: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -220,10 +222,11 @@ def derive(
     own, drawn = head[b], len(b)
     if drawn < Q:
         to.draw_rows[:] = np.arange(Q)
-        for target, padding in zip(to[to._fields.index("draw_slots") :], (-1, -1, 0, 0, 0, 0, 0, 0), strict=True):
+        for target, padding in zip(to[to._fields.index("draw_slots") :], (-1, -1, 0, 0, 0, 0, 0, 0, 0), strict=True):
             target[drawn:] = padding
     to.draw_rows[:drawn] = (logits.cumsum() - draws)[b] + offset
     to.draw_slots[:drawn], to.draw_logprobs[:drawn] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
+    to.draw_drafts[:drawn] = offset
     for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
         target.view(np.int32)[:drawn] = own[:, column]
     to.seed.view(np.int32).reshape(-1, 2)[:drawn] = own[:, SEED : SEED + 2]
@@ -246,7 +249,7 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
 
     Args:
         seq_lens: [B] int32, from `derive`.
-        drawn: [Q] int64, the tokens; −1: none could be drawn.
+        drawn: [Q] int64, the tokens; −1: none could be drawn. With drafts, those that no sequence yields become −1.
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
     words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
@@ -273,14 +276,17 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     count = np.where(going_on, np.minimum(lens - head[:, NUM_CACHED], draws), np.minimum(draws, 1))  # draws that are valid
     each = np.arange(1 + columns.drafts)
     inside = yields[:, None] & (each < count[:, None])
-    own = np.full(inside.shape, -1)
-    own[inside] = tokens[(first[:, None] + each)[inside]]
+    own, places = np.full(inside.shape, -1), first[:, None] + each
+    own[inside] = tokens[places[inside]]
     right = np.zeros_like(count)
     if columns.drafts:
         equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
         right = np.logical_and.accumulate(equal, 1).sum(1)
     token = own[np.arange(len(slots)), right]
-    to[:, 0], to[:, 1:] = (right + 1) * yields, own * (yields[:, None] & (each <= right[:, None]))
+    kept = yields[:, None] & (each <= right[:, None])
+    to[:, 0], to[:, 1:] = (right + 1) * yields, own * kept
+    if columns.drafts:
+        tokens[places[~kept & (each < (draws * (slots >= 0))[:, None])]] = -1
     cached, usable = lens - (count - 1 - right) * yields, ~yields | (token >= 0)
     moved, drew = live & usable, yields & usable
     words[slots[moved], NUM_CACHED] = cached[moved]

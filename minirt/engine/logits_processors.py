@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots
 from minirt.sampling_params import EffectiveSampling
 
 _ALWAYS = 2**31 - 1
@@ -170,8 +170,9 @@ class LogitsProcessors:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def process(
-        self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool
-    ) -> Tensor:
+        self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool,
+        drafts: Drafts | None = None
+    ) -> Tensor:  # fmt: skip
         """The processed logits [B, V] fp32 of `logits` [B, V], which stay as they are. Valid until the next call.
 
         Args:
@@ -179,6 +180,7 @@ class LogitsProcessors:
             step: [B] int64 on the device: how many tokens were generated before.
             mask: [B, ceil(V / 32)] int32, a grammar's mask: bit v mod 32 of word v div 32 is 1 if token v is allowed.
             any_bias, any_ban: whether a row has biases, or forbidden tokens; what nobody needs launches no work.
+            drafts: those before the rows, which count as generated tokens.
         """
         if self._triton:
             from minirt.kernels.sampling import process as kernels
@@ -187,12 +189,12 @@ class LogitsProcessors:
                 self._out = torch.empty(max(len(logits), self._num_slots), self._vocab, device=self._device)
             return kernels.process(
                 logits.to(torch.float32).contiguous(), self._out[: len(logits)], rows, step, self.slots,
-                any_bias=any_bias, any_ban=any_ban, mask=mask,
+                any_bias=any_bias, any_ban=any_ban, mask=mask, drafts=drafts,
             )  # fmt: skip
-        return process(logits, rows, step, self.slots, mask)
+        return process(logits, rows, step, self.slots, mask, drafts)
 
     def record(self, tokens: Tensor, rows: Tensor, step: Tensor) -> None:
-        """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1 is no token."""
+        """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1: none, or a token after a wrong draft."""
         if self._triton:
             from minirt.kernels.sampling import process as kernels
 
@@ -213,7 +215,9 @@ def _bitmask(allowed: Sequence[int], words: int) -> list[int]:
     return memoryview(bits).cast("i").tolist()
 
 
-def process(logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
+def process(
+    logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tensor | None = None, drafts: Drafts | None = None
+) -> Tensor:  # fmt: skip
     """The eager form of `LogitsProcessors.process`."""
     x = logits.to(torch.float32, copy=True)
     at, ruled = rows.clamp(min=0).long(), (rows >= 0).unsqueeze(1)
@@ -226,10 +230,13 @@ def process(logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tens
     entries = torch.arange(slots.biases.shape[1], device=x.device)
     inside = entries < meta[:, 1:2]
     x.scatter_add_(1, torch.where(inside, slots.bias_ids[at], 0).long(), torch.where(inside, slots.biases[at], 0.0))
-    x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1]), -torch.inf)
+    x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1], drafts), -torch.inf)
     if slots.counts.shape[1]:
         presence, frequency, repetition, _ = slots.penalties[at].unsqueeze(-1).unbind(1)
         counts = slots.counts[at]
+        if drafts is not None:
+            before = torch.arange(drafts.tokens.shape[1], device=x.device) < drafts.counts.unsqueeze(1)
+            counts.scatter_add_(1, torch.where(before, drafts.tokens[at], 0).long(), 2 * before.int())
         generated = counts >> 1
         y = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
         y = y - frequency * generated - torch.where(generated > 0, presence, 0.0)
@@ -237,7 +244,7 @@ def process(logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tens
     return x
 
 
-def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int) -> Tensor:
+def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int, drafts: Drafts | None) -> Tensor:
     """[B, V] bool: the tokens that are forbidden at this step."""
     token, until, first, length = slots.bans[at].long().unbind(-1)
     banned = (torch.arange(token.shape[1], device=at.device) < count) & (step < until) & (length <= step)
@@ -245,7 +252,12 @@ def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int) -
         prefixes, history = slots.prefixes[at], slots.history[at]
         for j in range(int(torch.where(banned, length, 0).max()) if banned.numel() else 0):
             wanted = prefixes.gather(1, (first + j).clamp(max=prefixes.shape[1] - 1))
-            found = history.gather(1, (step - length + j).clamp(0, history.shape[1] - 1))
+            place = step - length + j
+            found = history.gather(1, place.clamp(0, history.shape[1] - 1))
+            if drafts is not None:  # they are not in the history
+                after = place - (step - drafts.counts.unsqueeze(1))
+                proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
+                found = torch.where(after < 0, found, proposed)
             banned &= (j >= length) | (wanted == found)
     ids = torch.where(banned, token, 0)
     return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0

@@ -197,8 +197,10 @@ class Runner:
             logits, row_maxima = logits.index_select(0, tensors.draw_rows), None
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if plan.num_draws:
-            drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan)
+            drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
         result = self._buffers.commit(tensors, drawn)
+        if plan.sampling.any_rules:
+            self._stages.record(drawn, tensors)
         if self._proposer is not None:
             self._proposer.propose(self._buffers.table, self.columns, self._buffers.rows(len(tensors.seq_lens)))
         result = self._buffers.to_host(result[: len(plan.sequences)])

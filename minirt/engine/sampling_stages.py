@@ -16,6 +16,7 @@ from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
 from minirt.engine.sampler import SamplingBatch, sample
+from minirt.kernels.sampling.slots import Drafts
 from minirt.kernels.step.table import StepTensors
 from minirt.step.plan import SlotRules, StepPlan
 
@@ -80,13 +81,14 @@ class SamplingStages:
             self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
 
     def draw(
-        self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan
+        self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan, proposed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Draw a token from each row of `logits` [Q, V].
 
         Args:
             row_maxima: see `sample`.
             step: the step's tensors, of Q draws.
+            proposed: [S, drafts] int32, the drafts of each slot; None: there are none.
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
         """
@@ -98,8 +100,10 @@ class SamplingStages:
             self._masks.send(count)
             mask = self._masks.device[:count]
         if own.any_rules or mask is not None:
-            flags = {"any_bias": own.any_bias, "any_ban": own.any_ban}
-            logits = self._processors.process(logits, step.draw_slots, step.step, mask, **flags)
+            drafts = None if proposed is None else Drafts(proposed, step.draw_drafts)
+            logits = self._processors.process(
+                logits, step.draw_slots, step.step, mask, any_bias=own.any_bias, any_ban=own.any_ban, drafts=drafts
+            )
             row_maxima = None
         batch = SamplingBatch(
             step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, own.all_greedy, own.any_top_k,
@@ -111,9 +115,11 @@ class SamplingStages:
                 raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace
             )
             packed = self._packed_to_host(packed)
-        if own.any_rules:
-            self._processors.record(tokens, step.draw_slots, step.step)
         return tokens, packed
+
+    def record(self, tokens: Tensor, step: StepTensors) -> None:
+        """Count the tokens of a step whose sequences have rules. After `commit`, which says which drawn tokens count."""
+        self._processors.record(tokens, step.draw_slots, step.step)
 
     def score(self, logits: Tensor, plan: StepPlan) -> list[ScoredRows]:
         """What the rows of logits [R, V] give that are for callers."""
@@ -144,7 +150,8 @@ class SamplingStages:
         row, step = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in (torch.int32, torch.int64))
         mask = torch.zeros(1, -(-self._vocab // 32), dtype=torch.int32, device=self._device)
         for masked in VARIANTS:
-            processors.process(logits, row, step, mask if masked else None, any_bias=True, any_ban=True)
+            own = {"mask": mask if masked else None, "drafts": Drafts(row.view(1, 1), row) if self._limits.max_drafts else None}
+            processors.process(logits, row, step, any_bias=True, any_ban=True, **own)
         processors.record(step, row, step)
         token_logprobs(logits, step, row, 1)
 

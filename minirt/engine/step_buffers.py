@@ -121,6 +121,12 @@ class StepBuffers:
         return Rows(slots, starts, counts, logits, draws, self._tokens.device)
 
     @property
+    def drafts(self) -> Tensor | None:
+        """[S, drafts] int32, the drafts of each slot; None: there are none."""
+        first = NEXT_TOKENS + 1
+        return self.table[:, first : first + self.columns.drafts] if self.columns.drafts else None
+
+    @property
     def logits_needed(self) -> Tensor:
         """[1] int32: whether a head that stores row maxima must write logits, too."""
         return self._message.device[1:2]
@@ -131,7 +137,7 @@ class StepBuffers:
 
     def _tensors_of(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         step, width = self._step, self.columns.pages
-        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 9))
+        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 10))
         tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
         parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
         return StepTensors(*parts)._replace(block_tables=tables)
@@ -193,6 +199,6 @@ def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, 
         zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
         zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
         zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
-        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
+        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
         zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64), zeros(draws, dtype=i64),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from minirt.engine.logprobs import MAX_TOP, columns, token_logprobs, unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels
+from minirt.kernels.sampling.slots import Drafts
 
 INF, ALL = math.inf, {"any_bias": True, "any_ban": True}
 
@@ -90,6 +91,49 @@ def test_a_row_does_not_depend_on_the_others(make, device):
     for i in range(11):
         alone = processors.process(logits[i : i + 1], rows[i : i + 1], step[i : i + 1], **ALL)
         assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_drafts_count_as_generated_tokens(impl, make, device):
+    """Rows behind drafts are as if the drafts had been drawn before: in counts, biases, and the words that they complete."""
+    V, drafts = 1031, torch.tensor([[3, 3, 7], [2, 1, 2], [5, 6, 5]], dtype=torch.int32)
+    rules = [
+        Rules(presence=0.3, frequency=0.7, repetition=1.7, bias={3: 2.0, 900: -1.0}, bad_words=((3, 3, 4), (9, 3, 3, 8))),
+        Rules(bad_words=((1, 2, 1), (2, 1, 2, 5), (2, 6)), min_tokens=4, end_ids=(11,)),
+        Rules(repetition=0.5, allowed=tuple(range(0, V, 5))),
+    ]
+    known = [[9], [4, 1], [5, 5, 5]]  # generated before
+    logits = make(4, V, dtype=torch.float32, scale=4.0)
+    processors = LogitsProcessors(3, V, 64, device, impl)
+    for slot, own in enumerate(rules):
+        processors.fill(slot, own, [1, 900], known[slot])
+    one_by_one = []
+    for slot in range(3):
+        row = torch.tensor([slot], dtype=torch.int32, device=device)
+        for j in range(4):
+            step = torch.tensor([len(known[slot]) + j], device=device)
+            one_by_one.append(processors.process(logits[j : j + 1], row, step, **ALL).clone())
+            if j < 3:
+                processors.record(drafts[slot, j : j + 1].long().to(device), row, step)
+        processors.fill(slot, rules[slot], [1, 900], known[slot])
+    rows, counts = torch.arange(3).repeat_interleave(4).int().to(device), torch.arange(4).repeat(3).int().to(device)
+    step = torch.tensor([len(known[slot]) + j for slot in range(3) for j in range(4)], device=device)
+    table = torch.full((3, 9), -7, dtype=torch.int32)  # a view of rows with other words around
+    table[:, 2:5] = drafts
+    own = Drafts(table.to(device)[:, 2:5], counts)
+    together = processors.process(logits.repeat(3, 1), rows, step, drafts=own, **ALL)
+    assert torch.equal(together, torch.cat(one_by_one))
+    assert not torch.equal(together[0], together[3]), "the drafts make a difference"
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_a_step_counts_a_token_as_often_as_it_is_drawn(impl, device):
+    """Several draws of a step belong to one slot; a load and a store for each would lose some of them."""
+    processors = LogitsProcessors(1, 33, 16, device, impl)
+    processors.fill(0, Rules(frequency=1.0), [], [])
+    rows, step = torch.zeros(5, dtype=torch.int32, device=device), torch.arange(5, device=device)
+    processors.record(torch.tensor([4, 4, -1, 4, 6], device=device), rows, step)
+    assert processors.slots.counts[0].tolist() == [0] * 4 + [6, 0, 2] + [0] * 26
 
 
 @pytest.mark.parametrize("V", [1, 20, 1031, 5000])

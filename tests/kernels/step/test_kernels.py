@@ -99,10 +99,16 @@ def check_step(case, garbage, device, **options):
             drawn += [*[*drafts, 77][:right], rng.choice((5, -1)), *drafts, 5][:draws]
     drawn = torch.tensor(drawn + [9] * (len(out.draw_rows) - len(drawn)), dtype=torch.int64)
     theirs = torch.full((B, 2 + columns.drafts), -77, dtype=torch.int32)
-    ours, own_words = theirs.clone().to(device), words.clone().to(device)
+    ours, own_words, own_drawn = theirs.clone().to(device), words.clone().to(device), drawn.clone().to(device)
     table.commit(words, columns, step, out.seq_lens, drawn, theirs)
-    kernels.commit(own_words, columns, on(device, step), out.seq_lens.to(device), drawn.to(device), ours)
+    kernels.commit(own_words, columns, on(device, step), out.seq_lens.to(device), own_drawn, ours)
     assert torch.equal(ours.cpu(), theirs)
+    assert torch.equal(own_drawn.cpu(), drawn)
+    if columns.drafts:  # what a sequence does not yield is no token for those who count
+        yielded = [token for count, *own in theirs.tolist() for token in own[:count]]
+        assert [token for token in drawn[: int((step.draws * (step.slots >= 0)).sum())].tolist() if token >= 0] == [
+            token for token in yielded if token >= 0
+        ]
     assert torch.equal(own_words.cpu(), words)
     if B == 65:
         assert set(theirs[:, 0].tolist()) >= {0, 1, 1 if case[3] else 1 + columns.drafts}
