@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
@@ -25,13 +26,28 @@ SMALL_LAYER = 50e6  # floating-point operations of a token: 4096 tokens at 1000 
 class Bucket(NamedTuple):
     """The sizes that one CUDA graph is captured for.
 
-    `tokens`: 0 for decode steps, in which each sequence has one token. `short`: no sequence, including its new tokens, is longer
-    than a KV split, so attention has no splits to combine.
+    `tokens`: 0 for decode steps. `short`: no sequence, including its new tokens, is longer than a KV split, so attention has no
+    splits to combine. `drafts`: of a decode step, for each sequence on average; 0: each sequence has one token.
     """
 
     seqs: int
     tokens: int = 0
     short: bool = False
+    drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens or self.seqs * (1 + self.drafts)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits."""
+        return min(self.tokens, self.seqs) if self.tokens else self.num_tokens
+
+    @property
+    def one_token(self) -> bool:
+        """Whether each sequence has one token."""
+        return not self.tokens and not self.drafts
 
 
 def batch_bucket(count: int) -> int:
@@ -87,8 +103,28 @@ class Buckets:
 
     @cached_property
     def max_seqs(self) -> int:
-        """Number of sequences of the largest bucket, which is also the maximum number of its rows that need logits."""
+        """Number of sequences of the largest bucket."""
         return batch_bucket(self.limits.max_num_seqs)
+
+    @cached_property
+    def max_logits(self) -> int:
+        """Rows of logits of the bucket that has most."""
+        return max(bucket.num_logits for bucket in self.all())
+
+    @cached_property
+    def _draft_sizes(self) -> dict[int, list[int]]:
+        """For each bucket of sequences, the numbers of drafts that have a CUDA graph."""
+        sizes, rows = draft_sizes(self.limits.max_drafts), self.limits.max_logits_rows
+        return {seqs: [size for size in sizes if seqs * (1 + size) <= rows] for seqs in {*self._batches}}
+
+    def drafting(self, seqs: int, tokens: int) -> Bucket | None:
+        """The bucket of a decode step of so many sequences with so many tokens together; None: there is none."""
+        if seqs > self.limits.max_num_seqs:
+            return None
+        own = self._batches[seqs]
+        if tokens <= seqs:
+            return Bucket(own)
+        return next((Bucket(own, drafts=k) for k in self._draft_sizes[own] if own * (1 + k) >= tokens), None)
 
     @cached_property
     def max_tokens(self) -> int:
@@ -99,17 +135,21 @@ class Buckets:
         """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""
         decode = {Bucket(seqs) for seqs in self._batches}
         prompts = {Bucket(seqs, tokens) for seqs in (1, self.max_seqs) for tokens in self._tokens}
+        decode |= {Bucket(seqs, drafts=size) for seqs, sizes in self._draft_sizes.items() for size in sizes}
         short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket.seqs, bucket.tokens)}
-        return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.seqs, b.short), reverse=True)
+        return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.num_tokens, b.seqs, b.short), reverse=True)
 
     def find(self, plan: StepPlan) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
         sequences, tokens = plan.sequences, plan.num_tokens
         if tokens == len(sequences) == plan.num_draws == plan.num_logits:
-            return _for_lengths(self._batches[len(sequences)], 0, plan)
+            return _for_lengths(Bucket(self._batches[len(sequences)]), plan)
+        if self.limits.max_drafts and plan.num_draws == plan.num_logits == tokens and sequences.starts.max() < 0:
+            bucket = self.drafting(len(sequences), tokens)
+            return None if bucket is None else _for_lengths(bucket, plan)
         if tokens > self.max_tokens or plan.scored or sequences.num_logits.max() > 1:
             return None
-        return _for_lengths(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens], plan)
+        return _for_lengths(Bucket(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens]), plan)
 
 
 def _has_short_graph(seqs: int, tokens: int) -> bool:
@@ -121,7 +161,7 @@ def _has_short_graph(seqs: int, tokens: int) -> bool:
     return seqs >= SHORT_SEQS if not tokens else seqs == 1 and tokens <= KV_SPLIT
 
 
-def _for_lengths(seqs: int, tokens: int, plan: StepPlan) -> Bucket:
-    """The bucket of these sizes, short if all sequences of the step are."""
-    short = _has_short_graph(seqs, tokens) and plan.sequences.seq_lens.max() <= KV_SPLIT
-    return Bucket(seqs, tokens, short)
+def _for_lengths(bucket: Bucket, plan: StepPlan) -> Bucket:
+    """The bucket, short if all sequences of the step are."""
+    short = _has_short_graph(bucket.seqs, bucket.tokens) and plan.sequences.seq_lens.max() <= KV_SPLIT
+    return bucket._replace(short=True) if short else bucket

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
+from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
 from minirt.engine.failures import no_token, out_of_memory, queue_full
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
+from minirt.engine.request import DraftStats, EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.engine.request_checks import RequestChecks, no_constraints
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step, StepResult
 from minirt.engine.scheduler import Scheduler, Work
@@ -89,6 +90,7 @@ class Engine:
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
         proposer: proposes drafts; `limits.max_drafts` becomes its own. None: there are none.
+        adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Engine:
         lookahead: int | None = None,
         constraints: TokenConstraints | None = None,
         proposer: Proposer | None = None,
+        adaptive_drafts: bool = True,
     ) -> None:
         self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
@@ -117,6 +120,10 @@ class Engine:
             proposer=proposer,
         )  # fmt: skip
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
+        self._step_times = OnlineStepTimes() if adaptive_drafts and device.type != "cuda" else None
+        self._adaptive_drafts = adaptive_drafts
+        self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times) if limits.max_drafts else None
+        self._scheduler.draft_lengths = self._drafts
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
@@ -155,6 +162,7 @@ class Engine:
         return EngineStats(
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
             cached.queries if cached else 0, cached.hits if cached else 0, self._num_generated,
+            DraftStats() if self._drafts is None else self._drafts.stats,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -174,6 +182,8 @@ class Engine:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
         self._scheduler.prompt_time = self._runner.prompt_time
+        if self._drafts is not None and self._adaptive_drafts and self._runner.step_times is not None:
+            self._drafts.times = self._runner.step_times
 
     def observe(self, observer: Observer | None) -> None:
         """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""
@@ -295,6 +305,7 @@ class Engine:
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
         """
+        began = time.perf_counter()
         plan = plan_step(work, self._scheduler.slots, self._runner.columns, self._vocab_size)
         try:
             step = self._runner.start(plan)
@@ -305,6 +316,8 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             return str(error)
+        if self._step_times is not None and self._drafts is not None and not work.prompts and not plan.sampling.masked:
+            self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)
         self._in_flight.append(_InFlight(step, work))
         self._scheduler.relax_limit()
@@ -335,6 +348,12 @@ class Engine:
         Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
         """
         result, work = ended.step.result(), ended.work
+        if self._drafts is not None and result.proposed is not None:
+            planned = work.planned
+            known = (self._scheduler.slots.epochs[planned.slots] == work.epochs) & (planned.num_draws > 0)
+            self._drafts.read(
+                planned.slots[known], planned.num_draws[known], result.counts[known], result.tokens[known], result.proposed[known]
+            )
         outputs = self._collect_scores(result, work) if result.scored else []
         drawn = self._collect_tokens(result, work, outputs)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
@@ -409,9 +428,11 @@ class Engine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.logprobs:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
+        drafts = sequence.num_drafts if self._drafts is not None and reason != Reason.RUNS else (0, 0)
         output = TokenOutput(
-            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times
-        )
+            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
+            num_draft_tokens=drafts[0], num_accepted_tokens=drafts[1],
+        )  # fmt: skip
         if sequence.queue_time_s is None:
             return output
         # The first output of the request, and the only one with these.
@@ -425,6 +446,7 @@ class Engine:
         if sequence is None or self._requests.get(sequence.id) is not sequence:
             return None
         tokens = result.tokens[row, : result.counts[row]].tolist()
+        sequence.drafted = sequence.drafted[0] + len(tokens) - 1, sequence.drafted[1] + len(tokens) - 1
         count, reason = sequence.append(tokens, now)
         self._num_generated += count
         if not sequence.watched and reason == Reason.RUNS:

@@ -8,7 +8,7 @@ from minirt.kernels.attention.limits import KV_SPLIT
 
 # The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
-MAX_LOGITS_ROWS = 256  # rows of logits of a step, unless more sequences run at once
+MAX_LOGITS_ROWS = 256  # rows of logits of a step, those of drafts included, unless more sequences run at once
 MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
 MAX_STEP_MS = 60.0  # the default time of the prompt tokens of a step beside decoding sequences
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
@@ -38,7 +38,7 @@ class EngineLimits:
     @property
     def max_logits_rows(self) -> int:
         """Rows of logits of the largest step."""
-        return max(self.max_num_seqs * (1 + self.max_drafts), MAX_LOGITS_ROWS)
+        return max(self.max_num_seqs, MAX_LOGITS_ROWS)
 
 
 def max_splits(count: int, max_seq_len: int, capacity: int) -> int:

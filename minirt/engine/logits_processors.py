@@ -194,7 +194,7 @@ class LogitsProcessors:
         return process(logits, rows, step, self.slots, mask, drafts)
 
     def record(self, tokens: Tensor, rows: Tensor, step: Tensor) -> None:
-        """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1: none, or a token after a wrong draft."""
+        """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1: no token."""
         if self._triton:
             from minirt.kernels.sampling import process as kernels
 

@@ -77,7 +77,8 @@ class TokenOutput(NamedTuple):
     output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
     long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
     with `logits_only`, whose only output has no token. `times`: the `time.perf_counter` at which each token was known, of a
-    request with `final_only`.
+    request with `final_only`. `num_draft_tokens`, `num_accepted_tokens`: with the last output, how many drafts were verified for
+    the request, and how many of them were right.
     """
 
     request_id: int
@@ -90,6 +91,23 @@ class TokenOutput(NamedTuple):
     queue_time_s: float | None = None
     logits: Any = None  # a Tensor; messages between processes are read without torch
     times: tuple[float, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class DraftStats(NamedTuple):
+    """Counters of drafts.
+
+    Args:
+        num_drafts: how often drafts of a sequence were verified.
+        num_draft_tokens, num_accepted_tokens: drafts that were verified, and that were right.
+        num_accepted_per_position: of these, the first, second, … draft of a step.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: tuple[int, ...] = ()
 
 
 class EngineStats(NamedTuple):
@@ -101,6 +119,7 @@ class EngineStats(NamedTuple):
         num_preemptions: how often a running request lost its pages to another one.
         prefix_cache_queries, prefix_cache_hits: see `PrefixCacheStats`.
         generation_tokens: generated tokens, those of requests that still run included.
+        drafts: counters of speculative decoding; zeros without it.
     """
 
     num_running: int
@@ -110,3 +129,4 @@ class EngineStats(NamedTuple):
     prefix_cache_queries: int
     prefix_cache_hits: int
     generation_tokens: int = 0
+    drafts: DraftStats = DraftStats()

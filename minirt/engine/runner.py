@@ -4,6 +4,7 @@ On a GPU nothing here waits: a step is queued behind the previous step, and goes
 The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
 _MEASURED_TOKENS = 2048  # of a prompt at warm-up
+_REPLAYS = 3  # of each CUDA graph of a decode step, to measure it
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -45,15 +47,20 @@ ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 class Proposer(Protocol):
     """Proposes drafts: tokens that may follow a slot's next token. They are verified in the next step.
 
-    `max_drafts`: the most for a slot. `needs_history`: whether rows of the table have all tokens of their sequences.
+    `max_drafts`: the most for a slot, up to `kernels.attention.limits.MAX_DRAFTS`. `needs_history`: whether rows of the table
+    have all tokens of their sequences.
     """
 
     max_drafts: int
     needs_history: bool
 
     def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
-        """After the commit of a step: write drafts of its sequences to the table, and their number, with the next token, to
-        NUM_NEXT, unless that is 0 (the sequence yields no more tokens). Does not wait for the device."""
+        """After the commit of a step: propose for its sequences, unless NUM_NEXT of their row of the table is 0 (the sequence
+        yields no more tokens).
+
+        Write drafts behind the next token (NEXT_TOKENS + 1 …), their number, with the next token, to NUM_NEXT, and to MATCHED a
+        positive number if there are any, else 0. Does not wait for the device. `kernels/step/table.py` describes a row.
+        """
 
 
 class StepResult(NamedTuple):
@@ -65,16 +72,30 @@ class StepResult(NamedTuple):
         logprobs: for each draw of the plan, the log-probabilities of its token; None: no draw asked. An entry is None if its
             sequence did not ask.
         scored: for each of the plan's `scored`.
+        proposed: [B, 2 + drafts] int32, the drafts for the next step (`report` in `kernels/step/table.py`); None: no proposer.
     """
 
     counts: np.ndarray
     tokens: np.ndarray
     logprobs: list[TokenLogprobs | None] | None = None
     scored: Sequence[ScoredRows] = ()
+    proposed: np.ndarray | None = None
 
     def lists(self) -> list[list[int]]:
         """The tokens that each sequence yields."""
         return [own[:count] for count, own in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
+
+
+class GraphTimes(NamedTuple):
+    """How long decode steps take (`StepTimes`), measured at warm-up."""
+
+    buckets: Buckets
+    measured: dict[Bucket, float]
+
+    def seconds(self, seqs: int, tokens: int) -> float:
+        """Of the CUDA graph for so many sequences with so many tokens together; infinite: there is none."""
+        bucket = self.buckets.drafting(seqs, tokens)
+        return math.inf if bucket is None else self.measured[bucket]
 
 
 class _Forward(NamedTuple):
@@ -92,6 +113,7 @@ class Step:
 
     _plan: StepPlan
     _result: Tensor
+    _proposed: Tensor | None
     _packed: Tensor | None
     _scored: list[ScoredRows]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
@@ -101,7 +123,8 @@ class Step:
         if self._ended is not None:
             self._ended.synchronize()
         rows = self._result.numpy().copy()  # a later step uses the buffer again
-        result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored)
+        proposed = None if self._proposed is None else self._proposed.numpy().copy()
+        result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored, proposed)
         return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
 
     def _logprobs(self, packed: Tensor, result: StepResult) -> list[TokenLogprobs | None]:
@@ -130,20 +153,22 @@ class Runner:
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
+        draws = limits.max_logits_rows if limits.max_drafts else seqs
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(seqs), limits.max_model_len, cache.capacity))
             if cuda_graphs:
                 self._graphs = CudaGraphs(device)
-                seqs = rows = self._buckets.max_seqs
-                tokens = max(tokens, self._buckets.max_tokens, seqs)
+                seqs, rows = self._buckets.max_seqs, self._buckets.max_logits
+                tokens, draws = max(tokens, self._buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         history = limits.max_model_len if proposer is not None and proposer.needs_history else 0
         self._buffers = StepBuffers(
-            cache, limits, device, vocab_size, seqs, tokens, row_maxima_tiles=tiles, logits_rows=rows, history=history
+            cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows, history=history
         )
-        self._stages = SamplingStages(limits, vocab_size, seqs * (1 + limits.max_drafts), device)
+        self._stages = SamplingStages(limits, vocab_size, draws, device)
         self._statics: dict[Bucket, tuple[StepTensors, Batch]] = {}
         self.prompt_time: PromptTime | None = None  # after warm-up on a GPU
+        self.step_times: GraphTimes | None = None  # after warm-up on a GPU with CUDA graphs and drafts
         self._masked: _Forward | None = None  # the step that waits for its masks
 
     @property
@@ -198,17 +223,19 @@ class Runner:
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
         if plan.num_draws:
             drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
-        result = self._buffers.commit(tensors, drawn)
+        self._buffers.commit(tensors, drawn)
         if plan.sampling.any_rules:
             self._stages.record(drawn, tensors)
         if self._proposer is not None:
             self._proposer.propose(self._buffers.table, self.columns, self._buffers.rows(len(tensors.seq_lens)))
-        result = self._buffers.to_host(result[: len(plan.sequences)])
+            if self._limits.max_drafts:
+                self._buffers.report(len(tensors.seq_lens))
+        result, proposed = self._buffers.to_host(len(plan.sequences))
         if not self._cuda:
-            return Step(plan, result, packed, scored)
+            return Step(plan, result, proposed, packed, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
         ended.record()
-        return Step(plan, result, packed, scored, ended)
+        return Step(plan, result, proposed, packed, scored, ended)
 
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling
@@ -272,14 +299,13 @@ class Runner:
         """The tensors and the batch, over static buffers, of a bucket's CUDA graph."""
         if (found := self._statics.get(bucket)) is not None:
             return found
-        seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
-        rows = min(tokens, seqs)
+        seqs, tokens, rows = bucket.seqs, bucket.num_tokens, bucket.num_logits
         longest = min(KV_SPLIT, self._limits.max_model_len) if bucket.short else self._limits.max_model_len
         step = self._buffers.tensors(tokens, seqs, rows, rows)
-        query_len = 1 if not bucket.tokens else bucket.tokens
+        query_len = bucket.tokens or (1 + self._limits.max_drafts if bucket.drafts else 1)
         batch = Batch.of(
             step, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, self._cache.capacity),
-            every_row=not bucket.tokens,
+            every_row=bucket.one_token,
         )  # fmt: skip
         if self._graphs is not None:
             batch = replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
@@ -291,7 +317,7 @@ class Runner:
         step, batch = self._static(bucket)
 
         def work() -> None:
-            self._buffers.prepare(step, one_token=not bucket.tokens)
+            self._buffers.prepare(step, one_token=bucket.one_token)
             self._model(batch, self._cache)
 
         if self._graphs is not None:
@@ -303,7 +329,7 @@ class Runner:
         empty = StepPlan(PlannedSequences.of(()))
         self._buffers.send(empty)
         self._buffers.sent(empty)
-        self._buffers.prepare(step, one_token=not bucket.tokens)
+        self._buffers.prepare(step, one_token=bucket.one_token)
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
             self._model.dry_run(batch, self._cache)
@@ -332,7 +358,7 @@ class Runner:
                 self._capture(bucket)
                 if progress is not None:
                     progress("CUDA graphs", done, len(buckets))
-            tiles = {self._model.row_maxima_tiles(min(b.tokens or b.seqs, b.seqs)) for b in buckets}
+            tiles = {self._model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
             for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
                 if maxima is not None:
                     self._sample(SamplingParams(temperature=0.0), maxima.values)
@@ -340,6 +366,8 @@ class Runner:
             self._reserve(self._model)
             with suppress(torch.OutOfMemoryError):
                 self.prompt_time = self._measure_prompts(self._model)
+            if self._graphs is not None and self._limits.max_drafts:
+                self.step_times = self._measure_graphs(self._graphs)
 
     def launch_all(self, model: Model) -> None:
         """Launch every kernel that a step of this runner's model can need: dry runs of each kind of step, and the sampler."""
@@ -421,6 +449,22 @@ class Runner:
         first, start = seconds(0), longest - count
         more = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
         return PromptTime(first / count, more)
+
+    def _measure_graphs(self, graphs: CudaGraphs) -> "GraphTimes":
+        """Replay the CUDA graph of each decode step on padding. Attention has no context then, with drafts as without."""
+        found, empty = dict[Bucket, float](), StepPlan(PlannedSequences.of(()))
+        for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
+            self._buffers.send(empty)
+            self._buffers.sent(empty)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            graphs.replay(bucket)
+            events[0].record()
+            for _ in range(_REPLAYS):
+                graphs.replay(bucket)
+            events[1].record()
+            torch.cuda.synchronize(self._device)
+            found[bucket] = events[0].elapsed_time(events[1]) / 1e3 / _REPLAYS
+        return GraphTimes(self._buckets, found)
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)

@@ -149,9 +149,9 @@ class SamplingStages:
         logits = torch.zeros(1, self._vocab, device=self._device)
         row, step = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in (torch.int32, torch.int64))
         mask = torch.zeros(1, -(-self._vocab // 32), dtype=torch.int32, device=self._device)
+        drafts = Drafts(row.view(1, 1), row) if self._limits.max_drafts else None
         for masked in VARIANTS:
-            own = {"mask": mask if masked else None, "drafts": Drafts(row.view(1, 1), row) if self._limits.max_drafts else None}
-            processors.process(logits, row, step, any_bias=True, any_ban=True, **own)
+            processors.process(logits, row, step, mask if masked else None, any_bias=True, any_ban=True, drafts=drafts)
         processors.record(step, row, step)
         token_logprobs(logits, step, row, 1)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.prompt_time import PromptTime
@@ -87,6 +88,7 @@ class Scheduler:
         self._decoding: list[int] = []  # the slots of those that go on, in the order in which they began to
         self._decoding_slots: np.ndarray | None = None  # the same as an array; None: to be made
         self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
+        self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
         self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
         self._num_arrivals = 0
         self.num_preemptions = 0
@@ -187,22 +189,23 @@ class Scheduler:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
         preemptions, limit = self.num_preemptions, self._limit_tokens
         most_splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
-        slots, counts, lens = self._schedule_decoding(limit, most_splits)
+        # Rows of logits beside one draw of each running sequence, and of the next one that is admitted.
+        admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
+        own_rows = self.limits.max_logits_rows - len(self.running) - admits
+        slots, counts, lens = self._schedule_decoding(limit, most_splits, own_rows)
         epochs = self.slots.epochs[slots] if len(slots) else _NO_EPOCHS
         prompts = list[tuple[Sequence, _Planned]]()
-        # Rows of logits beside those of draws, for which each running sequence has room, and the next one that is admitted.
-        draws, admits = 1 + self.limits.max_drafts, bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
-        own_rows = self.limits.max_logits_rows - draws * (len(self.running) + admits)
 
         def room() -> tuple[int, int, int]:
             """Tokens, rows of logits and KV splits that are left for further sequences."""
-            planned, used, split = [own for sequence, own in prompts if sequence.slot >= 0], 0, 0
+            planned, used, split, drafts = [own for sequence, own in prompts if sequence.slot >= 0], 0, 0, 0
             if len(slots):
                 kept = self.slots.epochs[slots] == epochs  # others were preempted since
                 used, split = int(counts[kept].sum()), int(_splits(lens[kept]).sum())
+                drafts = used - int(kept.sum())
             return (
                 limit - used - sum([own[2] for own in planned]),
-                own_rows - sum([max(0, own[3] - draws) for own in planned]),
+                own_rows - drafts - sum([max(0, own[3] - 1) for own in planned]),
                 most_splits - split - sum([_splits(own[5]) for own in planned]),
             )
 
@@ -213,7 +216,7 @@ class Scheduler:
                 break
             if sequence.slot < 0:  # preempted for an earlier one
                 continue
-            own = self._plan_prompt(sequence, self._in_time(sequence.num_prefilled, budget, time_left), rows + draws)
+            own = self._plan_prompt(sequence, self._in_time(sequence.num_prefilled, budget, time_left), rows + 1)
             if own is None or _splits(own[5]) > splits:
                 continue
             while not self._reserve(sequence, own[5]):
@@ -223,9 +226,9 @@ class Scheduler:
                 prompts.append((sequence, own))
                 time_left -= self._seconds(own)
             budget, rows, splits = room()
-        rows += draws * admits
+        rows += admits
         while (
-            self.waiting and budget > 0 and rows >= draws and len(self.running) < self.limits.max_num_seqs
+            self.waiting and budget > 0 and rows > 0 and len(self.running) < self.limits.max_num_seqs
             and self.num_preemptions == preemptions and (not prompts or self._in_time(0, budget, time_left))
         ):  # fmt: skip
             sequence = self.waiting.first()
@@ -240,7 +243,7 @@ class Scheduler:
             prompts.append((sequence, own))
             time_left -= self._seconds(own)
             splits -= _splits(own[5])
-            budget, rows = budget - own[2], rows - max(draws, own[3])
+            budget, rows = budget - own[2], rows - max(1, own[3])
         if self.num_preemptions != preemptions:
             kept = self.slots.epochs[slots] == epochs
             slots, counts, lens, epochs = slots[kept], counts[kept], lens[kept], epochs[kept]
@@ -271,18 +274,23 @@ class Scheduler:
             return min(tokens, budget)
         return tokens // _PROMPT_TILE * _PROMPT_TILE
 
-    def _schedule_decoding(self, budget: int, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each."""
+    def _schedule_decoding(self, budget: int, splits: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each.
+
+        Args:
+            rows: of logits, for drafts.
+        """
         own = self.slots
         if not self._decoding:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
             self._decoding_slots = np.array(self._decoding, np.int32)
         slots = self._decoding_slots
-        if len(slots) <= FEW and not self.limits.max_drafts and budget >= FEW:
+        if len(slots) <= FEW and self.draft_lengths is None and budget >= FEW:
             return self._schedule_few(splits)
         known, final = own.lengths[slots], own.final_lens[slots]
-        counts = np.minimum(final - known - own.steps[slots], own.most_new[slots])  # ≤ 0: its last token is in a step
+        new = 1 if self.draft_lengths is None else self.draft_lengths.choose(slots, len(slots) + rows)
+        counts = np.minimum(final - known - own.steps[slots], new)  # ≤ 0: its last token is in a step
         if counts.min() <= 0:
             runs = counts > 0
             slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
@@ -407,7 +415,6 @@ class Scheduler:
         sequence.take_slot(self.slots, pages)
         sequence.num_prefilled, sequence.prefill_len = len(pages) * size, len(tokens)
         sequence.registered = len(pages) if caches else NEVER
-        sequence.most_new = 1 + self.limits.max_drafts if sequence.takes_drafts else 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at

@@ -43,7 +43,7 @@ class Sequence:
     prefill_len: int = 0  # tokens known at the admission
     num_sent: int = -1  # number of its pages that the device knows, before it decodes; −1: it does not know the sequence
     registered: int = 0  # number of its pages that are in the prefix cache, before it decodes; `NEVER`: none ever will be
-    most_new: int = 1  # the most tokens that a step yields
+    drafted: tuple[int, int] = (0, 0)  # before it decodes: drafts that were verified, and that were right
     needs: tuple[int, int, int] = (0, -1, 0)  # of its draws: `HostSlots.flags`, `num_top`, `rules_until`
     unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
     # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
@@ -93,9 +93,11 @@ class Sequence:
         return not self.request.final_only or self.sampling.structured_outputs is not None or self.sampling.logprobs is not None
 
     @property
-    def takes_drafts(self) -> bool:
-        """Whether a step may yield several tokens."""
-        return self.rules is None and self.sampling.structured_outputs is None
+    def num_drafts(self) -> tuple[int, int]:
+        """Drafts that were verified, and that were right."""
+        if self.slots is None:
+            return self.drafted
+        return int(self.slots.num_drafted[self.slot]), int(self.slots.num_accepted[self.slot])
 
     @property
     def tokens(self) -> np.ndarray:
@@ -163,7 +165,7 @@ class Sequence:
     def leave_slot(self, slots: HostSlots) -> None:
         """Keep what the host knows, and free the slot. Its pages are the caller's to release."""
         if self.slots is not None:
-            self._tokens, self._times = self.tokens.copy(), self.times.copy()
+            self._tokens, self._times, self.drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
             self.unread_steps = int(slots.steps[self.slot])
         slots.release(self.slot)
         self.slot, self.slots, self._pages, self.registered = -1, None, [], 0

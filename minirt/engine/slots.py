@@ -45,7 +45,7 @@ class HostSlots:
         page_tables, num_pages: [S, P] KV pages, and their number.
         num_sent: number of pages that the device knows.
         num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
-        most_new: the most tokens that a step yields.
+        num_drafted, num_accepted: drafts that were verified, and that were right.
         flags, num_top, rules_until: what its draws need (`planning.py`).
         ends: [S, E] token ids that end it, −1 where it has fewer.
         watched: whether somebody waits for each of its tokens.
@@ -56,7 +56,8 @@ class HostSlots:
         self.sequences: list[Sequence | None] = [None] * count
         self.epochs, self.lengths, self.steps, self.unread = (np.zeros(count, np.int64) for _ in range(4))
         self.prompt_lens, self.final_lens, self.num_pages, self.num_sent = (np.zeros(count, np.int64) for _ in range(4))
-        self.num_registered, self.most_new, self.flags, self.num_top = (np.zeros(count, np.int64) for _ in range(4))
+        self.num_registered, self.flags, self.num_top = (np.zeros(count, np.int64) for _ in range(3))
+        self.num_drafted, self.num_accepted = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self.rules_until, self.watched = np.zeros(count, np.int64), np.zeros(count, bool)
         self.ends = np.full((count, 1), -1, np.int32)
         self.tokens, self.times = np.zeros((count, length), np.int32), np.zeros((count, length))
@@ -91,7 +92,8 @@ class HostSlots:
         self.page_tables[slot, : len(pages)], self.num_pages[slot] = pages, len(pages)
         self.num_sent[slot], self.num_registered[slot] = sequence.num_sent, sequence.num_registered
         self.flags[slot], self.num_top[slot], self.rules_until[slot] = sequence.needs
-        self.most_new[slot], self.watched[slot] = sequence.most_new, sequence.watched
+        self.watched[slot] = sequence.watched
+        self.num_drafted[slot], self.num_accepted[slot] = sequence.drafted
 
     def release(self, slot: int) -> None:
         self.sequences[slot] = None

@@ -33,7 +33,7 @@ class StepBuffers:
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
-        max_seqs, max_tokens: of the largest step, padding included.
+        max_seqs, max_tokens, max_draws: of the largest step, padding included.
         vocab_size: columns of the logits.
         row_maxima_tiles: columns of the head's row maxima.
         logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
@@ -42,7 +42,7 @@ class StepBuffers:
 
     def __init__(
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
-        row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
+        max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
     ) -> None:  # fmt: skip
         self._page_size, self._device, self._kernels = cache.page_size, device, None
         if is_nvidia(device):
@@ -57,14 +57,12 @@ class StepBuffers:
         self._values_at = self._edits_at + 4 * 2 * self._max_seqs
         words = self._values_at + self._max_seqs * (-(-NEXT_TOKENS // 4) * 4 + self.columns.pages)
         self._message, self._tokens = CpuGpuBuffer((words,), device), CpuGpuBuffer((max_tokens,), device)
-        draws = max_seqs * (1 + limits.max_drafts)
         self._step = _tensors(
-            max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), draws, self.columns, device
+            max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws, self.columns, device
         )
-        self._result = torch.zeros(max_seqs, 2 + limits.max_drafts, dtype=torch.int32, device=device)
-        self._result_host = [
-            torch.zeros(self._result.shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
-        ]
+        shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
+        self._result = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._result_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
         self.logits = torch.zeros(logits_rows, vocab_size, device=device)
         self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
@@ -167,17 +165,30 @@ class StepBuffers:
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
-        result = self._result[:seqs]
+        result = self._result[0, :seqs]
         if self._kernels is not None:
             self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
         else:
             eager.commit(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], step.seq_lens, drawn, result)
         return result
 
-    def to_host(self, result: Tensor) -> Tensor:
-        """A copy of a step's result on the host, or on its way there. It is valid until the result of the step after next."""
+    def report(self, seqs: int) -> None:
+        """Copy the drafts of a step's sequences, for `to_host`."""
+        if self._kernels is not None:
+            self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs])
+        else:
+            eager.report(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], self._result[1, :seqs])
+
+    def to_host(self, seqs: int) -> tuple[Tensor, Tensor | None]:
+        """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
+
+        They are valid until the result of the step after next.
+        """
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
-        return self._result_host[0][: len(result)].copy_(result, non_blocking=True)
+        if len(self._result) == 1:
+            return self._result_host[0][0, :seqs].copy_(self._result[0, :seqs], non_blocking=True), None
+        both = self._result_host[0].copy_(self._result, non_blocking=True)
+        return both[0, :seqs], both[1, :seqs]
 
     def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
         """Buffers for the row maxima of so many rows; None: too many rows need logits, or the head stores none."""
@@ -199,6 +210,7 @@ def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, 
         zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
         zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
         zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
-        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=i32),
-        zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64), zeros(draws, dtype=i64),
+        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32),
+        zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64),
+        zeros(draws, dtype=i64),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError
-from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
+from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PageAllocator, PagesSpec
 
@@ -63,11 +63,13 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None, proposer=None):
+def engine(
+    pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None, proposer=None, adaptive=False
+):
     cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     limits = EngineLimits(length, seqs, budget, max_waiting, 0 if proposer is None else proposer.max_drafts)
-    options = {"lookahead": lookahead, "prefix_cache": prefix_cache, "proposer": proposer}
+    options = {"lookahead": lookahead, "prefix_cache": prefix_cache, "proposer": proposer, "adaptive_drafts": adaptive}
     return Engine(Mock(), cache, limits, vocab_size=VOCAB, **options), cache
 
 
@@ -177,7 +179,7 @@ class Drafts:
                 token = following(known)
                 known.append(token if self._draw.random() < self.right else (token + 1) % VOCAB)
                 row[NEXT_TOKENS + 1 + i] = known[-1]
-            row[NUM_NEXT] = 1 + count
+            row[NUM_NEXT], row[MATCHED] = 1 + count, count
 
 
 def drafting(right, seed=0, **options):

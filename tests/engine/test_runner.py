@@ -230,7 +230,7 @@ def test_stages_of_a_warm_up(monkeypatch):
     own = SimpleNamespace(
         _cuda=True, _model=model, _buckets=buckets, _graphs=object(), _device=torch.device("cpu"),
         _buffers=SimpleNamespace(row_maxima_of=lambda *_: None), _sample=lambda *_: None, _capture=lambda *_, **__: None,
-        _reserve=lambda *_: None, launch_all=lambda _: None, _measure_prompts=lambda _: None,
+        _reserve=lambda *_: None, launch_all=lambda _: None, _measure_prompts=lambda _: None, _limits=EngineLimits(64),
     )  # fmt: skip
     Runner.warm_up(own, lambda *step: calls.append(step))
     kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]

@@ -16,7 +16,7 @@ from minirt.engine import sampling_stages
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.errors import UnsupportedError
-from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
+from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec, StateSpec
 from minirt.structured.params import StructuredOutputsParams
@@ -133,7 +133,7 @@ class Known(Drafts):
                 at = int(table[slot, NUM_CACHED]) + 1 - int(table[slot, PROMPT_LEN])
                 own = [token + (i > 1) for i, token in enumerate(self.tokens[at : at + 4])]
                 table[slot, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + len(own)] = torch.tensor(own, dtype=torch.int32)
-                table[slot, NUM_NEXT] = 1 + len(own)
+                table[slot, NUM_NEXT], table[slot, MATCHED] = 1 + len(own), len(own)
 
 
 @pytest.mark.parametrize("options", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}])

@@ -384,8 +384,8 @@ def step_table(calls: Calls) -> None:
         floats = calls.empty(R, like=torch.float32)
         out = StepTensors(
             ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
-            ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long), *(ints(R) for _ in range(3)), floats, ints(R),
-            floats, floats, ints(R, like=long), ints(R, like=long),
+            ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long), *(ints(R) for _ in range(3)), floats,
+            ints(R), floats, floats, ints(R, like=long), ints(R, like=long),
         )  # fmt: skip
         step.edit_table(table, message.view(20, 4), message, message[:1])
         step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)

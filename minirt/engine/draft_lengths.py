@@ -1,0 +1,156 @@
+"""`DraftLengths`: how many drafts of each sequence the next step verifies.
+
+The host chooses before it knows which drafts the step will find: on a GPU it is one step ahead. It goes by what the proposer has
+reported for the last step that the host has read, by how often each sequence's drafts were right, and by how long steps take. To
+verify no draft is a choice, and such a step is a plain one. The drafts of a sequence are compared with its tokens even if none
+was verified, so that a choice of 0 is no dead end.
+
+Expected tokens for k drafts that are each right with probability a: 1 + a + … + aᵏ (Leviathan et al. 2023).
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from minirt.engine.limits import EngineLimits
+from minirt.engine.request import DraftStats
+from minirt.engine.slots import HostSlots
+
+_PRIOR_RIGHT, _PRIOR_TRIALS = 1.2, 2.0  # of a sequence whose drafts were never compared
+_KEPT = 0.9  # of the evidence, with each step that adds to it
+
+
+def draft_sizes(most: int) -> list[int]:
+    """The numbers of drafts, beside 0, that a step verifies: powers of two, and the most."""
+    return sorted({min(1 << i, most) for i in range(most.bit_length())} | ({most} if most else set()))
+
+
+class StepTimes(Protocol):
+    """How long steps take in which all sequences decode."""
+
+    def seconds(self, seqs: int, tokens: int) -> float | None:
+        """Of so many sequences with so many tokens together; None: not known yet."""
+
+
+class OnlineStepTimes:
+    """Step times by the steps that have run: a straight line over the number of tokens, in which older steps count less.
+
+    For a CPU, where a step has ended when it was started.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, tokens, tokens², seconds, tokens · seconds
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step with so many tokens took so long."""
+        self._sums = 0.98 * self._sums + (1, tokens, tokens * tokens, seconds, tokens * seconds)
+
+    def seconds(self, seqs: int, tokens: int) -> float | None:
+        count, x, xx, y, xy = self._sums.tolist()
+        spread = count * xx - x * x
+        if spread <= 1e-6 * count * count:  # steps of one size only
+            return y / count if count and round(x / count) == tokens else None
+        slope = max(0.0, (count * xy - x * y) / spread)
+        return max(1e-9, (y - slope * x) / count + slope * tokens)
+
+
+class DraftLengths:
+    """The drafts of all slots, as far as the host has read them.
+
+    Args:
+        times: None: each sequence with drafts has as many as possible verified.
+    """
+
+    def __init__(self, limits: EngineLimits, slots: HostSlots, times: StepTimes | None) -> None:
+        count, most = limits.max_num_seqs, limits.max_drafts
+        self.times, self._slots, self._sizes = times, slots, draft_sizes(most)
+        self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        self._drafts = np.zeros((count, most), np.int32)
+        self._right, self._trials = np.zeros(count), np.zeros(count)
+        self._num_drafts = 0
+        self._verified, self._accepted = np.zeros(most, np.int64), np.zeros(most, np.int64)  # by position
+
+    @property
+    def stats(self) -> DraftStats:
+        accepted = self._accepted.tolist()
+        return DraftStats(self._num_drafts, int(self._verified.sum()), sum(accepted), tuple(accepted))
+
+    def of(self, slot: int) -> list[int]:
+        """The drafts of a slot that the next step to be read verifies, at most."""
+        known = self._epochs[slot] == self._slots.epochs[slot]
+        return self._drafts[slot, : self._counts[slot]].tolist() if known else []
+
+    def choose(self, slots: np.ndarray, most_rows: int) -> np.ndarray:
+        """How many new tokens the next step computes of each slot [B], at most: [B] int64, together `most_rows` or less.
+
+        (If there are more slots, one each.)
+        """
+        known = (self._epochs[slots] == self._slots.epochs[slots]) & (self._counts[slots] > 0)
+        drafting = int(known.sum())
+        new = np.ones(len(slots), np.int64)
+        if not drafting:
+            return new
+        most = (most_rows - len(slots)) // drafting
+        sizes = [size for size in self._sizes if size <= most]
+        if not sizes:
+            return new
+        chosen = sizes[-1]
+        if self.times is not None:
+            chosen = self._best(len(slots), self._right[slots[known]] / self._trials[slots[known]], sizes)
+        new[known] += chosen
+        return new
+
+    def _best(self, seqs: int, rates: np.ndarray, sizes: list[int]) -> int:
+        """The number of drafts with the most expected tokens a second."""
+        if self.times is None or (plain := self.times.seconds(seqs, seqs)) is None:
+            return 0
+        best, speed = 0, seqs / plain
+        expected, power, done = np.ones_like(rates), np.ones_like(rates), 0
+        for size in sizes:
+            for _ in range(size - done):
+                power = power * rates
+                expected = expected + power
+            done = size
+            seconds = self.times.seconds(seqs, seqs + size * len(rates))
+            if seconds is None:  # it is known after this step
+                return size
+            if (own := (seqs - len(rates) + float(expected.sum())) / seconds) > speed:
+                best, speed = size, own
+        return best
+
+    def read(self, slots: np.ndarray, planned: np.ndarray, counts: np.ndarray, tokens: np.ndarray, proposed: np.ndarray) -> None:
+        """Compare the drafts of a step with its tokens, and keep the drafts that were proposed after it.
+
+        Call it before the tokens are appended to `HostSlots`.
+
+        Args:
+            slots: [N], with the sequence that they had when the step was started.
+            planned: [N], the most tokens that the step computed.
+            counts, tokens: [N] and [N, 1 + drafts], what it yields.
+            proposed: [N, 2 + drafts]: `report` of `kernels/step/table.py`.
+        """
+        own, most = self._slots, self._drafts.shape[1]
+        new = self._epochs[slots] != own.epochs[slots]
+        if new.any():
+            fresh = slots[new]
+            self._epochs[fresh], self._counts[fresh] = own.epochs[fresh], 0
+            self._right[fresh], self._trials[fresh] = _PRIOR_RIGHT, _PRIOR_TRIALS
+        had, each = self._counts[slots], np.arange(most)
+        if had.any() and most:
+            equal = (tokens[:, :most] == self._drafts[slots]) & (each < had[:, None]) & (each < counts[:, None])
+            run = np.logical_and.accumulate(equal, 1).sum(1)
+            left = own.final_lens[slots] - own.lengths[slots] - 1
+            verified = np.clip(np.minimum(np.minimum(planned - 1, had), left), 0, None)
+            accepted = np.minimum(run, verified)
+            compared = np.minimum(np.maximum(verified, np.minimum(had, 1)), run + 1)
+            tried = (compared > 0) & (counts > 0)
+            where = slots[tried]
+            self._right[where] = _KEPT * self._right[where] + np.minimum(run, compared)[tried]
+            self._trials[where] = _KEPT * self._trials[where] + compared[tried]
+            self._num_drafts += int((verified > 0).sum())
+            self._verified += (each < verified[:, None]).sum(0)
+            self._accepted += (each < accepted[:, None]).sum(0)
+            own.num_drafted[slots] += verified
+            own.num_accepted[slots] += accepted
+        self._counts[slots] = np.where(proposed[:, 0] > 0, proposed[:, 1] - 1, 0)
+        self._drafts[slots] = proposed[:, 2:]

@@ -1,0 +1,276 @@
+"""Drafts change how many tokens a step yields, and nothing else.
+
+A mock model whose logits depend on every cached token, in fp32: the same request with and without drafts yields the same tokens
+and log-probabilities, whatever the proposer proposes. Catches a row that does not see the drafts before it, or that has another
+row's noise, counts of rejected drafts, a stop in the middle of a step that is not the last token, drafts beyond the end.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from engine.test_engine import IDS, PAGE, VOCAB, following
+
+from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes, draft_sizes
+from minirt.engine.engine import Engine, Request
+from minirt.engine.limits import EngineLimits
+from minirt.engine.slots import HostSlots
+from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
+from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.kv_cache import KVCache, PagesSpec
+
+FLAT = torch.rand(1024, VOCAB, generator=torch.Generator().manual_seed(5)) * 6
+
+
+class Noisy:
+    """Logits by a hash of all cached tokens. A few tokens are likely."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, batch, cache):
+        pages = cache.layers[0].k.view(-1)
+        pages[batch.slots] = batch.input_ids.float()
+        self.steps.append((len(batch.query_lens), batch.num_tokens))
+        rows = []
+        for i, count in enumerate(batch.query_lens):
+            length = batch.seq_lens[i]
+            where = torch.arange(length)
+            slots = batch.block_tables[i][where // PAGE].long() * PAGE + where % PAGE
+            tokens = pages[slots].long().tolist()
+            rows += [FLAT[hash_of(tokens[: length - count + j + 1])] for j in range(count)]
+        return torch.stack(rows)[batch.logits_indices]
+
+
+def hash_of(tokens):
+    return sum(following(tokens[i:]) * (i + 1) for i in range(min(3, len(tokens)))) % len(FLAT)
+
+
+class Mixed:
+    """Proposes up to `most` tokens: those of the request without drafts, or, with a probability, wrong ones."""
+
+    needs_history = False
+
+    def __init__(self, most=4, right=0.7, seed=0):
+        self.max_drafts, self.right, self._draw = most, right, random.Random(seed)
+        self.known = {}
+
+    def propose(self, table, columns, rows):
+        for slot in rows.slots.tolist():
+            if slot < 0 or table[slot, NUM_NEXT] == 0:
+                continue
+            at, count = (
+                int(table[slot, NUM_CACHED] - table[slot, PROMPT_LEN]) + 1,
+                self._draw.randint(0, self.max_drafts),
+            )
+            future = self.known.get(int(table[slot, PROMPT_LEN]), [])[at : at + count]
+            future += self._draw.choices((0, VOCAB - 1, 5), k=count - len(future))
+            own = [token if self._draw.random() < self.right else self._draw.choice((0, VOCAB - 1)) for token in future]
+            table[slot, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + count] = torch.tensor(own, dtype=torch.int32)
+            table[slot, NUM_NEXT], table[slot, MATCHED] = 1 + count, count
+
+
+def engine(proposer=None, pages=64, seqs=6, budget=40, lookahead=1, **options):
+    cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
+    cache.layers[0].k.fill_(float("nan"))
+    options = {"adaptive_drafts": False, **options}
+    limits = EngineLimits(64, seqs, budget)
+    return Engine(Noisy(), cache, limits, vocab_size=VOCAB, lookahead=lookahead, proposer=proposer, **options)
+
+
+def run(it, requests, bad_words=()):
+    """→ for each request its tokens, log-probabilities and reason."""
+    ids = {}
+    for prompt, params in requests:
+        request = Request(next(IDS), prompt, resolve(params, None), (5,), bad_words=bad_words)
+        it.add(request)
+        ids[request.id] = [], [], []
+    for _ in range(2000):
+        for output in it.step():
+            tokens, logprobs, reason = ids[output.request_id]
+            assert not reason, "a token after the end"
+            tokens += output.token_ids
+            logprobs += output.logprobs
+            reason += [output.finish_reason] * (output.finish_reason is not None)
+        if not it.has_work:
+            assert it._cache.allocator.num_free == it._cache.num_pages
+            return list(ids.values())
+    raise AssertionError("starved")
+
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "hot": {"temperature": 3.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "presence": {"temperature": 0.0, "presence_penalty": 1.5},
+    "frequency": {"temperature": 0.8, "frequency_penalty": 0.9},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.6},
+    "bias": {"temperature": 1.0, "logit_bias": {3: 4.0, 90: 3.0, VOCAB - 1: 2.0}},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(0, VOCAB, 9))},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": list(range(0, VOCAB, 3))},
+    "stops": {"temperature": 1.5, "stop_token_ids": list(range(1, VOCAB, 11))},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "one": {"temperature": 1.0, "max_tokens": 1},
+}
+
+
+def settings(**options):
+    return SamplingParams(**{"max_tokens": 30, "ignore_eos": "stop_token_ids" not in options, "seed": 11, **options})
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_same_tokens_with_drafts_and_without(kind, lookahead):
+    """Five sequences side by side; their drafts are right, wrong, or at the edges of the vocabulary."""
+    words = ((3, 90), (0, 0), (VOCAB - 1, 5, 5)) if kind in ("bias", "presence") else ()
+    requests = [(list(range(7, 7 + 3 * i + 1)), settings(**PARAMS[kind])) for i in range(5)]
+    plain = engine(lookahead=lookahead)
+    wanted = run(plain, requests, words)
+    for right in (0.0, 0.7, 1.0):
+        proposer = Mixed(right=right)
+        proposer.known = {len(prompt): tokens for (prompt, _), (tokens, *_) in zip(requests, wanted, strict=True)}
+        it = engine(proposer, lookahead=lookahead)
+        assert run(it, requests, words) == wanted
+        if right == 1.0 and kind != "one":
+            assert len(it._runner._model.steps) < len(plain._runner._model.steps)
+            stats = it.stats.drafts
+            assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
+            assert stats.num_accepted_tokens == sum(stats.num_accepted_per_position)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_all_kinds_side_by_side_under_pressure(lookahead):
+    """Few pages, so that sequences are preempted and computed again; chunks of prompts beside drafting sequences."""
+    requests = [
+        ([(7 * i + j) % VOCAB for j in range(2 + 5 * i)], settings(**{"max_tokens": 25, **own}))
+        for i, own in enumerate(PARAMS.values())
+    ][:9]
+    wanted = run(engine(lookahead=lookahead), requests)
+    proposer = Mixed(right=0.8, seed=3)
+    proposer.known = {len(prompt): tokens for (prompt, _), (tokens, *_) in zip(requests, wanted, strict=True)}
+    it = engine(proposer, pages=18, budget=13, lookahead=lookahead)
+    assert run(it, requests) == wanted
+    assert it.stats.num_preemptions
+    assert it.stats.drafts.num_accepted_tokens
+
+
+def test_the_last_output_counts_the_drafts():
+    requests = [([7, 8, 9], settings(temperature=0.0))]
+    (wanted,) = run(engine(), requests)
+    proposer = Mixed(right=1.0)
+    proposer.known = {3: wanted[0]}
+    it = engine(proposer)
+    it.add(Request(next(IDS), [7, 8, 9], resolve(requests[0][1], None), (5,), final_only=True))
+    outputs = [output for _ in range(60) for output in it.step()]
+    (last,) = outputs
+    assert list(last.token_ids) == wanted[0]
+    stats = it.stats.drafts
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == (stats.num_draft_tokens, stats.num_accepted_tokens)
+    # A step yields one token and its right drafts; the first one, with the prompt, yields one.
+    steps = len(it._runner._model.steps)
+    assert 30 - stats.num_accepted_tokens <= steps <= 30 - stats.num_accepted_tokens + 1
+
+
+def test_rows_of_logits_are_bounded():
+    """More drafts than a step may have rows for."""
+    proposer = Mixed(right=1.0)
+    requests = [([7 + i], settings(temperature=0.0)) for i in range(6)]
+    wanted = run(engine(), requests)
+    it = engine(proposer)
+    it._scheduler.limits = type("Limits", (EngineLimits,), {"max_logits_rows": property(lambda _: 9)})(
+        64, 6, 40, max_drafts=4
+    )
+    assert run(it, requests) == wanted
+    assert max(tokens for _, tokens in it._runner._model.steps) <= 9
+
+
+def lengths(count=8, most=4, times=None):
+    slots = HostSlots(EngineLimits(64, count, max_drafts=most), 16)
+    slots.final_lens[:], slots.lengths[:] = 60, 10
+    own = DraftLengths(EngineLimits(64, count, max_drafts=most), slots, times)
+    return own, slots
+
+
+def read(own, slot, tokens, drafts, planned=5):
+    """A step of one slot that yields these tokens, after which these drafts are proposed."""
+    padded = np.array([[*tokens, 0, 0, 0, 0, 0][:5]], np.int32)
+    proposed = np.array([[len(drafts), 1 + len(drafts), *drafts, 9, 9, 9, 9][:6]], np.int32)
+    own.read(np.array([slot]), np.array([planned]), np.array([len(tokens)]), padded, proposed)
+
+
+class Line:
+    """A token more costs a share of the first one."""
+
+    def __init__(self, cost):
+        self.cost = cost
+
+    def seconds(self, seqs, tokens):
+        return 1 + self.cost * (tokens - 1)
+
+
+def test_how_many_drafts_are_chosen():
+    """As many as pay: all if they are right and cheap, none if they are dear or wrong; then some again."""
+    slots = np.array([3])
+    for cost, least, most in ((0.02, 4, 4), (0.5, 4, 4), (1.05, 0, 0)):
+        own, _ = lengths(times=Line(cost))
+        assert own.choose(slots, 99).tolist() == [1], "nothing is proposed yet"
+        read(own, 3, [1], [7, 7, 7, 7])
+        for _ in range(9):
+            read(own, 3, [7, 7, 7, 7, 7], [7, 7, 7, 7])
+        assert least <= own.choose(slots, 99)[0] - 1 <= most, cost
+    own, _ = lengths(times=Line(0.2))
+    read(own, 3, [1], [7, 7, 7, 7])
+    for _ in range(9):
+        read(own, 3, [1], [7, 7, 7, 7])
+    assert own.choose(slots, 99).tolist() == [1]
+    assert own.stats.num_accepted_tokens == 0
+    for _ in range(12):  # none is verified, but the first one is right each time
+        read(own, 3, [7], [7, 7, 7, 7], planned=1)
+    assert own.choose(slots, 99)[0] > 1
+    read(own, 3, [7], [])
+    assert own.choose(slots, 99).tolist() == [1], "without drafts, a step is a plain one"
+
+
+def test_drafts_are_counted_by_position():
+    own, slots = lengths()
+    read(own, 2, [1], [5, 6, 7, 8])
+    read(own, 2, [5, 6, 9], [1, 2], planned=5)  # two right ones of four
+    read(own, 2, [1, 2, 4], [3, 3, 3, 3], planned=3)  # both
+    read(own, 2, [3], [4], planned=1)  # none was verified
+    assert own.stats == (2, 6, 4, (2, 2, 0, 0))
+    assert (slots.num_drafted[2], slots.num_accepted[2]) == (6, 4)
+    assert own.of(2) == [4]
+    slots.epochs[2] += 1  # another sequence
+    assert own.of(2) == []
+    assert own.choose(np.array([2]), 99).tolist() == [1]
+
+
+def test_the_room_for_rows_is_divided():
+    own, _ = lengths()
+    for slot in (1, 4, 5):
+        read(own, slot, [1], [7, 7, 7, 7])
+    slots = np.array([0, 1, 4, 5])
+    assert own.choose(slots, 99).tolist() == [1, 5, 5, 5]
+    assert own.choose(slots, 11).tolist() == [1, 3, 3, 3]
+    assert own.choose(slots, 6).tolist() == [1, 1, 1, 1]
+
+
+def test_sizes():
+    assert [draft_sizes(most) for most in (0, 1, 2, 3, 4, 5, 7)] == [
+        [], [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 7]
+    ]  # fmt: skip
+
+
+def test_step_times_of_a_cpu():
+    times = OnlineStepTimes()
+    assert times.seconds(1, 1) is None
+    times.observe(1, 2.0)
+    assert (times.seconds(1, 1), times.seconds(1, 5)) == (2.0, None), "one size says nothing of another"
+    times.observe(5, 4.0)
+    assert times.seconds(1, 1) == pytest.approx(2.0)
+    assert times.seconds(3, 9) == pytest.approx(6.0)
+    for _ in range(300):
+        times.observe(1, 3.0)
+        times.observe(5, 3.4)
+    assert times.seconds(1, 5) == pytest.approx(3.4, rel=1e-3), "older steps count less"
