@@ -193,6 +193,16 @@ OPERATIONS = {
             ("minirt.kernels.step.table:commit",), exported=False,
             no_op="it changes the table of slots, which only minirt's step has",
         ),
+        Operation(
+            "report", "step.kernels", "a step's drafts, for the host", ("step.kernels:_report_kernel",),
+            ("minirt.kernels.step.table:report",), exported=False,
+            no_op="it reads the table of slots, which only minirt's step has",
+        ),
+        Operation(
+            "propose", "speculative.ngram", "drafts by n-gram matching", ("speculative.ngram:_ngram_kernel",),
+            ("minirt.kernels.speculative.reference:propose",), exported=False,
+            no_op="it changes the table of slots, which only minirt's step has",
+        ),
     )
 }  # fmt: skip
 # What `minirt.kernels` exports besides the functions of `OPERATIONS`.

@@ -20,6 +20,7 @@ TIERS = [
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],
     ["minirt.structured.*"],
     ["minirt.step", "minirt.step.*"],
+    ["minirt.speculative", "minirt.speculative.*"],
     ["minirt.layers.*", "minirt.layers"],
     ["minirt.models.*", "minirt.models", "minirt.modeling.*"],
     ["minirt.engine.*"],

@@ -1,4 +1,4 @@
-"""The Triton kernels of the table of slots: `edit_table`, `derive` and `commit`, with the results of `step/table.py`.
+"""The Triton kernels of the table of slots: `edit_table`, `derive`, `commit` and `report`, with the results of `step/table.py`.
 
 CUDA graphs hold the first two, so grids depend on the sizes of tensors only. How many edits, tokens and draws there are is read
 on the device. Each program of `derive` and `commit` adds up what the sequences before its own have, instead of a kernel for the
@@ -21,7 +21,7 @@ _NUM_CACHED, _NUM_NEXT, _FINAL_LEN = map(tl.constexpr, (words.NUM_CACHED, words.
 _PROMPT_LEN, _LOGPROBS, _SEED = map(tl.constexpr, (words.PROMPT_LEN, words.LOGPROBS, words.SEED))
 _TEMPERATURE, _TOP_K = map(tl.constexpr, (words.TEMPERATURE, words.TOP_K))
 _TOP_P, _MIN_P = map(tl.constexpr, (words.TOP_P, words.MIN_P))
-_NEXT_TOKENS, _RULED = tl.constexpr(words.NEXT_TOKENS), tl.constexpr(words.RULED)
+_NEXT_TOKENS, _RULED, _MATCHED = map(tl.constexpr, (words.NEXT_TOKENS, words.RULED, words.MATCHED))
 _EDITING = 32  # programs that apply edits
 _EDIT_BLOCK = 1024  # words that a program writes at a time
 _BLOCK = 256  # sequences, pages or tokens that a program handles at a time
@@ -30,7 +30,7 @@ _MOST_PARTS = 8  # programs for each sequence, in a step with many tokens
 
 @compile_time
 class _Constants(NamedTuple):
-    """What `derive` and `commit` compile in: the columns of the table, and sizes of the engine.
+    """What `derive`, `commit` and `report` compile in: the columns of the table, and sizes of the engine.
 
     BLOCK: see `_BLOCK`. BLOCK_DRAWS: a power of two, at least 1 + DRAFTS.
     """
@@ -276,6 +276,22 @@ def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
         tl.store(row_ptr + C.TOKENS + length, token, mask=yields & (unusable == 0) & (length < C.HISTORY))
 
 
+@prepared
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def _report_kernel(table_ptr, slots_ptr, out_ptr, C):
+    """One sequence."""
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    row_ptr, to_ptr = table_ptr + slot.to(tl.int64) * C.WORDS, out_ptr + b.to(tl.int64) * (2 + C.DRAFTS)
+    following = tl.load(row_ptr + _NUM_NEXT, mask=slot >= 0, other=0)
+    matched = tl.load(row_ptr + _MATCHED, mask=slot >= 0, other=0)
+    i = tl.arange(0, C.BLOCK_DRAWS)
+    drafts = tl.load(row_ptr + _NEXT_TOKENS + 1 + i, mask=i + 1 < following, other=0)
+    tl.store(to_ptr, matched)
+    tl.store(to_ptr + 1, following)
+    tl.store(to_ptr + 2 + i, drafts, mask=i < C.DRAFTS)
+
+
 def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> None:
     """`table.edit_table`, for the first `count` [1] int32 of the edits."""
     _edit_kernel[(_EDITING,)](table, edits, values, count, WORDS=table.shape[1], BLOCK=_EDIT_BLOCK, num_warps=4)
@@ -302,3 +318,10 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     C = _constants(columns)
     if B:
         _commit_kernel[(B,)](table, rows, seq_lens, drawn, result, C, num_warps=1, num_stages=1)
+
+
+def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor) -> None:
+    """`table.report`, for tensors at multiples of 16 bytes."""
+    B = rows.slots.shape[0]
+    if B:
+        _report_kernel[(B,)](table, rows.slots, out, _constants(columns), num_warps=1, num_stages=1)

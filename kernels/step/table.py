@@ -5,7 +5,7 @@ words, so that the host changes any of it by one kind of `Edit`: these words of 
 eager form of the kernels in `step/kernels.py` and define their results:
 
 `edit_table`: the edits of a step. `derive`: from the table and the step's rows, the input of the layers and of the sampler.
-`commit`: the drawn tokens into the table, and the result for the host.
+`commit`: the drawn tokens into the table, and the result for the host. `report`: the drafts, for the host.
 
 A slot's next tokens are the tokens that its next step computes: one, or one and drafts after it. The drafts are right as long as
 the draw of the row before gives the same token, so a step yields one token and all right drafts (greedy verification as in
@@ -303,3 +303,15 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     if columns.history:
         room = drew & (cached < columns.history)
         words[slots[room], columns.tokens + cached[room]] = token[room]
+
+
+def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor) -> None:
+    """Write what the host is to know of a step's drafts to `out` [B, 2 + drafts] int32.
+
+    For each sequence: MATCHED, NUM_NEXT, and its drafts, with 0 behind them. Of padding, all is 0.
+    """
+    words, to, slots = _array(table), _array(out), _array(rows.slots)
+    head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
+    valid, inside = slots >= 0, np.arange(1, 1 + columns.drafts) < head[:, NUM_NEXT, None]
+    to[:, 0], to[:, 1] = head[:, MATCHED] * valid, head[:, NUM_NEXT] * valid
+    to[:, 2:] = head[:, NEXT_TOKENS + 1 :] * (inside & valid[:, None])

@@ -31,7 +31,7 @@ from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, 
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import FEW, Reason
-from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
+from minirt.engine.token_constraints import ConstrainedRows, TokenConstraint, TokenConstraints
 from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
 from minirt.modeling.model import Observer
 from minirt.step.kv_cache import KVCache
@@ -331,15 +331,18 @@ class Engine:
     def _fill_masks(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> None:
         """Write the masks of a step whose forward pass was started, for each draw. They need the tokens of the step before."""
         slots, draws = work.planned.slots.tolist(), work.planned.num_draws.tolist()
-        drawing = [self._scheduler.slots.sequences[slot] for slot, count in zip(slots, draws, strict=True) for _ in range(count)]
+        drawing = [(self._scheduler.slots.sequences[slot], count) for slot, count in zip(slots, draws, strict=True) if count]
         while self._in_flight:
             outputs += self._collect(self._in_flight.popleft(), deliver)
-        masks = self._runner.masks(len(drawing))
-        running = [own if own is not None and self._requests.get(own.id) is own else None for own in drawing]
+        masks = self._runner.masks(sum(count for _, count in drawing))
+        running = [own if own is not None and self._requests.get(own.id) is own else None for own, _ in drawing]
         if self._constraints is not None:
-            constraints = [None if own is None else own.constraint for own in running]
-            for row, error in self._constraints.fill(masks, constraints).items():
-                if (sequence := running[row]) is not None:
+            rows = [
+                ConstrainedRows(None if own is None else own.constraint, count)
+                for own, (_, count) in zip(running, drawing, strict=True)
+            ]
+            for place, error in self._constraints.fill(masks, rows).items():
+                if (sequence := running[place]) is not None:
                     outputs.append(self._fail(sequence.id, error))
 
     def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:

@@ -4,11 +4,11 @@ import torch
 
 from minirt.engine.logits_processors import unpacked
 from minirt.engine.sequence import Sequence
-from minirt.engine.token_constraints import TokenConstraints
-from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
+from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
+from minirt.errors import InputError, MinirtError, NumericsError, OutOfMemoryError, QueueFullError
 
 
-def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> InputError | NumericsError:
+def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> MinirtError:
     """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable.
 
     Args:
@@ -21,7 +21,8 @@ def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: in
     left -= set() if rules is None else rules.banned(generated)
     if sequence.constraint is not None and constraints is not None:
         mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
-        constraints.fill(mask, [sequence.constraint])
+        if failed := constraints.fill(mask, [ConstrainedRows(sequence.constraint)]):
+            return failed[0]
         left.intersection_update(unpacked(mask, vocab)[0].nonzero().flatten().tolist())
     place = f"generated token {len(generated)}"
     if left:

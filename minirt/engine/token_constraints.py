@@ -8,7 +8,7 @@ sequence, whose tokens are kept, needs nothing: its KV values are computed again
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,20 @@ class TokenConstraint(Protocol):
 
     def accept(self, tokens: Sequence[int]) -> None:
         """The next tokens of the sequence, any number. What goes wrong is an error of the next `TokenConstraints.fill`."""
+
+
+class ConstrainedRows(NamedTuple):
+    """The rows of one sequence in a step's masks.
+
+    Args:
+        constraint: one that `TokenConstraints.prepare` gave; None: all tokens are allowed.
+        num_rows: at least 1.
+        drafts: the tokens that the rows after the first stand behind. There may be fewer than num_rows − 1.
+    """
+
+    constraint: Any
+    num_rows: int = 1
+    drafts: Sequence[int] = ()
 
 
 class TokenConstraints(Protocol):
@@ -42,12 +56,17 @@ class TokenConstraints(Protocol):
             min_tokens: before so many tokens, none of these is allowed, unless no other is.
         """
 
-    def fill(self, masks: Tensor, constraints: Sequence[Any]) -> Mapping[int, MinirtError]:
-        """Write the mask of the next token of each row.
+    def fill(self, masks: Tensor, rows: Sequence[ConstrainedRows]) -> Mapping[int, MinirtError]:
+        """Write the masks of a step.
+
+        A sequence's first row gets the mask of its next token, and each row after it the mask behind the drafts before, as long
+        as the drafts are allowed and do not end the request. Nobody reads the rows after that; they allow all tokens. The
+        constraints stay as they were.
 
         Args:
             masks: [B, ceil(V / 32)] int32 on the CPU: bit v mod 32 of word v div 32 becomes 1 if token v is allowed.
-            constraints: of each row, one that `prepare` gave; None: all tokens are allowed.
+            rows: of each sequence, in order; together B rows.
         Returns:
-            An error for each row whose constraint cannot go on.
+            An error for each sequence, by its place in `rows`, whose constraint cannot go on. A constraint that cannot go on
+            behind a draft gives no error, but a mask that allows no token.
         """

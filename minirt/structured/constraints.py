@@ -1,11 +1,12 @@
 """`Constraints`: what the engine asks about grammars. It implements `minirt.engine.token_constraints`."""
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import bits
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
+
+if TYPE_CHECKING:
+    from minirt.engine.token_constraints import ConstrainedRows
 
 MAX_GRAMMARS = 128  # compiled grammars that are kept
 _COMPILERS = 4  # threads that compile for the engine, at most
@@ -56,6 +60,17 @@ class Constraint:
                 if self._reasoning_end.ends(text):
                     self._reasoning_end = None
 
+    def after(self, token: int) -> "Constraint":
+        """The state behind an allowed token. This one stays as it is.
+
+        llguidance can roll a matcher back, but not out of an error, nor in a grammar with "max_tokens" or "stop". A copy takes
+        microseconds.
+        """
+        following = copy.copy(self)
+        following.matcher = self.matcher.deep_copy()
+        following.accept((token,))
+        return following
+
     @property
     def reasons(self) -> bool:
         """Whether the grammar has not begun."""
@@ -66,6 +81,11 @@ class Constraint:
         mask.copy_(self._before)
         if self._reasoning_end is not None:
             self._reasoning_end.restrict(mask, self._tail)
+
+    def goes_on(self, mask: Tensor, token: int) -> bool:
+        """Whether a token is allowed by this state's mask and does not end the request. A draft may be any number."""
+        word = int(mask[token >> 5]) if 0 <= token < 32 * len(mask) else 0
+        return bool(word >> (token & 31) & 1) and token not in self.ends
 
     @property
     def adjusts(self) -> bool:
@@ -157,29 +177,54 @@ class Constraints:
                 self._tools = _Tools(*self._made_of)
             return self._tools
 
-    def fill(self, masks: Tensor, constraints: Sequence[Constraint | None]) -> dict[int, MinirtError]:
-        """Write the mask of each row's next token.
+    def fill(self, masks: Tensor, rows: "Sequence[ConstrainedRows]") -> dict[int, MinirtError]:
+        """Write the masks of a step. See `TokenConstraints.fill`.
 
-        Args:
-            masks: [B, ceil(vocab / 32)] int32 on the CPU: bit v mod 32 of word v div 32 becomes 1 if token v is allowed.
-            constraints: of each row; None: every token is allowed.
-        Returns:
-            The errors of the rows whose grammar cannot go on. Their masks are arbitrary.
+        The rows of a sequence depend on each other, so its first rows are computed together with those of the others, then
+        their second rows, and so on.
         """
-        tools = self._need_tools()
-        free = [row for row, own in enumerate(constraints) if own is None]
-        bound = [(row, own) for row, own in enumerate(constraints) if own is not None and not own.reasons]
+        free, failed = list[int](), dict[int, MinirtError]()
+        bound = list[tuple[int, int, Constraint, Sequence[int]]]()  # place in `rows`, row of the masks, state, drafts to follow
+        first = 0
+        for place, (constraint, num_rows, drafts) in enumerate(rows):
+            if constraint is None:
+                free += range(first, first + num_rows)
+            else:
+                bound.append((place, first, constraint, drafts[: num_rows - 1]))
+                free += range(first + 1 + min(len(drafts), num_rows - 1), first + num_rows)
+            first += num_rows
+        depth = 0
+        while bound:
+            errors = self._fill_rows(masks, [(row, own) for _, row, own, _ in bound])
+            going_on = []
+            for place, row, own, drafts in bound:
+                if row not in errors and drafts and own.goes_on(masks[row], drafts[0]):
+                    going_on.append((place, row + 1, own.after(drafts[0]), drafts[1:]))
+                    continue
+                free += range(row + 1, row + 1 + len(drafts))
+                if row in errors and depth == 0:
+                    failed[place] = errors[row]
+                elif row in errors:
+                    masks[row] = 0
+            bound, depth = going_on, depth + 1
         if free:
             masks.index_fill_(0, torch.tensor(free), -1)
-        if len(free) + len(bound) < len(constraints):
-            for row, own in enumerate(constraints):
-                if own is not None and own.reasons:
+        return failed
+
+    def _fill_rows(self, masks: Tensor, rows: "Sequence[tuple[int, Constraint]]") -> dict[int, MinirtError]:
+        """Write the masks of states into these rows. Returns the errors of those that cannot go on, whose masks are arbitrary."""
+        tools = self._need_tools()
+        parsed = [(row, own) for row, own in rows if not own.reasons]
+        if len(parsed) < len(rows):
+            for row, own in rows:
+                if own.reasons:
                     own.reason(masks[row])
-        if bound:
-            rows = [(own.matcher, row) for row, own in bound]
-            tools.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), 4 * masks.shape[1], len(masks))  # releases the GIL
+        if parsed:
+            matchers = [(own.matcher, row) for row, own in parsed]
+            size = 4 * masks.shape[1]
+            tools.executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), size, len(masks))  # releases the GIL
         failed: dict[int, MinirtError] = {}
-        for row, own in bound:
+        for row, own in parsed:
             if own.matcher.is_error():
                 failed[row] = own.error()
             elif own.adjusts:

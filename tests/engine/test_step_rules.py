@@ -168,8 +168,9 @@ class Alternate:
         future.set_result(Alternate())
         return future
 
-    def fill(self, masks, constraints):
-        for row, own in enumerate(constraints):
+    def fill(self, masks, rows):
+        assert [(own.num_rows, own.drafts) for own in rows] == [(1, ())] * len(masks)
+        for row, (own, _, _) in enumerate(rows):
             masks[row] = -1 if own is None else 0x55555555 if own.count % 2 == 0 else -0x55555556
         return {}
 

@@ -69,13 +69,14 @@ class Fake:
                 except InputError as error:
                     entry[2].set_exception(error)
 
-    def fill(self, masks, constraints):
-        assert masks.shape == (len(constraints), -(-VOCAB // 32))
+    def fill(self, masks, rows):
+        assert [(own.num_rows, own.drafts) for own in rows] == [(1, ())] * len(masks)
+        assert masks.shape == (len(rows), -(-VOCAB // 32))
         assert masks.dtype == torch.int32
         self.calls += 1
         masks.fill_(0)  # what no row sets must not matter
         failed = {}
-        for row, own in enumerate(constraints):
+        for row, (own, _, _) in enumerate(rows):
             bits = permitted(own.tokens) if own is not None else range(VOCAB)
             for v in bits:
                 masks[row, v // 32] |= torch.tensor(1 << (v % 32), dtype=torch.int64).to(torch.int32)

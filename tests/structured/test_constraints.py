@@ -18,6 +18,7 @@ from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constra
 from tokenizers import decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 
+from minirt.engine.token_constraints import ConstrainedRows
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
 from minirt.structured import grammar
@@ -381,10 +382,10 @@ def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     letters = random.Random(0)
     bad.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
     masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
-    failed = own.fill(masks, [bad, good])
+    failed = own.fill(masks, [ConstrainedRows(bad), ConstrainedRows(good)])
     assert set(failed) == {0}
     expected = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
-    own.fill(expected, [compiled(own, regex="x+").start((EOS,), 0)])
+    own.fill(expected, [ConstrainedRows(compiled(own, regex="x+").start((EOS,), 0))])
     assert torch.equal(masks[1:], expected)
 
 
@@ -398,9 +399,9 @@ def test_masks_of_many_rows_are_computed_by_several_threads(monkeypatch):
     rows.insert(5, None)
     expected = torch.zeros(9, -(-VOCAB // 32), dtype=torch.int32)
     for row, constraint in enumerate(rows):
-        own.fill(expected[row : row + 1], [constraint])
+        own.fill(expected[row : row + 1], [ConstrainedRows(constraint)])
     masks = torch.full_like(expected, 0x55555555)
-    assert not own.fill(masks, rows)
+    assert not own.fill(masks, [ConstrainedRows(constraint) for constraint in rows])
     assert torch.equal(masks, expected)
     assert bool((masks[5] == -1).all())
     assert made == [3]

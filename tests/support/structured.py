@@ -2,6 +2,7 @@
 
 import torch
 
+from minirt.engine.token_constraints import ConstrainedRows
 from minirt.models import embedded
 from minirt.structured.constraints import Constraints
 from minirt.structured.params import StructuredOutputsParams
@@ -37,7 +38,7 @@ def compiled(own, **spec):
 def allowed(own, constraint):
     """[VOCAB] bool: what the mask of a row between two others allows."""
     masks = torch.full((3, -(-VOCAB // 32)), 0x55555555, dtype=torch.int32)
-    failed = own.fill(masks, [None, constraint, None])
+    failed = own.fill(masks, [ConstrainedRows(each) for each in (None, constraint, None)])
     assert set(failed) <= {1}
     if failed:
         raise failed[1]

@@ -29,6 +29,7 @@ from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
+from minirt.kernels.speculative import ngram
 from minirt.kernels.step import kernels as step
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
@@ -374,7 +375,7 @@ def all_gated_delta(calls: Calls) -> None:
 
 
 def step_table(calls: Calls) -> None:
-    """The table of slots: with and without drafts, several groups of pages, and a history."""
+    """The table of slots: with and without drafts, several groups of pages, and a history, from which drafts come."""
     ints = calls.ints
     for columns, B, T, one_token in (
         (Columns(0, 1, 513, 0), 5, 5, True), (Columns(0, 1, 513, 0), 6, 300, False), (Columns(4, 2, 513, 4096), 7, 300, False),
@@ -390,6 +391,10 @@ def step_table(calls: Calls) -> None:
         step.edit_table(table, message.view(20, 4), message, message[:1])
         step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)
         step.commit(table, columns, rows, out.seq_lens, ints(R, like=long), ints(B, 2 + columns.drafts))
+        step.report(table, columns, rows, ints(B, 2 + columns.drafts))
+        if columns.history:
+            ngram.propose(table, columns, rows, most=4, shortest=2, longest=4)
+            ngram.propose(table, columns, rows, most=1, shortest=1, longest=16)
 
 
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:

@@ -191,3 +191,24 @@ def test_no_sequence(garbage, device):
     assert (out.query_starts.tolist(), out.split_starts.tolist(), out.slots.tolist()) == ([0], [0], [-1] * 3)
     assert (out.logits_indices.tolist(), out.draw_slots.tolist()) == ([0, 1], [-1, -1])
     assert bool((words == 7).all())
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 4, 7])
+def test_report(drafts, device):
+    """Both forms, by plain Python: the drafts of each sequence, 0 behind them, and 0 for padding. The table stays as it is."""
+    columns = Columns(drafts, 1, 5, 8)
+    words, step, _ = problem(drafts, 33, columns, 4)
+    for slot in range(len(words)):
+        words[slot, table.NUM_NEXT], words[slot, table.MATCHED] = slot % (2 + drafts), slot + 100
+    expected = []
+    for slot in step.slots.tolist():
+        row = words[slot].tolist()
+        kept = row[table.NEXT_TOKENS + 1 :][: max(row[table.NUM_NEXT] - 1, 0)]
+        own = [row[table.MATCHED], row[table.NUM_NEXT], *kept, *[0] * (drafts - len(kept))]
+        expected.append(own if slot >= 0 else [0] * (2 + drafts))
+    theirs, own_words = torch.full((33, 2 + drafts), -77, dtype=torch.int32), words.clone().to(device)
+    ours = theirs.clone().to(device)
+    table.report(words, columns, step, theirs)
+    kernels.report(own_words, columns, on(device, step), ours)
+    assert theirs.tolist() == ours.tolist() == expected
+    assert torch.equal(own_words.cpu(), words)

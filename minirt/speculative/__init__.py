@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes drafts, and its options. The engine verifies drafts with its sampler."""

@@ -1,0 +1,41 @@
+"""`NgramProposer`: drafts from the sequence itself (prompt lookup decoding, Saxena 2023). Implements `engine.runner.Proposer`."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from minirt.device import is_nvidia
+from minirt.kernels.speculative import reference
+from minirt.kernels.step.table import Columns, Rows
+
+
+class NgramProposer:
+    """Proposes what followed the last tokens of a sequence where they occurred before, in the prompt or in the generated text.
+
+    Args:
+        max_drafts: number of drafts of a sequence, at most.
+        shortest, longest: tokens of a match. The longest match counts, and of equally long ones the last.
+    """
+
+    needs_history = True
+
+    def __init__(self, max_drafts: int = 4, shortest: int = 2, longest: int = 4) -> None:
+        self.max_drafts, self._shortest, self._longest = max_drafts, shortest, longest
+
+    def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
+        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError."""
+        _propose(table.device)(
+            table, columns, rows, most=self.max_drafts, shortest=self._shortest, longest=self._longest
+        )
+
+
+@cache
+def _propose(device: torch.device) -> Callable[..., None]:
+    """The kernel, or its eager form."""
+    if not is_nvidia(device):
+        return reference.propose
+    from minirt.kernels.speculative import ngram
+
+    return ngram.propose

@@ -1,0 +1,148 @@
+"""`SpeculativeOptions`: how drafts are proposed, as plain values. Names are vLLM's. Imports no torch."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from minirt.errors import ConfigError, MinirtError, UnsupportedError, shortened
+from minirt.foreign_names import check_names
+from minirt.kernels.speculative.limits import LONGEST
+
+METHODS = ("ngram",)
+MAX_DRAFTS = 7  # a step verifies 8 tokens of a sequence, at most
+
+_NO_DRAFT_MODEL = "not supported: minirt has no draft models"
+_NO_SUFFIX = "not supported: minirt has no suffix decoding"
+_ONE_VERIFICATION = "not supported: the sampler verifies drafts, which changes no distribution"
+_ADAPTS = "not needed: the number of drafts adapts to the batch by itself"
+# Keys of vLLM's config, and arguments of the same name, that have no meaning here.
+_REFUSED = {
+    "model": 'not supported: minirt has no draft models; for n-grams write "method": "ngram"',
+    **dict.fromkeys((
+        "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
+        "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config", "draft_sample_method",
+        "draft_lm_head_quantization", "use_heterogeneous_vocab", "use_local_argmax_reduction", "parallel_drafting",
+        "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration", "dspark_draft_topk",
+    ), _NO_DRAFT_MODEL),
+    **dict.fromkeys((
+        "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ), _NO_SUFFIX),
+    **dict.fromkeys(
+        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"), _ONE_VERIFICATION
+    ),
+    **dict.fromkeys(
+        ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "disable_by_batch_size"), _ADAPTS
+    ),
+    "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
+}  # fmt: skip
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")  # those of vLLM's that are taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeOptions:
+    """How drafts are proposed. Drafts change no distribution of tokens, only how many tokens a step yields.
+
+    Args:
+        method: "ngram": what followed the last tokens where they occurred before (prompt lookup decoding).
+        num_speculative_tokens: drafts of a sequence in a step, at most; 1 to 7.
+        prompt_lookup_min, prompt_lookup_max: tokens that must match, at least and at most; 1 to 16.
+        adaptive: fewer drafts, or none, where measured step times say that they do not pay.
+    Raises:
+        ConfigError: a value is out of range, or of the wrong type.
+        UnsupportedError: minirt does not have the method.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    adaptive: bool = True
+
+    def __new__(cls, *_: Any, **given: Any) -> "SpeculativeOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, _REFUSED)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            what, found = "minirt does not have this method of speculative decoding", shortened(repr(self.method), 80)
+            raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=found)
+        for name, most in (
+            ("num_speculative_tokens", MAX_DRAFTS), ("prompt_lookup_min", LONGEST), ("prompt_lookup_max", LONGEST)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                expected, found = f"an integer from 1 to {most}", shortened(repr(value), 80)
+                raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
+            what, found = "is larger than the maximum", self.prompt_lookup_min
+            raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=found, hint="give both")
+        if type(self.adaptive) is not bool:
+            found = shortened(repr(self.adaptive), 80)
+            raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
+
+    @classmethod
+    def parse(cls, text: str, where: str = "--speculate") -> "SpeculativeOptions":
+        """The options that a short text states: "ngram", or "ngram:k" with k drafts. Raises as the constructor does."""
+        method, colon, count = text.partition(":")
+        given: dict[str, Any] = {"method": method}
+        if colon:
+            given["num_speculative_tokens"] = int(count) if re.fullmatch("[0-9]{1,4}", count) else count
+        return _made(given, f"{where} {shortened(text, 80)}")
+
+    @classmethod
+    def from_config(cls, text: str, where: str = "--speculative-config") -> "SpeculativeOptions":
+        """The options that vLLM's `--speculative-config` states: a JSON object with "method". "ngram_gpu" is "ngram".
+
+        As in vLLM, a prompt_lookup_min or prompt_lookup_max that is not given is equal to the other. If neither is, minirt's
+        defaults apply.
+
+        Raises:
+            ConfigError: it is no such object, or a value is out of range.
+            UnsupportedError: a key or a method of vLLM that minirt does not have.
+        """
+        given: dict[str, Any] = {}
+        for key, value in _json_object(text, where):
+            if key in given:
+                raise ConfigError("a key is repeated", where=where, found=shortened(key, 80))
+            if key in _REFUSED:
+                raise UnsupportedError("minirt does not have this key of vLLM", where=where, found=key, hint=_REFUSED[key])
+            if key not in _KEYS:
+                raise ConfigError("unknown key", where=where, expected=f"{', '.join(_KEYS)}", found=shortened(key, 80))
+            given[key] = value
+        given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given
+        if "method" not in given:
+            raise ConfigError("the method is missing", where=where, expected='"method": "ngram"')
+        if given["method"] == "ngram_gpu":
+            given["method"] = "ngram"
+        for one, other in (_KEYS[2:], _KEYS[:1:-1]):
+            value = given.get(one)
+            if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
+                given[other] = value
+        return _made(given, where)
+
+
+def _made(given: dict[str, Any], where: str) -> SpeculativeOptions:
+    try:
+        return SpeculativeOptions(**given)
+    except MinirtError as error:
+        raise error.at(f"{where}, {error.where}") from None
+
+
+def _json_object(text: str, where: str) -> list[tuple[str, Any]]:
+    """The keys and values of a JSON object, in order."""
+
+    class Pairs(list[tuple[str, Any]]):
+        """Those of an object, whereas a list is an array."""
+
+    try:
+        found = json.loads(text, object_pairs_hook=Pairs)
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        example = '{"method": "ngram", "num_speculative_tokens": 4}'
+        raise ConfigError(f"is not readable JSON: {what}", where=where, expected=f"an object such as {example}") from None
+    if not isinstance(found, Pairs):
+        raise ConfigError("is not a JSON object", where=where, found=type(found).__name__)
+    return found
