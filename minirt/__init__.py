@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from minirt.outputs import Completion, Piece, Samples, Score
     from minirt.patching.model import patch, unpatch
     from minirt.sampling_params import SamplingParams
+    from minirt.speculative.options import SpeculativeOptions
     from minirt.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams", "Score",
-    "StructuredOutputsParams", "__version__", "patch", "unpatch",
+    "SpeculativeOptions", "StructuredOutputsParams", "__version__", "patch", "unpatch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -34,6 +35,7 @@ _HOMES = {
     "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
     "Score": "minirt.outputs",
+    "SpeculativeOptions": "minirt.speculative.options",
     "StructuredOutputsParams": "minirt.structured.params",
     "patch": "minirt.patching.model",
     "unpatch": "minirt.patching.model",

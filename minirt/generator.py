@@ -21,6 +21,7 @@ from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import Request
+from minirt.engine.runner import Proposer
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.layers.base import Layer
@@ -33,6 +34,8 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 from minirt.sizes import format_size
+from minirt.speculative.ngram import proposer_of
+from minirt.speculative.options import SpeculativeOptions, drafts_of
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
@@ -76,19 +79,23 @@ class Generator:
         max_step_ms: float = MAX_STEP_MS,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
+        speculative: SpeculativeOptions | Proposer | None = None,
     ) -> None:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
             kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, max_step_ms, prefix_cache,
-                cuda_graphs: see `minirt.LoadOptions`.
+                cuda_graphs, speculative: see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting, max_step_ms)
-        options = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
+        options = MemoryOptions(
+            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative)
+        )
+        self.speculative = speculative
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -106,7 +113,8 @@ class Generator:
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
-            cuda_graphs=cuda_graphs and model.capturable,
+            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative),
+            adaptive_drafts=getattr(speculative, "adaptive", True),
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
@@ -135,7 +143,7 @@ class Generator:
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
                 max_waiting, max_step_ms, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup,
-                cuda_graphs.
+                cuda_graphs, speculative.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -153,7 +161,7 @@ class Generator:
                 eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
                 max_waiting=settings.max_waiting, max_step_ms=settings.max_step_ms, prefix_cache=settings.prefix_cache,
-                cuda_graphs=settings.cuda_graphs,
+                cuda_graphs=settings.cuda_graphs, speculative=settings.speculative,
             )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started

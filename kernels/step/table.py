@@ -241,14 +241,6 @@ def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return b, np.arange(len(b)) - (counts.cumsum() - counts)[b]
 
 
-def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor) -> None:
-    """Copy what a proposer has written for a step's sequences: `out` [B, 2 + drafts] int32: MATCHED, NUM_NEXT, the drafts."""
-    words, to, slots = _array(table), _array(out), _array(rows.slots)
-    own = words[np.maximum(slots, 0)] * (slots >= 0)[:, None]
-    to[:, 0], to[:, 1] = own[:, MATCHED], own[:, NUM_NEXT]
-    to[:, 2:] = own[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + columns.drafts]
-
-
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
     """Write what a step has computed and drawn into the table, and its tokens into `result`.
 

@@ -89,7 +89,7 @@ class Engine:
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
-        proposer: proposes drafts; `limits.max_drafts` becomes its own. None: there are none.
+        proposer: proposes drafts; what `limits` says of them becomes its own. None: there are none.
         adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
     """
 
@@ -112,7 +112,8 @@ class Engine:
         device = torch.device(device)
         if proposer is not None and cache.has_states:
             raise UnsupportedError("drafts need states that can be taken back, and recurrent layers have none", where="proposer")
-        limits = replace(limits, max_drafts=0 if proposer is None else proposer.max_drafts)
+        if proposer is not None:
+            limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
         self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)
         self._runner = Runner(
@@ -338,9 +339,10 @@ class Engine:
         running = [own if own is not None and self._requests.get(own.id) is own else None for own, _ in drawing]
         if self._constraints is not None:
             rows = [
-                ConstrainedRows(None if own is None else own.constraint, count)
+                ConstrainedRows(None, count) if own is None
+                else ConstrainedRows(own.constraint, count, self._drafts.of(own.slot) if self._drafts is not None else ())
                 for own, (_, count) in zip(running, drawing, strict=True)
-            ]
+            ]  # fmt: skip
             for place, error in self._constraints.fill(masks, rows).items():
                 if (sequence := running[place]) is not None:
                     outputs.append(self._fail(sequence.id, error))

@@ -25,7 +25,8 @@ class EngineLimits:
         max_waiting: requests that wait while a step computes others; further ones are refused. None: no limit.
         max_step_ms: milliseconds that a step's prompt tokens may take while sequences decode, by the times measured at warm-up on
             a GPU; 0: any number.
-        max_drafts: proposed tokens of a sequence that a step verifies; set by the engine.
+        max_drafts: proposed tokens of a sequence that a step verifies, at most.
+        keeps_history: whether the device keeps all tokens of each sequence, for the proposer.
     """
 
     max_model_len: int
@@ -34,6 +35,7 @@ class EngineLimits:
     max_waiting: int | None = None
     max_step_ms: float = 0.0
     max_drafts: int = 0
+    keeps_history: bool = False
 
     @property
     def max_logits_rows(self) -> int:

@@ -161,9 +161,8 @@ class Runner:
                 seqs, rows = self._buckets.max_seqs, self._buckets.max_logits
                 tokens, draws = max(tokens, self._buckets.max_tokens, rows), max(draws, rows)
                 tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
-        history = limits.max_model_len if proposer is not None and proposer.needs_history else 0
         self._buffers = StepBuffers(
-            cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows, history=history
+            cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows
         )
         self._stages = SamplingStages(limits, vocab_size, draws, device)
         self._statics: dict[Bucket, tuple[StepTensors, Batch]] = {}

@@ -37,12 +37,11 @@ class StepBuffers:
         vocab_size: columns of the logits.
         row_maxima_tiles: columns of the head's row maxima.
         logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
-        history: tokens of a sequence that its row of the table keeps.
     """
 
     def __init__(
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
-        max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0, history: int = 0,
+        max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0,
     ) -> None:  # fmt: skip
         self._page_size, self._device, self._kernels = cache.page_size, device, None
         if is_nvidia(device):
@@ -50,6 +49,7 @@ class StepBuffers:
 
             self._kernels = kernels
         self._views: dict[tuple[Any, ...], Any] = {}
+        history = limits.max_model_len if limits.keeps_history else 0
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
         self._max_seqs = -(-max_seqs // 4) * 4

@@ -30,13 +30,21 @@ StepBytes = Callable[[int], int | None]  # tokens of the largest step → the by
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options that decide what a model takes; see `minirt.LoadOptions`."""
+    """The options that decide what a model takes; see `minirt.LoadOptions`. The last two: of the proposer of drafts."""
 
     kv_cache_memory: int | str | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     cuda_graphs: bool = True
+    max_drafts: int = 0
+    keeps_history: bool = False
+
+    def limits(self, length: int, tokens: int) -> EngineLimits:
+        """Of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
+        return EngineLimits(
+            length, self.max_num_seqs, tokens, max_drafts=self.max_drafts, keeps_history=self.keeps_history
+        )
 
     @property
     def kv_bytes(self) -> int | None:
@@ -213,7 +221,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     def step_bytes(tokens: int) -> int | None:
         from minirt.engine.step_memory import measure_step_bytes
 
-        return measure_step_bytes(model, EngineLimits(length, options.max_num_seqs, tokens), cuda_graphs=graphs)
+        return measure_step_bytes(model, options.limits(length, tokens), cuda_graphs=graphs)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
@@ -251,11 +259,12 @@ def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
 
 def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions) -> int:
     """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
-    config, rows, size = model.config, options.max_num_seqs, model.dtype.itemsize
+    config, size, limits = model.config, model.dtype.itemsize, options.limits(length, tokens)
+    rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
     widest = max(layer.activation_values for layer in model.layers)
     row = (2 * config.hidden_size + widest) * size
     logits = rows * config.vocab_size * 4
-    total = tokens * row + 3 * logits + rows * 4 * -(-length // PAGE_SIZE)
+    total = tokens * row + 3 * logits + limits.max_num_seqs * 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     if options.cuda_graphs:
         total += min(tokens, 2048) * row
     return int(1.05 * total)

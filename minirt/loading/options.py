@@ -16,6 +16,7 @@ from minirt.layers import Layer
 from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
+from minirt.speculative.options import SpeculativeOptions, drafts_of
 
 _DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -67,6 +68,8 @@ class LoadOptions:
             is faster, but kernels are compiled and CUDA graphs captured during generation, at first use.
         cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
             `enforce_eager`). It does not select eager layers: `impl="eager"` does.
+        speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, or a
+            proposer (`minirt.engine.runner.Proposer`). None: each step yields one token of a sequence.
     Raises:
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """
@@ -94,6 +97,7 @@ class LoadOptions:
     layers: Callable[[ModelConfig], list[Layer]] | None = None
     warmup: bool = True
     cuda_graphs: bool = True
+    speculative: SpeculativeOptions | Any | None = None  # or a `Proposer`
 
     def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
         check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
@@ -115,8 +119,9 @@ class LoadOptions:
     def memory(self) -> MemoryOptions:
         """The options that decide what the model takes of the memory."""
         return MemoryOptions(
-            self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs
-        )
+            self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs,
+            *drafts_of(self.speculative),
+        )  # fmt: skip
 
     @property
     def formats(self) -> Quantization | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch import Tensor
 from minirt.device import is_nvidia
 from minirt.kernels.speculative import reference
 from minirt.kernels.step.table import Columns, Rows
+from minirt.speculative.options import SpeculativeOptions
+
+if TYPE_CHECKING:
+    from minirt.engine.runner import Proposer
 
 
 class NgramProposer:
@@ -39,3 +44,10 @@ def _propose(device: torch.device) -> Callable[..., None]:
     from minirt.kernels.speculative import ngram
 
     return ngram.propose
+
+
+def proposer_of(speculative: "SpeculativeOptions | Proposer | None") -> "Proposer | None":
+    """The proposer of `LoadOptions.speculative`."""
+    if isinstance(speculative, SpeculativeOptions):
+        return NgramProposer(speculative.num_speculative_tokens, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    return speculative

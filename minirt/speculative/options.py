@@ -76,9 +76,10 @@ class SpeculativeOptions:
                 expected, found = f"an integer from 1 to {most}", shortened(repr(value), 80)
                 raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
-            what, found = "is larger than the maximum", self.prompt_lookup_min
-            raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=found, hint="give both")
+            what, expected = "is larger than the maximum", f"at most prompt_lookup_max, {self.prompt_lookup_max}"
+            raise ConfigError(
+                what, where="prompt_lookup_min", expected=expected, found=self.prompt_lookup_min, hint="give both"
+            )
         if type(self.adaptive) is not bool:
             found = shortened(repr(self.adaptive), 80)
             raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
@@ -146,3 +147,23 @@ def _json_object(text: str, where: str) -> list[tuple[str, Any]]:
     if not isinstance(found, Pairs):
         raise ConfigError("is not a JSON object", where=where, found=type(found).__name__)
     return found
+
+
+def drafts_of(speculative: Any) -> tuple[int, bool]:
+    """What an engine keeps for `LoadOptions.speculative`: the drafts of a sequence, at most, and whether it needs their history.
+
+    Raises:
+        ConfigError: it is neither options nor a proposer.
+    """
+    if speculative is None:
+        return 0, False
+    if isinstance(speculative, SpeculativeOptions):
+        return speculative.num_speculative_tokens, True
+    drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
+    if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
+        expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows), max_drafts, needs_history"
+        found = shortened(repr(speculative), 80)
+        raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
+    if not 0 <= drafts <= MAX_DRAFTS:
+        raise ConfigError("too many drafts", where="speculative.max_drafts", expected=f"0 to {MAX_DRAFTS}", found=drafts)
+    return drafts, history

@@ -110,16 +110,6 @@ def test_with_drafts_equal_sizes_do_not_mean_that_every_row_is_kept():
     assert len(seen) > 4
 
 
-class Flat:
-    """Logits by the last token alone: few tokens are likely, so that penalties matter."""
-
-    def __call__(self, batch, cache):
-        logits = torch.zeros(batch.num_tokens, VOCAB)
-        for row, token in enumerate(batch.input_ids.tolist()):
-            logits[row, :6] = 3 + torch.rand(6, generator=torch.Generator().manual_seed(token % 3))
-        return logits[batch.logits_indices]
-
-
 class Known(Drafts):
     """Proposes what the same request yields without drafts, then wrong tokens."""
 
@@ -134,19 +124,6 @@ class Known(Drafts):
                 own = [token + (i > 1) for i, token in enumerate(self.tokens[at : at + 4])]
                 table[slot, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + len(own)] = torch.tensor(own, dtype=torch.int32)
                 table[slot, NUM_NEXT], table[slot, MATCHED] = 1 + len(own), len(own)
-
-
-@pytest.mark.parametrize("options", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}])
-def test_penalties_count_every_token_before(options):
-    """A draft's row would have to know the drafts before it, so a request with penalties yields one token a step."""
-    tokens = []
-    for proposer in (None, True):
-        it, _ = engine(proposer=Known(tokens[0]) if proposer else None)
-        it._runner._model = Flat()
-        add(it, [50, 51, 52], greedy(25, **options))
-        tokens.append([token for _ in range(60) for output in it.step() for token in output.token_ids])
-    assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 25
 
 
 class Alternate:
@@ -169,24 +146,41 @@ class Alternate:
         return future
 
     def fill(self, masks, rows):
-        assert [(own.num_rows, own.drafts) for own in rows] == [(1, ())] * len(masks)
-        for row, (own, _, _) in enumerate(rows):
-            masks[row] = -1 if own is None else 0x55555555 if own.count % 2 == 0 else -0x55555556
+        row = 0
+        for own, num_rows, drafts in rows:
+            masks[row : row + num_rows] = -1
+            if own is not None:
+                for i in range(min(len(drafts), num_rows - 1) + 1):
+                    masks[row + i] = 0x55555555 if (own.count + i) % 2 == 0 else -0x55555556
+                    if i < len(drafts) and drafts[i] % 2 != (own.count + i) % 2:  # forbidden, so nobody reads the rows after it
+                        break
+            row += num_rows
+        assert row == len(masks)
         return {}
 
 
-def test_a_grammar_sees_every_token():
-    """The mask of a draft's row would have to know the drafts before it."""
+@pytest.mark.parametrize("proposed", [[0, 1] * 9, [0, 1, 1, 0, 0] * 4])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_grammar_sees_every_token(proposed, lookahead):
+    """The masks of a step's rows are those behind its drafts. The model alone would draw token 1 each time."""
     it, cache = drafting(1.0)
+    steps = []
+
+    def model(batch, cache):
+        steps.append(batch.num_tokens)
+        return torch.tensor([1.0, 2.0] + [0.0] * (VOCAB - 2)).repeat(len(batch.logits_indices), 1)
+
     it = Engine(
-        lambda batch, cache: torch.tensor([1.0, 2.0] + [0.0] * (VOCAB - 2)).repeat(len(batch.logits_indices), 1), cache,
-        it.limits, vocab_size=VOCAB, lookahead=1, proposer=Known([0, 1] * 9), constraints=Alternate(),
+        model, cache, it.limits, vocab_size=VOCAB, lookahead=lookahead, proposer=Known(proposed), constraints=Alternate(),
+        adaptive_drafts=False,
     )  # fmt: skip
     spec = StructuredOutputsParams(regex="a*")
     sampling = resolve(SamplingParams(max_tokens=9, temperature=0.0, structured_outputs=spec), None)
     it.add(Request(next(IDS), [50, 51], sampling))
     tokens = [token for _ in range(30) for output in it.step() for token in output.token_ids]
     assert tokens == [0, 1] * 4 + [0]
+    assert it.stats.drafts.num_accepted_tokens > 0
+    assert len(steps) < 9
 
 
 def test_drafts_are_refused_where_states_cannot_be_taken_back():
