@@ -39,6 +39,7 @@ class Completion:
     request runs.
     `token_times_s`: when each token reached Python, in seconds since the start of the request.
     `cached_tokens`: tokens of the prompt whose KV values were found in the prefix cache.
+    `num_draft_tokens`, `num_accepted_tokens`: drafts that were verified, and those that were right (speculative decoding).
     `logprobs`: of each token; None unless the request asks. `prompt_logprobs`: of each token of the prompt, None for the first;
     None unless the request asks, and before the first token.
     """
@@ -55,6 +56,14 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: MinirtError | None = None
     index: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step has yielded, on average, the accepted drafts included; 1 without speculative decoding."""
+        steps = len(self.token_ids) - self.num_accepted_tokens
+        return len(self.token_ids) / steps if steps > 0 else 1.0
 
     @property
     def outputs(self) -> "list[Completion]":
@@ -176,6 +185,7 @@ class CompletionStream:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
+        done.num_draft_tokens, done.num_accepted_tokens = output.num_draft_tokens, output.num_accepted_tokens
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
         now, text, i = time.perf_counter() - self.started, "", 0

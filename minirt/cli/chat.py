@@ -19,6 +19,7 @@ from minirt.cli.options import (
     quiet_option,
     sampling_options,
     sampling_params,
+    speculative_options,
 )
 from minirt.cli.output import completion_summary, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @model_argument
 @load_options
 @prefix_cache_option
+@speculative_options
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option

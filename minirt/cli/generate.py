@@ -18,6 +18,7 @@ from minirt.cli.options import (
     quiet_option,
     sampling_options,
     sampling_params,
+    speculative_options,
     text_format_option,
     warm_prompt_option,
 )
@@ -39,6 +40,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
 @prefix_cache_option
+@speculative_options
 @warm_prompt_option
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")

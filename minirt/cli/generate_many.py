@@ -10,6 +10,7 @@ from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import open_model, sampling_params
 from minirt.cli.output import (
     completion_record,
+    drafts_summary,
     json_line,
     load_summary,
     not_applied,
@@ -73,6 +74,8 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
                 results.print_rest()
                 if results.all and not printing.quiet:
                     note(f"{load_summary(generator)} · {results.summary(seconds)}")
+                    if generator.speculative is not None:
+                        note(drafts_summary(generator, results.all))
                 warn_incomplete(results.all)
                 if not chat:
                     note_template(generator, results.plain, printing.quiet)

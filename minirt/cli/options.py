@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
     from minirt.sampling_params import SamplingParams
+    from minirt.speculative.options import SpeculativeOptions
 
 
 def option_group(*options: Callable) -> Callable:
@@ -219,6 +220,18 @@ prefix_cache_option = click.option(
     help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request. Models with "
     "recurrent layers always do.",
 )  # fmt: skip
+speculative_options = option_group(
+    click.option(
+        "--speculate", metavar="ngram[:k]",
+        help="Speculative decoding: propose up to k tokens (default 4) that followed the same tokens before, and verify them in "
+        "one step. The distribution of the output stays the same.",
+    ),
+    click.option(
+        "--speculative-config", metavar="JSON",
+        help='The same with the keys of vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
+        '"prompt_lookup_max": 4}.',
+    ),
+)
 warm_prompt_option = click.option(
     "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
     help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
@@ -404,8 +417,21 @@ def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[s
             "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": quantize, "quantize_head": head}
+    if (speculative := _speculative(options)) is not None:
+        chosen["speculative"] = speculative
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
     return {"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes
+
+
+def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
+    short, config = options.get("speculate"), options.get("speculative_config")
+    if short is None and config is None:
+        return None
+    if short is not None and config is not None:
+        raise click.UsageError("--speculate and --speculative-config exclude each other")
+    from minirt.speculative.options import SpeculativeOptions
+
+    return SpeculativeOptions.from_config(config) if config is not None else SpeculativeOptions.parse(str(short))
 
 
 @contextmanager

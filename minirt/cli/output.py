@@ -107,6 +107,8 @@ def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]
     effective = completion.sampling
     if effective.temperature > 0:
         record["seed"] = effective.seed
+    if completion.num_draft_tokens:
+        record |= {name: getattr(completion, name) for name in ("num_draft_tokens", "num_accepted_tokens")}
     if verbose:
         record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
         if effective.structured_outputs is not None:
@@ -157,7 +159,22 @@ def completion_summary(generator: "Generator", completion: "Completion") -> str:
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]
+    if generator.speculative is not None:
+        lines.append(drafts_summary(generator, [completion]))
     return "\n".join([*lines, not_applied(completion)]).rstrip("\n")
+
+
+def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) -> str:
+    """How many drafts were verified and accepted."""
+    drafted = sum(own.num_draft_tokens for own in completions)
+    accepted = sum(own.num_accepted_tokens for own in completions)
+    tokens = sum(len(own.token_ids) for own in completions)
+    text = f"drafts: {accepted:,} of {drafted:,} accepted"
+    if tokens > accepted:
+        text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
+    if any(name.startswith("fp8") for name in generator.plan.formats):
+        text += " · fp8: a single token has 16-bit activations, a step with drafts fp8 ones"
+    return text
 
 
 def not_applied(completion: "Completion") -> str:

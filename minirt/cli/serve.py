@@ -18,6 +18,7 @@ from minirt.cli.options import (
     model_name,
     prefix_cache_option,
     quiet_option,
+    speculative_options,
     warm_prompt_option,
 )
 from minirt.errors import InputError, MinirtError
@@ -82,6 +83,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 @model_argument
 @load_options
 @prefix_cache_option
+@speculative_options
 @warm_prompt_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")

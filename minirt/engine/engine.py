@@ -433,7 +433,7 @@ class Engine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.logprobs:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        drafts = sequence.num_drafts if self._drafts is not None and reason != Reason.RUNS else (0, 0)
+        drafts = (0, 0) if self._drafts is None else sequence.num_drafts
         output = TokenOutput(
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
             num_draft_tokens=drafts[0], num_accepted_tokens=drafts[1],

@@ -77,8 +77,8 @@ class TokenOutput(NamedTuple):
     output of a request that asks; else None. A request with max_tokens 0 has one output, without a token. `queue_time_s`: how
     long the request waited for its first step, with its first output; else None. `logits`: [T, V] fp32 on the CPU, of a request
     with `logits_only`, whose only output has no token. `times`: the `time.perf_counter` at which each token was known, of a
-    request with `final_only`. `num_draft_tokens`, `num_accepted_tokens`: with the last output, how many drafts were verified for
-    the request, and how many of them were right.
+    request with `final_only`. `num_draft_tokens`, `num_accepted_tokens`: how many drafts were verified for the request so
+    far, and how many of them were right.
     """
 
     request_id: int

@@ -92,6 +92,18 @@ class Metrics:
             yield counter("num_preemptions", "Running requests that lost their KV pages to others.", engine.num_preemptions)
             yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
             yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+            if engine.drafts.num_accepted_per_position:  # speculative decoding is on
+                drafts = engine.drafts
+                yield counter("spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)
+                yield counter("spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.num_draft_tokens)
+                yield counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.", drafts.num_accepted_tokens)
+                by_position = CounterMetricFamily(
+                    "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by their place in a step.",
+                    labels=["model_name", "position"],
+                )  # fmt: skip
+                for position, count in enumerate(drafts.num_accepted_per_position):
+                    by_position.add_metric([self.model, str(position)], count)
+                yield by_position
         yield counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
         yield counter("generation_tokens", "Generated tokens.", self.generation_tokens)
         success = CounterMetricFamily(
