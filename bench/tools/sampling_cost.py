@@ -47,9 +47,9 @@ def time_masks() -> list[float]:
 
     compute, seconds = Constraints.fill, list[float]()
 
-    def timed(self: Constraints, masks: Any, constraints: Any) -> Any:
+    def timed(self: Constraints, masks: Any, rows: Any) -> Any:
         started = time.perf_counter()
-        failed = compute(self, masks, constraints)
+        failed = compute(self, masks, rows)
         seconds.append(time.perf_counter() - started)
         return failed
 

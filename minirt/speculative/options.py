@@ -77,8 +77,8 @@ class SpeculativeOptions:
                 raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
-            what, found = "is larger than the maximum", self.prompt_lookup_min
-            raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=found, hint="give both")
+            what, least = "is larger than the maximum", self.prompt_lookup_min
+            raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=least, hint="give both")
         if type(self.adaptive) is not bool:
             found = shortened(repr(self.adaptive), 80)
             raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
