@@ -76,10 +76,9 @@ class SpeculativeOptions:
                 expected, found = f"an integer from 1 to {most}", shortened(repr(value), 80)
                 raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            what, expected = "is larger than the maximum", f"at most prompt_lookup_max, {self.prompt_lookup_max}"
-            raise ConfigError(
-                what, where="prompt_lookup_min", expected=expected, found=self.prompt_lookup_min, hint="give both"
-            )
+            expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
+            what, least = "is larger than the maximum", self.prompt_lookup_min
+            raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=least, hint="give both")
         if type(self.adaptive) is not bool:
             found = shortened(repr(self.adaptive), 80)
             raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)

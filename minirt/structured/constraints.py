@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -180,33 +180,34 @@ class Constraints:
     def fill(self, masks: Tensor, rows: "Sequence[ConstrainedRows]") -> dict[int, MinirtError]:
         """Write the masks of a step. See `TokenConstraints.fill`.
 
-        The rows of a sequence depend on each other, so its first rows are computed together with those of the others, then
-        their second rows, and so on.
+        The rows of a sequence depend on each other, so the first rows of all sequences are computed together, then their second
+        rows, and so on.
         """
-        free, failed = list[int](), dict[int, MinirtError]()
-        bound = list[tuple[int, int, Constraint, Sequence[int]]]()  # place in `rows`, row of the masks, state, drafts to follow
-        first = 0
-        for place, (constraint, num_rows, drafts) in enumerate(rows):
-            if constraint is None:
+        free, bound, places, first = list[int](), list[tuple[int, Constraint]](), dict[int, int](), 0
+        walks = list[tuple[int, int, Constraint, Iterator[int]]]()  # the row with the last mask, the end of the rows, the state
+        for place, (own, num_rows, drafts) in enumerate(rows):
+            if own is None:
                 free += range(first, first + num_rows)
             else:
-                bound.append((place, first, constraint, drafts[: num_rows - 1]))
-                free += range(first + 1 + min(len(drafts), num_rows - 1), first + num_rows)
+                bound.append((first, own))
+                places[first] = place
+                if num_rows > 1:
+                    walks.append((first, first + num_rows, own, iter(drafts)))
             first += num_rows
-        depth = 0
-        while bound:
-            errors = self._fill_rows(masks, [(row, own) for _, row, own, _ in bound])
+        errors = self._fill_rows(masks, bound)
+        failed = {places[row]: error for row, error in errors.items()}
+        while walks:
             going_on = []
-            for place, row, own, drafts in bound:
-                if row not in errors and drafts and own.goes_on(masks[row], drafts[0]):
-                    going_on.append((place, row + 1, own.after(drafts[0]), drafts[1:]))
-                    continue
-                free += range(row + 1, row + 1 + len(drafts))
-                if row in errors and depth == 0:
-                    failed[place] = errors[row]
-                elif row in errors:
-                    masks[row] = 0
-            bound, depth = going_on, depth + 1
+            for row, end, own, left in walks:
+                draft = next(left, None)
+                if draft is None or row + 1 == end or row in errors or not own.goes_on(masks[row], draft):
+                    free += range(row + 1, end)
+                else:
+                    going_on.append((row + 1, end, own.after(draft), left))
+            errors = self._fill_rows(masks, [(row, own) for row, _, own, _ in going_on])
+            for row in errors:
+                masks[row] = 0
+            walks = going_on
         if free:
             masks.index_fill_(0, torch.tensor(free), -1)
         return failed

@@ -7,6 +7,7 @@ its sequence is preempted, requests that wait for ever for a constraint, and err
 import itertools
 import math
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from minirt.engine import sampling_stages
 from minirt.engine.engine import Request
+from minirt.engine.failures import no_token
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
@@ -249,6 +251,16 @@ def test_what_leaves_no_token_is_an_error(lookahead):
     it._runner._model = lambda batch, cache: Noisy()(batch, cache).fill_(math.nan)
     _, last = run(it, [(0, [1, 2], params)])
     assert isinstance(last[0].error, NumericsError), "the settings leave tokens, so it is the model"
+
+
+def test_a_constraint_that_cannot_go_on_behind_a_draft_is_why_no_token_is_drawn():
+    """Its row allows no token. The model is not to blame."""
+    sampling = resolve(SamplingParams(**BOUND), None)
+    tokens = torch.tensor([1, 2, 3]).numpy()
+    own = SimpleNamespace(rules=None, tokens=tokens, prompt_len=2, constraint=State(fails_at=0), sampling=sampling)
+    assert str(no_token(own, Fake(), VOCAB)) == "generated token 0: the grammar cannot go on"
+    own.constraint = State(fails_at=None)
+    assert isinstance(no_token(own, Fake(), VOCAB), NumericsError)
 
 
 def test_requests_wait_while_their_constraint_is_compiled():
