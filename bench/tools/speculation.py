@@ -2,7 +2,8 @@
 
 `--synthetic RATE`: random weights, a preset. Each draft is accepted with this probability, whatever the sampler drew (vLLM's
 `synthetic_acceptance_rates`). A step does all of its work, so the figures say how fast steps are, not how good drafts are. At
-0.7415, a step with 4 drafts yields 3 tokens on average. The case `never` is n-gram matching where nothing matches (at temperature 1).
+0.7415, a step with 4 drafts yields 3 tokens on average. The case `never` is n-gram matching where nothing
+matches, at temperature 1.
 
 `--text FILE`: real weights, a folder. A JSON list of chat prompts (speculation_prompts.json); n-gram matching beside plain
 decoding, greedy. Both yield the same text in fp32. The acceptance is that of these texts.
