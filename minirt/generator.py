@@ -10,17 +10,19 @@ from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, overload
 
 import torch
 
 from minirt import models
+from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import Request
+from minirt.engine.request import Request, TokenOutput
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.layers.base import Layer
@@ -36,9 +38,6 @@ from minirt.sizes import format_size
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
-
-# A caller that needs only the outputs of requests that have ended gets those of some steps together, because each delivery makes
-# the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
 
 # Argument names that belong to another call.
 _OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
@@ -319,9 +318,14 @@ class Generator:
         tokens = self.encode(token_ids)
         self._live.checks.check_logits(tokens)
         nothing = replace(resolve(None, None), max_tokens=0)
-        with self._engine.connect() as client:
-            client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
-            output = client.receive()[0]
+        outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
+        try:
+            self._engine.submit([request], outputs)
+            (output,) = outputs.get()
+        except BaseException:  # such as KeyboardInterrupt
+            self._engine.abort([request.id])
+            raise
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
@@ -453,16 +457,13 @@ class Generator:
 
         `final_only`: see `Call.start`.
         """
-        with self._engine.connect() as client:
-            if call.requests:
-                client.submit(call.start(final_only=final_only))
-            while call.open:
-                for output in client.receive():
-                    if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
-                        stream, piece = call.push(output)
-                        if piece.finish_reason is not None and output.finish_reason is None:
-                            client.abort([output.request_id])
-                        yield stream, piece
+        outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
+            driver.start()
+            while driver.running:
+                for output in outputs.get():
+                    if (new := driver.push(output)) is not None:
+                        yield new
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def free_pages(generator):
 
 def idle(generator):
     """Whether the engine has no request left, and no caller is waited for."""
-    return generator._engine.call(lambda engine: not engine.has_work and not generator._engine._outboxes)
+    return generator._engine.call(lambda engine: not engine.has_work and not generator._engine._sinks)
 
 
 # Input
