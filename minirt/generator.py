@@ -5,9 +5,9 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +25,6 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import Request, TokenOutput
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
-from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
@@ -382,27 +381,6 @@ class Generator:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
 
-    @contextmanager
-    def observing(self, observer: Callable[[Layer, torch.Tensor], None]) -> Iterator[None]:
-        """Context in which every step calls `observer(layer, x)` with the input x of each layer, before the layer runs.
-
-        No step is a CUDA graph meanwhile. The observer runs in the engine's thread and must not change x.
-        """
-        self._engine.call(lambda engine: engine.observe(observer))
-        try:
-            yield
-        finally:
-            self._engine.call(lambda engine: engine.observe(None))
-
-    def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
-        """Bytes of weights that a decode step of so many tokens reads.
-
-        Args:
-            experts: layer name → number of distinct experts that the layer uses in the step. Of a layer that is not named: the
-                expected number if all experts are equally likely.
-        """
-        return self.model.step_read_bytes(tokens, experts)
-
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache; 0 after `close`."""
@@ -440,8 +418,11 @@ class Generator:
     def model(self) -> Model:
         """The model: layers, weights and chosen implementations."""
         if self._model is None:
-            raise EngineError("the generator is closed", where=self.name)
+            raise self._closed()
         return self._model
+
+    def _closed(self) -> EngineError:
+        return EngineError("the generator is closed", where=self.name)
 
     @property
     def _live(self) -> Engine:
@@ -461,6 +442,8 @@ class Generator:
         with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
             driver.start()
             while driver.running:
+                if self._model is None:
+                    raise self._closed()
                 for output in outputs.get():
                     if (new := driver.push(output)) is not None:
                         yield new

@@ -32,7 +32,6 @@ from minirt.engine.sequence import Sequence
 from minirt.engine.slots import FEW, Reason
 from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
-from minirt.modeling.model import Observer
 from minirt.step.kv_cache import KVCache
 
 Deliver = Callable[[list[TokenOutput]], None]
@@ -174,10 +173,6 @@ class Engine:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
         self._scheduler.prompt_time = self._runner.prompt_time
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""
-        self._runner.observe(observer)
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`."""

@@ -198,8 +198,8 @@ class Injected(BaseException):
 def count_lines(thread_work, at=None):
     """Run `thread_work(end)` with a trace of the engine's thread that raises at line event `at`. → line events before `end()`.
 
-    Python's cyclic garbage collector rests meanwhile: it may run in any thread, and an exception in the `__del__` of an older
-    test's client would be lost there.
+    Python's cyclic garbage collector rests meanwhile: it may run in any thread, and an exception in a finalizer of an older test
+    would be lost there.
     """
     seen, on = 0, True
 
