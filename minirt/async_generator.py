@@ -194,8 +194,10 @@ class AsyncGenerator:
         reader = _Reader(limit, lambda: port.abort(list(call.open)))
         with CallDriver(call, port, reader, final_only=final_only) as driver:
             driver.start()
-            while driver.running:
-                if (new := driver.push(await reader.get())) is not None:
+            while call.open:
+                if not reader.unread:
+                    await reader.wait()
+                elif (new := driver.push(reader.unread.popleft())) is not None:
                     yield new
 
     def _port(self) -> "_LoopPort":
@@ -217,30 +219,28 @@ class _Reader:
 
     def __init__(self, limit: int | None, abort: Callable[[], None]) -> None:
         self._limit, self._abort = limit, abort
-        self._unread: deque[TokenOutput] = deque()
+        self.unread: deque[TokenOutput] = deque()
         self._slow = False
         self._wakeup = Wakeup()
 
     def put(self, outputs: list[TokenOutput]) -> None:
-        if self._limit is None or len(self._unread) < self._limit:
-            self._unread.extend(outputs)
+        if self._limit is None or len(self.unread) < self._limit:
+            self.unread.extend(outputs)
         else:
             self._slow = True
             self._abort()  # nothing more comes
         self._wakeup.wake()
 
-    async def get(self) -> TokenOutput:
-        """The next output.
+    def wait(self) -> "asyncio.Future[None]":
+        """What to await until there is more to read.
 
         Raises:
-            SlowReaderError: it was full, and all outputs from before are read.
+            SlowReaderError: it was full, and nothing more comes.
         """
-        if not self._unread and not self._slow:
-            await self._wakeup.wait()
-        if self._unread:
-            return self._unread.popleft()
-        expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
-        raise SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint)
+        if self._slow:
+            expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
+            raise SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint)
+        return self._wakeup.wait()
 
 
 class _LoopPort:

@@ -13,7 +13,7 @@ from minirt.processor import Call
 
 
 class CallDriver:
-    """The requests of a call from their start to their ends. A context manager that aborts those that still run.
+    """The requests of a call from their start to their ends (`Call.open`). A context manager that aborts those that still run.
 
     Args:
         engine: gets the requests.
@@ -32,11 +32,6 @@ class CallDriver:
         """
         if self._call.requests:
             self._engine.submit(self._call.start(final_only=self._final_only), self._sink)
-
-    @property
-    def running(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self._call.open)
 
     def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece] | None:
         """The new piece with its stream; None if the request has ended before. One that ends at a stop string is aborted."""

@@ -441,7 +441,7 @@ class Generator:
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
             driver.start()
-            while driver.running:
+            while call.open:
                 if self._model is None:
                     raise self._closed()
                 for output in outputs.get():

@@ -53,15 +53,18 @@ class Sinks:
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Deliver outputs, one list for each sink. A request is dropped only after its last output is delivered."""
-        by_id, mail = self._by_id, dict[Sink, list[TokenOutput]]()
+        by_id, mail, ended = self._by_id, dict[Sink, list[TokenOutput]](), list[int]()
         for output in outputs:
             if (sink := by_id.get(output.request_id)) is not None:  # else it was aborted
-                mail.setdefault(sink, []).append(output)
+                if sink in mail:
+                    mail[sink].append(output)
+                else:
+                    mail[sink] = [output]
+                if output.finish_reason is not None:
+                    ended.append(output.request_id)
         for sink, own in mail.items():
             sink.put(own)
-        for output in outputs:
-            if output.finish_reason is not None:
-                by_id.pop(output.request_id, None)
+        self.drop(ended)
 
     def fail(self, request_ids: Iterable[int], error: MinirtError) -> None:
         """End open requests with an error: a copy for each, because one exception must not be raised in several threads."""

@@ -75,7 +75,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Whether all requests have ended."""
-        return not self._driver.running
+        return not self._call.open
 
     def put(self, outputs: list[TokenOutput]) -> None:
         try:
