@@ -89,7 +89,7 @@ def collected(seed, few, monkeypatch):
 
 
 def test_both_ways_of_collecting_give_the_same(monkeypatch):
-    """Random traffic: ends by EOS, stop ids, length, stop strings, NaN logits and aborts; drafts, preemption, log-probabilities."""
+    """Random traffic: ends by EOS, stop ids, length, stop strings, NaN and aborts; drafts, preemption, log-probabilities."""
     reasons, sides, preempted, aways = set(), [0, 0], 0, 0
     for seed in range(SEEDS):
         arrays, only_many, away = collected(seed, 0, monkeypatch)
