@@ -252,9 +252,9 @@ class _LoopPort:
         self._woken = False  # whether the loop is to sort them
 
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
-        self._thread.submit(requests, self)
-        for request in requests:  # what the thread puts until then is sorted later, in this thread
+        for request in requests:  # first, so that an interrupt leaves no request that `abort` does not know
             self._sinks.add(request.id, sink)
+        self._thread.submit(requests, self)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         if known := self._sinks.drop(request_ids):

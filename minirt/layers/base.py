@@ -155,7 +155,10 @@ class Layer:
         return total
 
     def flops(self, rows: int) -> int:
-        """Floating-point operations of the matrix products for `rows` rows, without attention."""
+        """Floating-point operations of the matrix products for `rows` rows, without attention.
+
+        They say how long a step takes: up to which number of prompt tokens the engine captures CUDA graphs.
+        """
         total = 0
         for linear, *_, experts in self.linear_ops():
             many, used = experts or (1, 1)
