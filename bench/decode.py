@@ -14,6 +14,7 @@ from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Clock, announce, check_room, random_prompts, silent, timed_run
+from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
@@ -136,8 +137,8 @@ def run(
             seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
             use = in_decode(generator, batch_size, context_len, seed)
-            read = generator.step_read_bytes(batch_size, None if use is None else use.touched())
-            uniform = generator.step_read_bytes(batch_size)
+            read = step_read_bytes(generator.model, batch_size, None if use is None else use.touched())
+            uniform = step_read_bytes(generator.model, batch_size)
             speed = (read + kv) / statistics.median(steps)
             flops = linear_flops(generator.config, batch_size, batch_size)
             weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)

@@ -2,21 +2,72 @@
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirt.bench.measure import random_prompts
+from minirt.bench.read_bytes import expected_experts
 from minirt.bench.summary import percentile
+from minirt.engine.engine import Engine
 from minirt.generator import Generator
-from minirt.layers.base import Layer
-from minirt.layers.moe import expected_experts
+from minirt.kernels import reference
+from minirt.layers import Layer
+from minirt.layers.base import Forward
+from minirt.layers.moe import MoE
 from minirt.modeling.config import ModelConfig
 from minirt.sampling_params import SamplingParams
 
 _STEPS = 8  # decode steps that are observed
+
+
+@singledispatch
+def expert_counts(layer: Layer, x: Tensor) -> Tensor | None:
+    """How many rows of x [T, H] use each expert of the layer: [E] int64; None: it has no experts. Register a class that has."""
+    return None
+
+
+@expert_counts.register
+def _mixture(layer: MoE, x: Tensor) -> Tensor:
+    logits = reference.linear(reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps), layer.router.weight)
+    chosen = reference.route(logits, layer.moe.experts_per_token, layer.moe.normalize)[1]
+    return torch.bincount(chosen.flatten(), minlength=layer.moe.num_experts)
+
+
+@contextmanager
+def observing(generator: Generator, observer: Callable[[Layer, Tensor], None]) -> Iterator[None]:
+    """Context in which every step calls `observer(layer, x)` with the input x of each layer but the first, before it runs.
+
+    No step is a CUDA graph meanwhile. The observer runs in the engine's thread and must not change x.
+    """
+    layers = [layer for layer in generator.model.unique_layers() if not layer.reads_tokens]
+    forwards = {layer: layer._forward for layer in layers if layer._forward is not None}
+
+    def begin(engine: Engine) -> Any:
+        graphs, engine._runner._graphs = engine._runner._graphs, None
+        for layer, forward in forwards.items():
+            layer._forward = partial(_observed, observer, layer, forward)
+        return graphs
+
+    def end(engine: Engine) -> None:
+        engine._runner._graphs = graphs
+        for layer, forward in forwards.items():
+            layer._forward = forward
+
+    graphs = generator._engine.call(begin)
+    try:
+        yield
+    finally:
+        generator._engine.call(end)
+
+
+def _observed(observer: Callable[[Layer, Tensor], None], layer: Layer, forward: Forward, x: Tensor, *step: Any) -> Tensor:
+    observer(layer, x)
+    return forward(x, *step)
 
 
 class ExpertUse:
@@ -28,7 +79,7 @@ class ExpertUse:
 
     def note(self, layer: Layer, x: Tensor) -> None:
         """Note the experts that the rows of x, the layer's input, use. Other numbers of rows are not noted."""
-        counts = layer.expert_counts(x) if x.shape[0] == self.rows else None
+        counts = expert_counts(layer, x) if x.shape[0] == self.rows else None
         if counts is not None:
             self._counts.setdefault(layer.name, []).append(counts)
 
@@ -67,7 +118,7 @@ def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUs
     if generator.config.moe is None:
         return None
     use = ExpertUse(rows)
-    with generator.observing(use.note):
+    with observing(generator, use.note):
         run()
     return use
 

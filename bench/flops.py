@@ -1,7 +1,9 @@
 """The number of floating-point operations of a step or a prompt: two for each multiply-add."""
 
+from functools import singledispatch
+
 from minirt import models
-from minirt.layers import Layer
+from minirt.layers import Attention, Layer
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.model import in_order
 
@@ -18,7 +20,18 @@ def prompt_flops(config: ModelConfig, tokens: int) -> int:
     """Count a prompt: causal attention and the other layers for all tokens, but after `Select` for the last token."""
     layers = _layers(config)
     pairs = tokens * (tokens + 1) // 2
-    return _linear_flops(layers, tokens, 1) + sum(layer.attention_flops(pairs) for layer in layers)
+    return _linear_flops(layers, tokens, 1) + sum(attention_flops(layer, pairs) for layer in layers)
+
+
+@singledispatch
+def attention_flops(layer: Layer, pairs: int) -> int:
+    """Operations of attention for so many pairs of a new token and a token that it sees. Register a class of layers to count."""
+    return 0
+
+
+@attention_flops.register
+def _attention(layer: Attention, pairs: int) -> int:
+    return 4 * layer.settings.num_heads * layer.settings.head_dim * pairs
 
 
 def _layers(config: ModelConfig) -> list[Layer]:

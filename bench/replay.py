@@ -52,16 +52,18 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         plan = plan_step(
             Work(planned, slots.epochs[planned.slots], list(enumerate(sequences))), slots, runner.columns, engine._vocab_size
         )
-        replay = runner.replay_of(plan)
-        if replay is None:
+        graphs, bucket = runner._graphs, None if runner._graphs is None else runner._buckets.find(plan)
+        if graphs is None or bucket is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {engine._device}")
+        with runner._inference, runner._on_device:
+            runner._forward(plan)  # the step's input, and the CUDA graph if there is none yet
         for _ in range(repeats):
-            replay()
+            graphs.replay(bucket)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:
-            replay()
+            graphs.replay(bucket)
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]

@@ -1,6 +1,6 @@
 """`AsyncGenerator`: the public API for asyncio. Wraps a `Generator`; any number of event loops may use it at once.
 
-Each event loop has one client of the engine's thread. A step's outputs wake the loop once, whatever number of its requests they
+Each event loop has one port to the engine's thread. A step's outputs wake the loop once, whatever number of its requests they
 belong to. They wait in a queue for each call, and become text in the loop's thread when the call reads them.
 """
 
@@ -9,15 +9,16 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator as AsyncGeneration
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, overload
-from weakref import WeakMethod
 
 from minirt import models
+from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.engine_thread import EngineThread
-from minirt.engine.request import TokenOutput
-from minirt.errors import InputError, MinirtError, SlowReaderError
+from minirt.engine.request import Request, TokenOutput
+from minirt.engine.sinks import Sink, Sinks
+from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
 from minirt.generator import OF_SAMPLING, Generator
 from minirt.loading.options import LoadOptions
@@ -51,7 +52,7 @@ class AsyncGenerator:
             expected, found = "an integer >= 1", repr(max_unread)[:80]
             raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)
         self.generator, self._max_unread = generator, max_unread
-        self._clients: dict[asyncio.AbstractEventLoop, _LoopClient] = {}
+        self._ports: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -189,106 +190,77 @@ class AsyncGenerator:
             limit: outputs that may wait for the reader. None: the caller reads at once.
             final_only: see `Call.start`.
         """
-        client = self._client()
-        reader = _Reader(limit)
-        try:
-            client.submit(call, reader, final_only)
+        port = self._port()
+        reader = _Reader(limit, lambda: port.abort(list(call.open)))
+        with CallDriver(call, port, reader, final_only=final_only) as driver:
+            driver.start()
             while call.open:
-                if (output := reader.take()) is None:
+                if not reader.unread:
                     await reader.wait()
-                elif output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
-                    stream, piece = call.push(output)
-                    if piece.finish_reason is not None:
-                        client.end([output.request_id], abort=output.finish_reason is None)
-                    yield stream, piece
-        finally:
-            client.end(list(call.open), abort=True)
+                elif (new := driver.push(reader.unread.popleft())) is not None:
+                    yield new
 
-    def _client(self) -> "_LoopClient":
-        """The client of the running event loop."""
+    def _port(self) -> "_LoopPort":
+        """The port of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            if loop not in self._clients:
-                for closed in [loop for loop in self._clients if loop.is_closed()]:
-                    del self._clients[closed]
-                self._clients[loop] = _LoopClient(self.generator._engine, loop)
-            return self._clients[loop]
+            if loop not in self._ports:
+                for closed in [loop for loop in self._ports if loop.is_closed()]:
+                    del self._ports[closed]
+                self._ports[loop] = _LoopPort(self.generator._engine, loop)
+            return self._ports[loop]
 
 
 class _Reader:
-    """The outputs that a call has not read yet. With `limit` of them it is full: it takes no more, and `take` raises at its end.
+    """The outputs that a call has not read yet. With `limit` of them it is full: if more come, its requests are aborted.
 
     What arrives together goes in together, so that no reader is called slow because the event loop was busy.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._unread: deque[TokenOutput | MinirtError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+    def __init__(self, limit: int | None, abort: Callable[[], None]) -> None:
+        self._limit, self._abort = limit, abort
+        self.unread: deque[TokenOutput] = deque()
+        self._slow = False
+        self._wakeup = Wakeup()
 
-    def put(self, outputs: Sequence[TokenOutput]) -> bool:
-        """Returns False if it was full before."""
-        full = self._limit is not None and len(self._unread) >= self._limit
-        if full:
-            expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
-            self._unread.append(SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint))
+    def put(self, outputs: list[TokenOutput]) -> None:
+        if self._limit is None or len(self.unread) < self._limit:
+            self.unread.extend(outputs)
         else:
-            self._unread.extend(outputs)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        return not full
+            self._slow = True
+            self._abort()  # nothing more comes
+        self._wakeup.wake()
 
-    async def wait(self) -> None:
-        """Wait until `take` has something."""
-        if not self._unread:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+    def wait(self) -> "asyncio.Future[None]":
+        """What to await until there is more to read.
 
-    def take(self) -> TokenOutput | None:
-        """The next output; None: there is none yet. Raises an error in its place."""
-        if not self._unread:
-            return None
-        item = self._unread.popleft()
-        if isinstance(item, MinirtError):
-            raise item
-        return item
+        Raises:
+            SlowReaderError: it was full, and nothing more comes.
+        """
+        if self._slow:
+            expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
+            raise SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint)
+        return self._wakeup.wait()
 
 
-class _LoopClient:
-    """One event loop's client of the engine's thread, for all calls of the loop."""
+class _LoopPort:
+    """The engine's thread as one event loop sees it: sinks get their outputs in the loop's thread."""
 
     def __init__(self, thread: EngineThread, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._thread, self._loop, self._sinks = thread, loop, Sinks()
         self._arrived: deque[list[TokenOutput]] = deque()  # outputs that have not been sorted yet
         self._woken = False  # whether the loop is to sort them
-        self._calls: dict[int, tuple[Call, _Reader]] = {}  # by request; the loop's thread alone reads and writes this
-        method = WeakMethod(self._deliver)  # the thread must not keep this object alive
 
-        def deliver(outputs: list[TokenOutput]) -> None:
-            if (own := method()) is not None:
-                own(outputs)
+    def submit(self, requests: Sequence[Request], sink: Sink) -> None:
+        for request in requests:  # first, so that an interrupt leaves no request that `abort` does not know
+            self._sinks.add(request.id, sink)
+        self._thread.submit(requests, self)
 
-        self._client = thread.connect(deliver)
+    def abort(self, request_ids: Sequence[int]) -> None:
+        if known := self._sinks.drop(request_ids):
+            self._thread.abort(known)
 
-    def submit(self, call: Call, reader: _Reader, final_only: bool) -> None:
-        """Queue a call's requests, whose outputs go to `reader`."""
-        requests = call.start(final_only=final_only)
-        if requests:
-            self._calls |= {request.id: (call, reader) for request in requests}
-            self._client.submit(requests)
-
-    def end(self, request_ids: Sequence[int], abort: bool) -> None:
-        """Deliver nothing more of these requests. `abort`: the engine still has them."""
-        for request_id in request_ids:
-            self._calls.pop(request_id, None)
-        if abort and request_ids:
-            with suppress(MinirtError):  # the engine has ended, and its requests with it
-                self._client.abort(request_ids)
-
-    def _deliver(self, outputs: list[TokenOutput]) -> None:
+    def put(self, outputs: list[TokenOutput]) -> None:
         """Called in the engine's thread. Wakes the loop, unless it is about to sort anyway."""
         self._arrived.append(outputs)
         if self._woken and not self._loop.is_closed():
@@ -297,20 +269,15 @@ class _LoopClient:
         try:
             self._loop.call_soon_threadsafe(self._sort)
         except RuntimeError:  # the loop is closed, so that nobody waits for these requests
-            self._client.close()
+            self._thread.abort(list(self._sinks))
 
     def _sort(self) -> None:
-        """Called in the loop's thread. Outputs go to the readers of their calls."""
+        """Called in the loop's thread."""
         self._woken = False  # from here on, what arrives wakes the loop again
-        mail: dict[_Reader, tuple[Call, list[TokenOutput]]] = {}
+        outputs: list[TokenOutput] = []
         while self._arrived:
-            for output in self._arrived.popleft():
-                if output.request_id in self._calls:
-                    call, reader = self._calls[output.request_id]
-                    mail.setdefault(reader, (call, []))[1].append(output)
-        for reader, (call, outputs) in mail.items():
-            if not reader.put(outputs):
-                self.end(list(call.open), abort=True)
+            outputs += self._arrived.popleft()
+        self._sinks.deliver(outputs)
 
 
 def _size(prompts: Any) -> int:

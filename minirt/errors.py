@@ -1,6 +1,7 @@
 """The exception classes. Every message says what is wrong, where, what was expected and found, and what to do."""
 
 from types import TracebackType
+from typing import Self
 
 
 def printable(text: object) -> str:
@@ -45,11 +46,17 @@ class MinirtError(Exception):
             text += f" ({self.hint})"
         return printable(text)
 
-    def at(self, where: object) -> "MinirtError":
+    def at(self, where: object) -> Self:
         """The same error with another `where`: the caller's own name for the value."""
         return type(self)(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
 
-    def within(self, place: str) -> "MinirtError":
+    def copy(self) -> Self:
+        """The same error as another exception: one exception must not be raised in several threads."""
+        copy = self.at(self.where)
+        copy.__cause__ = self.__cause__
+        return copy
+
+    def within(self, place: str) -> Self:
         """The same error with `place` in front of its `where`."""
         return self.at(place if self.where is None else f"{place}, {self.where}")
 

@@ -5,26 +5,27 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, overload
 
 import torch
 
 from minirt import models
+from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import Request
+from minirt.engine.request import Request, TokenOutput
 from minirt.engine.runner import Proposer
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
-from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
@@ -39,9 +40,6 @@ from minirt.speculative.options import SpeculativeOptions, drafts_of
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
-
-# A caller that needs only the outputs of requests that have ended gets those of some steps together, because each delivery makes
-# the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
 
 # Argument names that belong to another call.
 _OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
@@ -327,9 +325,14 @@ class Generator:
         tokens = self.encode(token_ids)
         self._live.checks.check_logits(tokens)
         nothing = replace(resolve(None, None), max_tokens=0)
-        with self._engine.connect() as client:
-            client.submit([Request(self._engine.new_id(), tokens, nothing, logits_only=True)])
-            output = client.receive()[0]
+        outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
+        try:
+            self._engine.submit([request], outputs)
+            (output,) = outputs.get()
+        except BaseException:  # such as KeyboardInterrupt
+            self._engine.abort([request.id])
+            raise
         if output.logits is None:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
@@ -386,27 +389,6 @@ class Generator:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
 
-    @contextmanager
-    def observing(self, observer: Callable[[Layer, torch.Tensor], None]) -> Iterator[None]:
-        """Context in which every step calls `observer(layer, x)` with the input x of each layer, before the layer runs.
-
-        No step is a CUDA graph meanwhile. The observer runs in the engine's thread and must not change x.
-        """
-        self._engine.call(lambda engine: engine.observe(observer))
-        try:
-            yield
-        finally:
-            self._engine.call(lambda engine: engine.observe(None))
-
-    def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
-        """Bytes of weights that a decode step of so many tokens reads.
-
-        Args:
-            experts: layer name → number of distinct experts that the layer uses in the step. Of a layer that is not named: the
-                expected number if all experts are equally likely.
-        """
-        return self.model.step_read_bytes(tokens, experts)
-
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache; 0 after `close`."""
@@ -444,8 +426,11 @@ class Generator:
     def model(self) -> Model:
         """The model: layers, weights and chosen implementations."""
         if self._model is None:
-            raise EngineError("the generator is closed", where=self.name)
+            raise self._closed()
         return self._model
+
+    def _closed(self) -> EngineError:
+        return EngineError("the generator is closed", where=self.name)
 
     @property
     def _live(self) -> Engine:
@@ -461,16 +446,15 @@ class Generator:
 
         `final_only`: see `Call.start`.
         """
-        with self._engine.connect() as client:
-            if call.requests:
-                client.submit(call.start(final_only=final_only))
+        outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
+            driver.start()
             while call.open:
-                for output in client.receive():
-                    if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
-                        stream, piece = call.push(output)
-                        if piece.finish_reason is not None and output.finish_reason is None:
-                            client.abort([output.request_id])
-                        yield stream, piece
+                if self._model is None:
+                    raise self._closed()
+                for output in outputs.get():
+                    if (new := driver.push(output)) is not None:
+                        yield new
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:

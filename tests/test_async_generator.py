@@ -64,7 +64,7 @@ def params(count=8):
 def at_rest(generator):
     """Once all earlier commands are done: nothing is open, and all pages are free."""
     thread, allocator = generator._engine, generator._cache.allocator
-    return thread.call(lambda it: not it.has_work and not thread._outboxes and allocator.num_free == allocator.num_pages)
+    return thread.call(lambda it: not it.has_work and not thread._sinks and allocator.num_free == allocator.num_pages)
 
 
 def draw_prompt(draw):
@@ -306,7 +306,7 @@ def test_a_loop_that_is_closed(generator, woken):
     while not at_rest(generator):
         assert steps(generator) < 6, "the request went on"
     assert asyncio.run(read(agen, prompt, 40)) == undisturbed(prompt, 40, EOS)
-    assert len(agen._clients) == 1, "closed loops are forgotten"
+    assert len(agen._ports) == 1, "closed loops are forgotten"
     del pieces
     gc.collect()
 
@@ -315,7 +315,7 @@ def test_many_loops_one_after_the_other(generator):
     agen = AsyncGenerator(generator)
     for i in range(5):
         assert asyncio.run(read(agen, [20, i])) == undisturbed([20, i], 8, EOS)
-        assert len(agen._clients) == 1
+        assert len(agen._ports) == 1
     assert at_rest(generator)
 
 
@@ -325,7 +325,7 @@ def test_what_is_dropped_is_freed():
     async def scenario():
         agen = AsyncGenerator(mock_generator())
         await anext(agen.stream([20] * 9, params(200)))
-        return weakref.ref(agen.generator), weakref.ref(next(iter(agen._clients.values()))), agen.generator._engine._thread
+        return weakref.ref(agen.generator), weakref.ref(next(iter(agen._ports.values()))), agen.generator._engine._thread
 
     generator, client, thread = asyncio.run(scenario())
     gc.collect()

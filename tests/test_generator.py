@@ -69,7 +69,7 @@ def free_pages(generator):
 
 def idle(generator):
     """Whether the engine has no request left, and no caller is waited for."""
-    return generator._engine.call(lambda engine: not engine.has_work and not generator._engine._outboxes)
+    return generator._engine.call(lambda engine: not engine.has_work and not generator._engine._sinks)
 
 
 # Input
@@ -167,7 +167,7 @@ def test_an_argument_of_loading_is_no_argument_of_the_class():
 
 def test_every_public_method_explains_its_arguments():
     """Of both classes; catches a new method whose unknown arguments are a bare TypeError."""
-    left_out = {"from_pretrained", "observing", "step_read_bytes", "close"}
+    left_out = {"from_pretrained", "close"}
     for kind in (Generator, AsyncGenerator):
         methods = {name: own for name, own in vars(kind).items() if callable(own) and not name.startswith("_")}
         assert {name for name in methods.keys() - left_out if not hasattr(methods[name], "__wrapped__")} == set()

@@ -27,6 +27,7 @@ TIERS = [
     ["minirt.loading.*"],
     ["minirt.outputs"],
     ["minirt.processor"],
+    ["minirt.call_driver"],
     ["minirt.generator"],
     ["minirt.async_generator"],
     ["minirt.server", "minirt.server.*"],

@@ -4,7 +4,6 @@ A `Step` records one step of the eager model on real tokens: the input of each l
 a layer at its position in the model, with both of its implementations.
 """
 
-import copy
 import math
 import random
 from collections.abc import Sequence
@@ -15,11 +14,14 @@ import torch
 from torch import Tensor
 
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
+from minirt.bench.compare.caches import view
+from minirt.bench.compare.truth import exact, settled
+from minirt.bench.flops import attention_flops
+from minirt.bench.read_bytes import layer_read_bytes
 from minirt.device import on_device
 from minirt.layers import BUILT_IN, Forward, Layer, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
-from minirt.modeling.parameters import Parameter
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import PAGE_SIZE, KVCache, LayerCache
 
@@ -124,7 +126,7 @@ def empty_cache(model: Model, num_pages: int, num_slots: int = 1, wide: bool = F
     """Return a cache filled with NaN. A kernel that reads an unwritten slot then gives NaN. `wide`: in fp64, except FP8."""
     cache = KVCache(model.cache_specs, num_pages, model.device, model.kv_dtype, num_slots=num_slots)
     if wide:
-        cache.layers = [layer.clone(wide=True) for layer in cache.layers]
+        cache.layers = [view(layer).clone(wide=True) for layer in cache.layers]
     for layer in cache.layers:
         for tensor in layer.tensors():
             if tensor.dtype == FP8:
@@ -165,7 +167,7 @@ def stream(
         own = cached(place, cache)
         if record is not None:
             record.inputs.append(x)
-            rows = [] if own is None else zip(own.tensors(), own.rows(batch), strict=True)
+            rows = [] if own is None else zip(own.tensors(), view(own).rows(batch), strict=True)
             record.before.append([_indexable(tensor)[index] for tensor, index in rows])
         x = forward(x, batch, own)
     return x
@@ -208,23 +210,6 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     return Step(f"decode b{len(texts)} @ {length}", batch, record.inputs, cache, record.before)
 
 
-def exact(layer: Layer) -> Forward:
-    """Return the truth for a layer: its eager implementation with weights converted to fp64, except quantized weights.
-
-    The returned forward needs x in fp64, and a cache in fp64 or FP8. A layer that only copies values is exact in any dtype; its
-    output is converted.
-    """
-    eager = implementation(layer.kind, "eager")
-    if layer.copies:
-        gather = eager.factory(layer)
-        return lambda x, batch, kv: gather(x, batch, kv).double()
-    twin = copy.copy(layer)
-    for name, holder in vars(layer).items():
-        if isinstance(holder, Parameter):
-            setattr(twin, name, holder.to_double())
-    return eager.factory(twin)
-
-
 def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outcome:
     """Run one layer on the step's input and on a clone of its cache as it was before the step: new tokens' slots hold NaN.
 
@@ -236,14 +221,14 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
     after = cached(place, step.cache)
     if after is None:
         return Outcome(forward(x, batch, None), {}, 0)
-    own = after.clone(wide=wide)
-    rows = own.rows(batch)
+    own = view(after).clone(wide=wide)
+    rows = view(own).rows(batch)
     for tensor, index, before in zip(own.tensors(), rows, step.before[place.index], strict=True):
         _indexable(tensor)[index] = before.to(_indexable(tensor).dtype)
     clones = [tensor.clone() for tensor in own.tensors()]
     out = forward(x, batch, own)
     strays = sum(map(_strays, own.tensors(), clones, rows))
-    return Outcome(out, own.written(batch), strays)
+    return Outcome(out, view(own).written(batch), strays)
 
 
 @torch.inference_mode()
@@ -270,7 +255,7 @@ def _strays(after: Tensor, before: Tensor, rows: Tensor) -> int:
 def compare(place: Place, step: Step) -> Comparison:
     """Compare a place's candidate with the eager implementation in the same dtype, by their errors against the truth.
 
-    Rows whose result depends on a near-tie (`Layer.settled`) only have to be finite.
+    Rows whose result depends on a near-tie (`settled`) only have to be finite.
     """
     x = step.inputs[place.index]
     outcomes = run(place, place.candidate, step), run(place, place.eager, step), run(place, exact(place.layer), step, wide=True)
@@ -283,13 +268,13 @@ def compare(place: Place, step: Step) -> Comparison:
         shapes = [list(outcome.out.shape) for outcome in outcomes[:2]]
         return Comparison(found, reference, {}, [f"output: shape {shapes[0]}, PyTorch's {shapes[1]}"])
     views: dict[str, Sequence[Tensor | None]] = {"out": [outcome.out for outcome in outcomes]}
-    settled = place.layer.settled(x)
-    if settled is not None:
-        unsettled = outcomes[0].out[~settled]
-        if not bool(torch.isfinite(unsettled).all()) and bool(torch.isfinite(outcomes[1].out[~settled]).all()):
+    rows = settled(place.layer, x)
+    if rows is not None:
+        unsettled = outcomes[0].out[~rows]
+        if not bool(torch.isfinite(unsettled).all()) and bool(torch.isfinite(outcomes[1].out[~rows]).all()):
             faults.append("output: values that are not finite")
-        x = x[settled]
-        views["out"] = [outcome.out[settled] if bool(settled.any()) else None for outcome in outcomes]
+        x = x[rows]
+        views["out"] = [outcome.out[rows] if bool(rows.any()) else None for outcome in outcomes]
     if place.layer.residual:
         views["added"] = _added(views["out"], x)
     views |= {name: [outcome.written[name] for outcome in outcomes] for name in outcomes[0].written}
@@ -366,7 +351,7 @@ def work(place: Place, step: Step) -> Work:
     row = layer.config.hidden_size * dtype.itemsize
     shape, out_dtype = layer.returns(step.inputs[place.index], batch)
     flops = layer.flops(rows)
-    nbytes = layer.decode_read_bytes(dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
+    nbytes = layer_read_bytes(layer, dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
     pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(batch.query_lens, batch.seq_lens, strict=True))
     own = cached(place, step.cache)
-    return Work(nbytes + (0 if own is None else own.read_bytes(batch)), flops + layer.attention_flops(pairs))
+    return Work(nbytes + (0 if own is None else view(own).read_bytes(batch)), flops + attention_flops(layer, pairs))

@@ -24,6 +24,7 @@ from minirt import Generator
 from minirt.bench import check, decode, prefill
 from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
+from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.report import context
 from minirt.bench.tools.stored_format import FORMATS, write_config
@@ -66,7 +67,7 @@ def measure(model: str, fp8_products: bool, skip_check: bool = False, **options:
         prompts = prefill.run(generator, PROMPTS, repeats=5, sampling=_GREEDY, seed=0, ceiling=products, progress=note)
         for row in prompts:
             use = in_prompt(generator, row["input_len"], 0)
-            read = generator.step_read_bytes(row["input_len"], None if use is None else use.touched())
+            read = step_read_bytes(generator.model, row["input_len"], None if use is None else use.touched())
             row["limit_s"] = max(read / ceiling.bytes_per_s, row["flops"] / products.flops_per_s)
             row["share_of_limit"] = row["limit_s"] / row["time_to_first_token_s"]["median"]
         traces = [by_kernel(generator, batch) for batch in TRACED if on_gpu]

@@ -126,6 +126,7 @@ def measure(model: str) -> list[dict[str, Any]]:
     from minirt import Generator, SamplingParams
     from minirt.bench.decode import step_times
     from minirt.bench.flops import linear_flops, prompt_flops
+    from minirt.bench.read_bytes import step_read_bytes
     from minirt.bench.replay import replay_times
 
     meter = Meter(torch.device("cuda", 0))
@@ -142,7 +143,7 @@ def measure(model: str) -> list[dict[str, Any]]:
 
             run = sustained(step, meter)._replace(seconds=statistics.median(times[len(times) // 2 :]))
             flops = linear_flops(generator.config, batch, batch)
-            nbytes = generator.step_read_bytes(batch) + batch * CONTEXT * generator.kv_bytes_per_token
+            nbytes = step_read_bytes(generator.model, batch) + batch * CONTEXT * generator.kv_bytes_per_token
             rows.append(_row("step", run, batch_size=batch, context_len=CONTEXT, bytes=nbytes, flops=flops))
         prompt = [(7919 * i) % generator.config.vocab_size for i in range(PROMPT)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -25,6 +25,7 @@ def main(words: list[str]) -> None:
         raise MinirtError("expected a model and a format", found=" ".join(words) or "none", hint="steps.py MODEL [fp8|int4]")
     from minirt import Generator, SamplingParams
     from minirt.bench.ceiling import read_ceiling
+    from minirt.bench.read_bytes import step_read_bytes
     from minirt.bench.replay import replay_times
     from minirt.bench.report import machine
     from minirt.bench.summary import summarize
@@ -37,7 +38,7 @@ def main(words: list[str]) -> None:
         ceiling = read_ceiling(pick_device("cuda"))
         cached = generator.kv_bytes_per_token * CONTEXT
         for batch in BATCHES:
-            read = generator.step_read_bytes(batch) + batch * cached
+            read = step_read_bytes(generator.model, batch) + batch * cached
             times = summarize(replay_times(generator, batch, CONTEXT))
             limit = read / ceiling.bytes_per_s
             results.append({"batch_size": batch, "context_len": CONTEXT, "step_s": times, "limit_s": limit})

@@ -33,7 +33,6 @@ from minirt.engine.sequence import Sequence
 from minirt.engine.slots import FEW, Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraint, TokenConstraints
 from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
-from minirt.modeling.model import Observer
 from minirt.step.kv_cache import KVCache
 
 Deliver = Callable[[list[TokenOutput]], None]
@@ -185,10 +184,6 @@ class Engine:
         self._scheduler.prompt_time = self._runner.prompt_time
         if self._drafts is not None and self._adaptive_drafts and self._runner.step_times is not None:
             self._drafts.times = self._runner.step_times
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""
-        self._runner.observe(observer)
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `checks`."""

@@ -1,4 +1,4 @@
-"""`EngineThread`: one thread that owns an engine and its device. `EngineClient`: how other threads use it.
+"""`EngineThread`: one thread that owns an engine and its device.
 
 Callers put commands into the thread's inbox and wait for outputs on a queue of their own. A step costs nothing for requests that
 are not in it. Several streams can be open at once, and a stream that nobody reads delays no other. (vLLM separates its engine
@@ -13,44 +13,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from minirt.engine.engine import Engine
-from minirt.engine.request import Request, TokenOutput
+from minirt.engine.request import Request
+from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
-AnyError = TypeVar("AnyError", bound=MinirtError)
 _MOST_FRUITLESS = 3
 
 
 @dataclass(eq=False)
-class _Outbox:
-    """The outputs of one client's requests. `put` gets a list for each step that has some."""
-
-    put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
-    open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
-    unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
-    closed: bool = False
-
-
-@dataclass(eq=False)
 class _Submit:
-    outbox: _Outbox
+    sink: Sink
     requests: Sequence[Request]
 
 
 @dataclass(eq=False)
 class _Abort:
-    outbox: _Outbox
     request_ids: Sequence[int]
-
-
-@dataclass(eq=False)
-class _Close:
-    outbox: _Outbox
 
 
 @dataclass(eq=False)
@@ -69,7 +53,7 @@ class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Close | _Call | _Wake | _Stop
+_Command = _Submit | _Abort | _Call | _Wake | _Stop
 
 
 class EngineThread:
@@ -85,7 +69,7 @@ class EngineThread:
         self._commands: deque[_Command] = deque()  # taken from the inbox, not carried out yet
         self._current: _Command | None = None
         self._fruitless = 0  # exceptions in a row that ended neither a command nor a request
-        self._outboxes: dict[int, _Outbox] = {}  # by id of an open request
+        self._sinks = Sinks()  # only the engine's thread changes them
         self._ids = itertools.count()
         self._ended: EngineError | DeviceFailedError | None = None  # why the thread has ended
         self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held, and may put a command
@@ -128,17 +112,17 @@ class EngineThread:
 
     def wake(self) -> None:
         """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
-        if self._thread is not None and self._ended is None and not self._outboxes:
+        if self._thread is not None and self._ended is None and not self._sinks:
             self._inbox.put(_Wake())
 
-    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
-        """A client for the calling thread.
+    def submit(self, requests: Sequence[Request], sink: Sink) -> None:
+        """See `Port`. The requests must have passed `check`. The sink's `put` runs in the engine's thread, once a step."""
+        self._put(_Submit(sink, requests))
 
-        Args:
-            deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
-                return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
-        """
-        return EngineClient(self, deliver)
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """See `Port`. Outputs that were delivered before may still be in the sink."""
+        with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
+            self._put(_Abort(request_ids))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` between two steps, after the commands that came before.
@@ -191,7 +175,7 @@ class EngineThread:
 
     def _reason(self) -> MinirtError:
         """The reason why the thread has ended, as a new exception: one exception must not be raised in several threads."""
-        return _copy(self._ended or _closed())
+        return (self._ended or _closed()).copy()
 
     # ── the methods below run in the engine's thread ──
 
@@ -204,7 +188,7 @@ class EngineThread:
                     reason = None
                     return
                 except DeviceFailedError as error:
-                    reason = _copy(error)
+                    reason = error.copy()
                     return
                 except BaseException as error:
                     reason = _unforeseen(error)
@@ -215,8 +199,8 @@ class EngineThread:
     def _loop(self) -> None:
         while self._take_commands():
             engine = self.engine
-            if engine.has_work and (rest := engine.step(self._deliver)):
-                self._deliver(rest)
+            if engine.has_work and (rest := engine.step(self._sinks.deliver)):
+                self._sinks.deliver(rest)
             self._fruitless = 0
 
     def _take_commands(self) -> bool:
@@ -236,19 +220,13 @@ class EngineThread:
 
     def _carry_out(self, command: _Command) -> None:
         match command:
-            case _Submit(outbox=outbox, requests=requests):
-                for request in requests if not outbox.closed else ():
-                    self._outboxes[request.id] = outbox
-                    outbox.open.add(request.id)
+            case _Submit(sink=sink, requests=requests):
+                for request in requests:
+                    self._sinks.add(request.id, sink)
                     self.engine.add(request)
             case _Abort(request_ids=request_ids):
+                self._sinks.drop(request_ids)
                 for request_id in request_ids:
-                    self._forget(request_id)
-                    self.engine.abort(request_id)
-            case _Close(outbox=outbox):
-                outbox.closed = True
-                for request_id in tuple(outbox.open):
-                    self._forget(request_id)
                     self.engine.abort(request_id)
             case _Call(function=function, result=result):
                 if result.set_running_or_notify_cancel():
@@ -258,22 +236,6 @@ class EngineThread:
                         raise
                     except Exception as error:
                         result.set_exception(_for_request(error))
-
-    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Deliver the outputs of a step, one list per client. A request is forgotten only after its last output is delivered."""
-        mail: dict[_Outbox, list[TokenOutput]] = {}
-        for output in outputs:
-            if (outbox := self._outboxes.get(output.request_id)) is not None:
-                mail.setdefault(outbox, []).append(output)
-        for outbox, own in mail.items():
-            outbox.put(own)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
-
-    def _forget(self, request_id: int) -> None:
-        if (outbox := self._outboxes.pop(request_id, None)) is not None:
-            outbox.open.discard(request_id)
 
     def _recover(self, error: BaseException) -> None:
         """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error.
@@ -286,35 +248,27 @@ class EngineThread:
             self._refuse(command, error)
             if command in self._commands:
                 self._commands.remove(command)
-        failed = [i for i in self._outboxes if i not in self.engine]
+        failed = [i for i in self._sinks if i not in self.engine]
         self._fruitless = 0 if failed or command is not None else self._fruitless + 1
         if self._fruitless == _MOST_FRUITLESS:
-            failed, self._fruitless = list(self._outboxes), 0
+            failed, self._fruitless = list(self._sinks), 0
         for request_id in failed:
             self.engine.abort(request_id)
-            self._fail(request_id, error)
+        self._sinks.fail(failed, _for_request(error))
 
     def _refuse(self, command: _Command, error: BaseException) -> None:
-        """End a command that raised an exception: its caller gets an error. Aborts and closes are carried out."""
+        """End a command that raised an exception: its caller gets an error. An abort must not be lost."""
         if isinstance(command, _Submit):
-            for request in command.requests:
-                if self._engine is None or request.id not in self._engine:
-                    self._outboxes[request.id] = command.outbox
-                    self._fail(request.id, error)
+            refused = [own.id for own in command.requests if self._engine is None or own.id not in self._engine]
+            for request_id in refused:
+                self._sinks.add(request_id, command.sink)
+            self._sinks.fail(refused, _for_request(error))
         elif isinstance(command, _Call):
             result = command.result
             if result.running() or (not result.done() and result.set_running_or_notify_cancel()):
                 result.set_exception(_for_request(error))
-        elif isinstance(command, _Close | _Abort):  # an abort must not be lost
-            ids = command.outbox.open if isinstance(command, _Close) else command.request_ids
-            for request_id in tuple(ids):
-                self._forget(request_id)
-                self.engine.abort(request_id)
-
-    def _fail(self, request_id: int, error: BaseException) -> None:
-        outbox = self._outboxes[request_id]
-        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
-        self._forget(request_id)
+        elif isinstance(command, _Abort):
+            self._carry_out(command)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
         """End all requests and commands with an error, and drop the engine."""
@@ -327,72 +281,11 @@ class EngineThread:
             if isinstance(command, _Submit | _Call):
                 self._refuse(command, reason)
         self._commands.clear()
-        for request_id in list(self._outboxes):
-            self._fail(request_id, reason)
-
-
-class EngineClient:
-    """One caller's requests in an engine. Use it in one thread only, and close it or use it as a context manager.
-
-    A client that is dropped without `close` is closed at garbage collection.
-    """
-
-    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
-        self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
-        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; all are added before the next step. They must have passed `EngineThread.check`.
-
-        Raises:
-            MinirtError: the engine has ended.
-        """
-        self._outbox.unfinished += len(requests)
-        self._thread._put(_Submit(self._outbox, requests))
-
-    def receive(self) -> list[TokenOutput]:
-        """Wait for outputs: those of one step, for one or more of the client's requests.
-
-        Call it only while a request is open: each ends with an output that has a `finish_reason`.
-
-        Raises:
-            EngineError: the generator is closed.
-        """
-        if isinstance(self._thread._ended, EngineError):
-            raise self._thread._reason()
-        outputs = self._queue.get()
-        self._outbox.unfinished -= sum([output.finish_reason is not None for output in outputs])
-        return outputs
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop requests. Outputs that were delivered before may still be received."""
-        self._thread._put(_Abort(self._outbox, request_ids))
-
-    def close(self) -> None:
-        """Drop all requests of this client that are still open."""
-        if self._outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
-            with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
-                self._thread._put(_Close(self._outbox))
-            self._outbox.unfinished = 0
-
-    def __enter__(self) -> "EngineClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
+        self._sinks.fail(list(self._sinks), reason)
 
 
 def _closed() -> EngineError:
     return EngineError("the generator is closed")
-
-
-def _copy(error: AnyError) -> AnyError:
-    copy = error.at(error.where)
-    copy.__cause__ = error.__cause__
-    return copy  # type: ignore[return-value]
 
 
 def _unforeseen(error: BaseException) -> EngineError:
@@ -403,4 +296,4 @@ def _unforeseen(error: BaseException) -> EngineError:
 
 def _for_request(error: BaseException) -> MinirtError:
     """An error for one request: a copy of minirt's own, else an `EngineError` with the exception as its cause."""
-    return _copy(error) if isinstance(error, MinirtError) else _unforeseen(error)
+    return error.copy() if isinstance(error, MinirtError) else _unforeseen(error)

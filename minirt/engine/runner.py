@@ -28,7 +28,7 @@ from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
 from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import Columns, Rows, StepTensors
-from minirt.modeling.model import Model, Observer
+from minirt.modeling.model import Model
 from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
@@ -149,7 +149,6 @@ class Runner:
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
-        self._observer: Observer | None = None
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
@@ -179,10 +178,6 @@ class Runner:
     def columns(self) -> Columns:
         """The columns of the table of slots, which plans edit."""
         return self._buffers.columns
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
-        self._observer = observer
 
     def start(self, plan: StepPlan) -> Step | None:
         """Queue a step.
@@ -239,7 +234,7 @@ class Runner:
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling
         needed = bool(plan.scored or needs.masked or needs.any_rules or needs.logprobs or not needs.all_greedy)
-        bucket = None if self._graphs is None or self._observer is not None else self._buckets.find(plan)
+        bucket = None if self._graphs is None else self._buckets.find(plan)
         if bucket is not None and self._graphs is not None and bucket not in self._graphs:
             self._dry_run(bucket)
             self._capture(bucket)
@@ -253,15 +248,10 @@ class Runner:
         else:
             batch = self._eager(plan, settings=needed)
             self._buffers.sent(plan)
-            logits = self._model(batch, self._cache) if self._observer is None else self._observed(batch)
+            logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
         return _Forward(plan, drawing, logits[:rows], maxima)
-
-    def _observed(self, batch: Batch) -> Tensor:
-        if not isinstance(self._model, Model):
-            raise UnsupportedError("only a Model's layers can be observed", where="observe")
-        return self._model(batch, self._cache, self._observer)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
@@ -468,15 +458,6 @@ class Runner:
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
-
-    def replay_of(self, plan: StepPlan) -> Callable[[], None] | None:
-        """Queue a step's forward pass. Returns what queues it again, without draw and commit; None: it has no CUDA graph."""
-        bucket = None if self._graphs is None else self._buckets.find(plan)
-        if self._graphs is None or bucket is None:
-            return None
-        with self._inference, self._on_device:
-            self._forward(plan)
-        return partial(self._graphs.replay, bucket)
 
 
 def _buckets(model: ModelLike, limits: EngineLimits) -> Buckets:

@@ -89,9 +89,6 @@ class Attention(Layer):
         gate = () if self.gate is None else (LinearOp(self.gate),)
         return LinearOp(self.qkv), *gate, LinearOp(self.o, residual=self.post_norm is None)
 
-    def attention_flops(self, pairs: int) -> int:
-        return 4 * self.settings.num_heads * self.settings.head_dim * pairs
-
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
             from minirt.kernels.attention.partial import workspace_floats  # at least what decode steps need

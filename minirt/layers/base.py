@@ -103,7 +103,6 @@ class Layer:
         cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
-        copies: whether it only copies values, so it is exact in any dtype.
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
         makes_logits: whether its output is logits: the last layer, and no other.
@@ -111,7 +110,6 @@ class Layer:
 
     kind: ClassVar[str]
     residual: ClassVar[bool] = True
-    copies: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     selects_rows: ClassVar[bool] = False
     makes_logits: ClassVar[bool] = False
@@ -137,8 +135,8 @@ class Layer:
         """The layer's matrix products, for tuning and for counting operations."""
         return ()
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
-        """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights that a step of one token reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     @property
@@ -157,28 +155,15 @@ class Layer:
         return total
 
     def flops(self, rows: int) -> int:
-        """Floating-point operations of the matrix products for `rows` rows, without attention."""
+        """Floating-point operations of the matrix products for `rows` rows, without attention.
+
+        They say how long a step takes: up to which number of prompt tokens the engine captures CUDA graphs.
+        """
         total = 0
         for linear, *_, experts in self.linear_ops():
             many, used = experts or (1, 1)
             total += 2 * rows * used * linear.out_features // many * linear.in_features
         return total
-
-    def attention_flops(self, pairs: int) -> int:
-        """Floating-point operations of attention for so many pairs of a new token and a token that it sees."""
-        return 0
-
-    def settled(self, x: Tensor) -> Tensor | None:
-        """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.
-
-        A layer that compares values to choose what it computes may choose differently after another rounding. `minirt compare`
-        leaves such rows out.
-        """
-        return None
-
-    def expert_counts(self, x: Tensor) -> Tensor | None:
-        """How many rows of x [T, H] use each expert of the layer: [E] int64; None: it has no experts."""
-        return None
 
     def row_maxima_tiles(self, rows: int) -> int:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""

@@ -17,7 +17,7 @@ class Embedding(Layer):
     """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x."""
 
     kind = "embedding"
-    residual, copies, reads_tokens = False, True, True
+    residual, reads_tokens = False, True
 
     def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
         super().__init__(config, name)
@@ -31,7 +31,7 @@ class Embedding(Layer):
         """Yields nothing: the table is looked up, not multiplied."""
         return iter(())
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
         """0: a row for each token does not count."""
         return 0
 

@@ -1,8 +1,6 @@
 """`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3.5."""
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -126,11 +124,6 @@ class _Joined(PackedLinear):
             self.weight, self.scale = self.joined[:rows], None
             self._beside.weight = self.joined[rows:]
 
-    def to_double(self) -> Self:
-        twin = super().to_double()
-        twin.joined = None
-        return twin
-
 
 class _Beside(PackedLinear):
     """The other one of a `_Joined`, which allocates it."""
@@ -171,11 +164,6 @@ class _Values(Parameter):
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.uniform_(*self.spread, generator=generator)
-
-    def to_double(self) -> Self:
-        twin = copy.copy(self)
-        twin.weight = self.weight.double()
-        return twin
 
 
 @register("gated_delta_net", "eager")

@@ -70,37 +70,15 @@ class MoE(Layer):
             ops += [LinearOp(self.shared_gate_up, gated=True), LinearOp(self.shared_down)]
         return ops
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
-        """By default, the experts count that are expected to be used if every expert is as likely as the others."""
-        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens) if experts is None else experts
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
+        """Of the experts, those that the token uses."""
         of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
-        return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
-
-    def expert_counts(self, x: Tensor) -> Tensor:
-        logits = reference.linear(reference.rms_norm(x, self.norm.weight, self.config.rms_norm_eps), self.router.weight)
-        chosen = reference.route(logits, self.moe.experts_per_token, self.moe.normalize)[1]
-        return torch.bincount(chosen.flatten(), minlength=self.moe.num_experts)
+        return super().decode_read_bytes(dtype) - of_experts + of_experts * self.moe.experts_per_token // self.moe.num_experts
 
     @property
     def activation_values(self) -> int:
         in_order = self.moe.experts_per_token * self.config.hidden_size  # the tokens, once for each of their experts
         return super().activation_values + in_order
-
-    def settled(self, x: Tensor) -> Tensor | None:
-        """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
-        k, eps = self.moe.experts_per_token, self.config.rms_norm_eps
-        if k == self.moe.num_experts:
-            return None
-        router, norm = self.router.weight, self.norm.weight
-        exact = reference.linear(reference.rms_norm(x.double(), norm.double(), eps), router.double())
-        rounded = reference.linear(reference.rms_norm(x, norm, eps), router)
-        ordered = exact.sort(-1, descending=True).values
-        return ordered[:, k - 1] - ordered[:, k] > 3 * (rounded.double() - exact).abs().amax(-1)
-
-
-def expected_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
-    """The expected number of distinct experts that `tokens` tokens use, if each token's are equally likely and independent."""
-    return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
 
 
 def _unquantized(linear: PackedLinear) -> PackedLinear:

@@ -13,7 +13,7 @@ class Select(Layer):
     """x[batch.logits_indices]: x [T, H] → [R, H]; x itself if all rows are kept in order. Has no weights."""
 
     kind = "select"
-    residual, copies, selects_rows = False, True, True
+    residual, selects_rows = False, True
 
     def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
         super().__init__(config, name)

@@ -1,6 +1,6 @@
 """`Model`: a list of layers run in order, each bound to one implementation."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,7 +25,6 @@ from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache, state_bytes
 
-Observer = Callable[[Layer, Tensor], None]  # a layer and its input
 NO_PREFIX_CACHE = "no prefix cache, since recurrent layers keep one state for each sequence, at its end only"
 
 
@@ -71,12 +70,7 @@ class Model:
     @property
     def decode_read_bytes(self) -> int:
         """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
-        return self.step_read_bytes(1)
-
-    def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
-        """Weight bytes that a decode step of so many tokens reads. `experts`: how many distinct ones the named layers use."""
-        used = {name: (count,) for name, count in (experts or {}).items()}
-        return sum(layer.decode_read_bytes(self.dtype, tokens, *used.get(layer.name, ())) for layer in self.layers)
+        return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""
@@ -193,9 +187,9 @@ class Model:
         return ("triton", "auto") if reason is None else ("eager", f"auto: triton cannot: {reason}")
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch, cache: KVCache, observer: Observer | None = None) -> Tensor:
-        """Logits of a batch. `observer(layer, x)` is called with the input x of each layer that has one: all but the first."""
-        return self._run(self._with_cache(cache), batch, observer)
+    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Logits of a batch."""
+        return self._run(self._with_cache(cache), batch)
 
     @torch.inference_mode()
     def dry_run(self, batch: Batch, cache: KVCache) -> None:
@@ -216,15 +210,11 @@ class Model:
         kept = iter(cache.layers)
         return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
-    def _run(
-        self, layers: Iterable[tuple[Layer, LayerCache | None]], batch: Batch, observer: Observer | None = None
-    ) -> Tensor:
+    def _run(self, layers: Iterable[tuple[Layer, LayerCache | None]], batch: Batch) -> Tensor:
         with on_device(self.device):
             batch = batch.to(self.device)
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
-                if observer is not None and not layer.reads_tokens:
-                    observer(layer, x)
                 x = layer(x, batch, kv)
             if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
                 x = batch.logits.copy_(x)

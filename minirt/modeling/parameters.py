@@ -4,12 +4,10 @@ A parameter knows which checkpoint tensors fill it and in which format it stores
 are in one place.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -117,10 +115,6 @@ class Parameter(ABC):
     def randomize(self, generator: torch.Generator) -> None:
         """Fill with random values that keep activations in range."""
 
-    @abstractmethod
-    def to_double(self) -> Self:
-        """A copy in fp64, except for quantized weights: the truth that `minirt compare` measures errors against."""
-
 
 class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
@@ -198,13 +192,6 @@ class PackedLinear(Parameter):
             self.weight[start : start + source.shape[0]].copy_(source)
         else:
             self.format.store_rows(source, self.weight, self.scale, self.rows, start)
-
-    def to_double(self) -> Self:
-        twin = copy.copy(self)
-        if self.format is None:
-            twin.weight = self.weight.double()
-        twin.bias = None if self.bias is None else self.bias.double()
-        return twin
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
@@ -300,11 +287,6 @@ class NormWeight(Parameter):
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         self.weight.copy_(source.float() + 1 if self.zero_centered else source)
-
-    def to_double(self) -> Self:
-        twin = copy.copy(self)
-        twin.weight = self.weight.double()
-        return twin
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.uniform_(0.5, 1.5, generator=generator)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
@@ -119,15 +119,14 @@ class _Server:
     """Carries out the front's messages on a generator's engine."""
 
     def __init__(self, connection: _Connection, generator: Generator) -> None:
-        self._connection, self._thread = connection, generator._engine
-        self._client = self._thread.connect(_sender(connection))
+        self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
 
     def handle(self, message: Submit | Abort | AskStats) -> None:
         match message:
             case Submit():
                 self._submit(message.whole())
             case Abort(request_ids=request_ids):
-                self._client.abort(request_ids)
+                self._thread.abort(request_ids)
             case AskStats():
                 self._thread.ask(lambda engine: Stats(engine.stats), self._connection.send)
 
@@ -136,7 +135,7 @@ class _Server:
         try:
             for request in requests:
                 self._thread.check(request, compiles=False)  # a grammar must not delay the messages after it
-            self._client.submit(requests)
+            self._thread.submit(requests, self._sender)
         except MinirtError as error:
             self._refuse(requests, error)
         except Exception as error:
@@ -146,19 +145,20 @@ class _Server:
         self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
 
 
-def _sender(connection: _Connection) -> Callable[[list[TokenOutput]], None]:
-    """Sends outputs from the engine's thread. Ends the process if nobody can use it any more."""
+class _Sender:
+    """The sink of all requests: sends their outputs to the front. Ends the process if nobody can use it any more."""
 
-    def send(outputs: list[TokenOutput]) -> None:
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    def put(self, outputs: list[TokenOutput]) -> None:
         try:
-            connection.send(Step(outputs))
+            self._connection.send(Step(outputs))
         except OSError:  # the front has ended
             os._exit(1)
         for output in outputs:
             if isinstance(output.error, DeviceFailedError):  # only a new process can use the GPU again
                 os._exit(1)
-
-    return send
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """`Generation`: the running requests of one HTTP request. The engine's outputs go in; its handler waits for text."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 
+from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.request import TokenOutput
+from minirt.engine.sinks import Port
 from minirt.errors import MinirtError, SlowReaderError
 from minirt.outputs import CompletionStream
 from minirt.processor import Call
 from minirt.server.metrics import Metrics
-from minirt.server.remote_engine import RemoteEngine
 
 MAX_UNSENT = 4096  # tokens of a stream that may wait for its reader
 
@@ -45,23 +45,23 @@ class Generation:
     """
 
     def __init__(
-        self, engine: RemoteEngine, call: Call, metrics: Metrics, running: "set[Generation]", interval: int | None,
+        self, engine: Port, call: Call, metrics: Metrics, running: "set[Generation]", interval: int | None,
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._engine, self._call, self._metrics = engine, call, metrics
+        self._call, self._metrics = call, metrics
+        self._driver = CallDriver(call, engine, self, final_only=interval is None)
         self._running, self._interval, self._on_slow = running, interval, on_slow
         self.choices = [Choice(index, stream) for index, stream in enumerate(call.streams)]
         self._by_id = {request.id: choice for request, choice in zip(call.requests, self.choices, strict=True)}
         self._pending: dict[Choice, None] = {}  # choices with something to send, in order
         self._unsent = 0
         self._error: MinirtError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._wakeup = Wakeup()
         self.queue_time_s: float | None = None
 
     def __enter__(self) -> "Generation":
-        engine, metrics = self._engine, self._metrics
-        requests = self._call.start(final_only=self._interval is None)
-        engine.submit(requests, self)
+        metrics = self._metrics
+        self._driver.start()
         self._running.add(self)
         for result in self._call.results:
             metrics.prompt_tokens += len(result.prompt_token_ids)
@@ -70,21 +70,29 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._running.discard(self)
-        if self._call.open:
-            self._stop("error" if self._error is not None else "abort")
+        self._metrics.finished["abort"] += self._driver.abort()
 
     @property
     def done(self) -> bool:
         """Whether all requests have ended."""
         return not self._call.open
 
-    def put(self, output: TokenOutput) -> None:
+    def put(self, outputs: list[TokenOutput]) -> None:
+        try:
+            for output in outputs:
+                self._take_in(output)
+        except Exception as error:  # one call must not end the others
+            self.fail(error if isinstance(error, MinirtError) else _unforeseen(error))
+
+    def _take_in(self, output: TokenOutput) -> None:
         """Take an output of one of the requests. Called for each step of each stream."""
         if output.error is not None:
             self.fail(output.error)
             return
+        if (new := self._driver.push(output)) is None:
+            return
+        stream, piece = new
         choice, metrics = self._by_id[output.request_id], self._metrics
-        stream, piece = self._call.push(output)
         count = len(piece.token_ids)
         times = stream.completion.token_times_s
         now, between = times[-1], count
@@ -102,17 +110,13 @@ class Generation:
             choice.text += piece.text
         if piece.finish_reason is not None:
             choice.finish_reason = piece.finish_reason
-            if output.finish_reason is None:  # a stop string
-                self._engine.abort([output.request_id])
-            else:
-                self._engine.forget(output.request_id)
             metrics.finished[piece.finish_reason] += 1
             metrics.e2e_latency.observe(now)
             metrics.request_generation_tokens.observe(len(stream.completion.token_ids))
         interval = self._interval
         if interval is None:
-            if not self._call.open:
-                self._wake()
+            if self.done:
+                self._wakeup.wake()
             return
         self._unsent += count
         if self._unsent > MAX_UNSENT:
@@ -122,27 +126,14 @@ class Generation:
             return
         if first or choice.num_tokens >= interval or piece.finish_reason is not None:
             self._pending[choice] = None
-            if self._waiter is not None:
-                self._wake()
+            self._wakeup.wake()
 
     def fail(self, error: MinirtError) -> None:
         """End all requests with an error, which `wait` raises."""
         if self._error is None:
             self._error = error
-            self._stop("error")
-            self._wake()
-
-    def _stop(self, reason: str) -> None:
-        """End the requests that still run."""
-        open_ids = list(self._call.open)
-        self._call.open.clear()
-        self._engine.abort(open_ids)
-        self._metrics.finished[reason] += len(open_ids)
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            self._metrics.finished["error"] += self._driver.abort()
+            self._wakeup.wake()
 
     async def wait(self) -> None:
         """Wait until there is something to send, or all requests have ended.
@@ -150,9 +141,8 @@ class Generation:
         Raises:
             MinirtError: a request failed, so that all have ended.
         """
-        if self._error is None and not self._pending and self._call.open:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        if self._error is None and not self._pending and not self.done:
+            await self._wakeup.wait()
         if self._error is not None:
             raise self._error
 
@@ -166,3 +156,9 @@ class Generation:
         """What the choice had to send is in a chunk now."""
         self._unsent -= choice.num_tokens
         choice.text, choice.num_tokens, choice.begun = "", 0, True
+
+
+def _unforeseen(error: Exception) -> MinirtError:
+    own = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
+    own.__cause__ = error
+    return own

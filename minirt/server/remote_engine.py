@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from minirt.engine.request import EngineStats, Request, TokenOutput
+from minirt.engine.request import EngineStats, Request
+from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import EngineError, MinirtError
 from minirt.server.wire import (
     TO_FRONT,
@@ -31,17 +32,8 @@ from minirt.server.wire import (
 _END_SECONDS = 10  # how long the process may take to end after its connection was closed
 
 
-class Sink(Protocol):
-    """Takes the outputs of requests. Called in the event loop's thread: it must return soon."""
-
-    def put(self, output: TokenOutput) -> None: ...
-
-    def fail(self, error: MinirtError) -> None:
-        """No more outputs come for any of its requests."""
-
-
 class RemoteEngine(asyncio.Protocol):
-    """Starts the engine's process, sends it requests, and gives each output to the sink of its request.
+    """Starts the engine's process, sends it requests, and gives the outputs of each step to the sinks of the requests.
 
     Attributes:
         found: done when the model's files are on the disk: the folder, or None.
@@ -55,7 +47,7 @@ class RemoteEngine(asyncio.Protocol):
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.ended: asyncio.Future[MinirtError] = loop.create_future()
         self._failure: MinirtError | None = None
-        self._sinks: dict[int, Sink] = {}
+        self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = Frames()
         self._asking: list[asyncio.Future[EngineStats]] = []
@@ -102,34 +94,24 @@ class RemoteEngine(asyncio.Protocol):
     def check(self, request: Request) -> None:
         """Nothing: the engine's process checks each request when it arrives, and refuses it in its output."""
 
-    # ── requests ──
+    # ── a `Port` for the `CallDriver` ──
 
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
-        """Add requests. All their outputs go to `sink`.
-
-        Raises:
-            EngineError: the engine has ended.
-        """
+        """See `Port`. The sink's `put` runs in the event loop's thread."""
         if self._failure is not None:
-            raise self._failure.at(self._failure.where)
+            raise self._failure.copy()
         self._send(Submit.of(requests))
         for request in requests:
-            self._sinks[request.id] = sink
+            self._sinks.add(request.id, sink)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop requests: no more outputs of them come."""
-        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
-        if known and self._failure is None:
+        if (known := self._sinks.drop(request_ids)) and self._failure is None:
             self._send(Abort(known))
-
-    def forget(self, request_id: int) -> None:
-        """Its last output has come."""
-        self._sinks.pop(request_id, None)
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's state. It answers between two steps."""
         if self._failure is not None:
-            raise self._failure.at(self._failure.where)
+            raise self._failure.copy()
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
         self._send(AskStats())
@@ -169,14 +151,7 @@ class RemoteEngine(asyncio.Protocol):
     def _receive(self, message: Any) -> None:
         match message:
             case Step(outputs=outputs):
-                sinks = self._sinks
-                for output in outputs:
-                    sink = sinks.get(output.request_id)
-                    if sink is not None:  # else it was aborted
-                        try:
-                            sink.put(output)
-                        except Exception as error:  # one request must not end the others
-                            sink.fail(error if isinstance(error, MinirtError) else _unforeseen(error))
+                self._sinks.deliver(outputs)
             case Stats(stats=stats):
                 answer = self._asking.pop(0)
                 if not answer.done():
@@ -192,13 +167,11 @@ class RemoteEngine(asyncio.Protocol):
         """The process has ended, or `stop` closed the connection. All open requests end with an error."""
         if self._failure is None:
             self._failure = EngineError("the engine's process has ended", found=self._exit_status())
-        for sink in set(self._sinks.values()):
-            sink.fail(self._failure.at(self._failure.where))
-        self._sinks.clear()
+        self._sinks.fail(list(self._sinks), self._failure)
         waiting: list[asyncio.Future] = [self.found, self.ready, *self._asking]
         for future in waiting:
             if not future.done():
-                future.set_exception(self._failure.at(self._failure.where))
+                future.set_exception(self._failure.copy())
                 future.exception()  # nobody may be waiting
         if not self.ended.done():
             self.ended.set_result(self._failure)
@@ -211,11 +184,3 @@ class RemoteEngine(asyncio.Protocol):
         except subprocess.TimeoutExpired:
             return None
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _unforeseen(error: Exception) -> MinirtError:
-    own = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
-    own.__cause__ = error
-    return own
-
-

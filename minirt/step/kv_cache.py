@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from minirt.errors import MinirtError
 from minirt.kernels.attention.operands import KVPages
 from minirt.modeling.formats import FP8
-
-if TYPE_CHECKING:
-    from minirt.step.batch import Batch
 
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
 
@@ -39,22 +36,10 @@ class CacheRoom(NamedTuple):
 
 
 class LayerCache(Protocol):
-    """What one layer keeps between steps, as the layer gets it (`kv`). The benchmarks read it by these methods."""
+    """What one layer keeps between steps, as the layer gets it (`kv`)."""
 
     def tensors(self) -> list[Tensor]:
         """Its tensors as views [N, …], with a row for each token of the pages, or for each slot of a sequence."""
-
-    def rows(self, batch: "Batch") -> list[Tensor]:
-        """For each of `tensors`, the rows that a step of this batch writes: int64."""
-
-    def clone(self, *, wide: bool = False) -> "LayerCache":
-        """A copy. `wide`: with values in fp64, unless they are FP8 or integers."""
-
-    def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """What a step of this batch has written, by name, in fp64. The names "out" and "added" are taken."""
-
-    def read_bytes(self, batch: "Batch") -> int:
-        """Bytes that a step of this batch reads at least."""
 
 
 @runtime_checkable
@@ -136,44 +121,13 @@ class CombinedSpec:
 
 
 class LayerKV(KVPages):
-    """The pages of one attention layer, as its kernels take them, with the methods of a `LayerCache`."""
+    """The pages of one attention layer, as its kernels take them."""
 
     __slots__ = ()
     _fields = KVPages._fields  # Triton finds the names of a record's fields in the class itself, not in its base
 
     def tensors(self) -> list[Tensor]:
         return [tensor.flatten(0, 1) for tensor in self if tensor is not None]
-
-    def rows(self, batch: "Batch") -> list[Tensor]:
-        return [batch.slots] * len(self.tensors())
-
-    def clone(self, *, wide: bool = False) -> "LayerKV":
-        wide = wide and self.k_scale is None
-        return LayerKV._make(None if tensor is None else _clone(tensor, wide) for tensor in self)
-
-    def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """K and V of the step's tokens, each [T, Nkv, D], with their scales applied."""
-        return {"k": _values(self.k, self.k_scale, batch.slots), "v": _values(self.v, self.v_scale, batch.slots)}
-
-    def read_bytes(self, batch: "Batch") -> int:
-        return sum(batch.seq_lens) * sum(tensor[0].nbytes for tensor in self.tensors())
-
-
-def _clone(tensor: Tensor, wide: bool) -> Tensor:
-    return tensor.double() if wide and tensor.is_floating_point() and tensor.dtype != FP8 else tensor.clone()
-
-
-def _values(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
-    """What pages [P, page_size, Nkv, D] hold at `slots` [T]: [T, Nkv, D] fp64."""
-    values = _rows(pages.flatten(0, 1), slots)
-    return values if scales is None else values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
-
-
-def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """The rows of a tensor [N, …] in fp64."""
-    if tensor.dtype == FP8:  # PyTorch lacks some operations for FP8
-        return tensor.view(torch.uint8)[rows].view(FP8).double()
-    return tensor[rows].double()
 
 
 class LayerState(dict[str, Tensor]):
@@ -186,20 +140,6 @@ class LayerState(dict[str, Tensor]):
     def tensors(self) -> list[Tensor]:
         return list(self.values())
 
-    def rows(self, batch: "Batch") -> list[Tensor]:
-        return [batch.seq_slots.long()] * len(self)
-
-    def clone(self, *, wide: bool = False) -> "LayerState":
-        return LayerState({name: _clone(tensor, wide) for name, tensor in self.items()})
-
-    def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """The states of the step's sequences, each [B, N]."""
-        slots = batch.seq_slots.long()
-        return {f"state.{name}": _rows(tensor, slots).reshape(len(slots), -1) for name, tensor in self.items()}
-
-    def read_bytes(self, batch: "Batch") -> int:
-        return batch.num_seqs * sum(tensor[0].nbytes for tensor in self.values())
-
 
 class CombinedCache(tuple[LayerCache, ...]):
     """What a layer with a `CombinedSpec` keeps: an element for each of its specs."""
@@ -208,22 +148,6 @@ class CombinedCache(tuple[LayerCache, ...]):
 
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self for tensor in part.tensors()]
-
-    def rows(self, batch: "Batch") -> list[Tensor]:
-        return [rows for part in self for rows in part.rows(batch)]
-
-    def clone(self, *, wide: bool = False) -> "CombinedCache":
-        return CombinedCache(part.clone(wide=wide) for part in self)
-
-    def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """What each part has written. If two parts share a name, all names begin with the part's index: "0.k", "1.k"."""
-        parts = [part.written(batch) for part in self]
-        names = [name for part in parts for name in part]
-        prefixes = [f"{i}." if len(set(names)) < len(names) else "" for i in range(len(parts))]
-        return {prefix + name: rows for prefix, part in zip(prefixes, parts, strict=True) for name, rows in part.items()}
-
-    def read_bytes(self, batch: "Batch") -> int:
-        return sum(part.read_bytes(batch) for part in self)
 
 
 def page_bytes(specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:

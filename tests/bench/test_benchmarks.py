@@ -36,14 +36,13 @@ class Machine:
     def __init__(self, budget=8192, slowness=(1.0,)):
         self.max_num_batched_tokens, self.max_num_seqs, self.max_len = budget, 64, 1 << 20
         self.kv_bytes_per_token, self.kv_cache_bytes, self.decode_read_bytes = 1000, 1 << 40, 5_000_000
+        layer = SimpleNamespace(name="all", decode_read_bytes=lambda dtype: self.decode_read_bytes)
+        self.model = SimpleNamespace(layers=[layer], dtype=torch.float32)
         self.config, self.device = replace(QWEN, vocab_size=11), torch.device("cpu")
         self.now, self.slowness, self.calls, self.replays = 0.0, slowness, [], []
 
     def clock(self):
         return self.now
-
-    def step_read_bytes(self, tokens, experts=None):
-        return self.decode_read_bytes
 
     def generate(self, prompts, params):
         slowness = self.slowness[len(self.calls) % len(self.slowness)]

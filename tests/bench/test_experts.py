@@ -5,6 +5,7 @@ import pytest
 from minirt import SamplingParams
 from minirt.bench import decode, experts, prefill
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.read_bytes import step_read_bytes
 from minirt.generator import Generator
 from minirt.kernels import reference
 
@@ -24,9 +25,9 @@ def test_counts_are_those_of_the_router(generator):
     seen = []
 
     def note(layer, x):
-        seen.append((layer.name, x.clone(), layer.expert_counts(x)))
+        seen.append((layer.name, x.clone(), experts.expert_counts(layer, x)))
 
-    with generator.observing(note):
+    with experts.observing(generator, note):
         generator.generate([[1, 2, 3, 4, 5]], GREEDY)
     assert {tuple(x.shape) for _, x, _ in seen} == {(5, 64), (1, 64)}  # the prompt, then a token; `Select` before the last layer
     layers = {layer.name: layer for layer in generator.model.layers}
@@ -55,8 +56,8 @@ def test_use_of_decode_steps(generator):
     assert summary["least"] <= summary["touched"] <= summary["most"]
     assert summary["share"]["p10"] <= summary["share"]["p50"] <= summary["share"]["max"] <= E
     one = 3 * 24 * 64 * 4  # bytes of an expert
-    nothing = generator.step_read_bytes(3, dict.fromkeys(touched, 0.0))
-    assert generator.step_read_bytes(3, touched) == pytest.approx(nothing + one * sum(touched.values()), abs=2)
+    nothing = step_read_bytes(generator.model, 3, dict.fromkeys(touched, 0.0))
+    assert step_read_bytes(generator.model, 3, touched) == pytest.approx(nothing + one * sum(touched.values()), abs=2)
 
 
 def test_results_name_the_experts(generator):

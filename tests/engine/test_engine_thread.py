@@ -10,13 +10,14 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
 from minirt.engine import engine as engine_module
-from minirt.engine import engine_thread, planning, scheduler, waiting_queue
+from minirt.engine import engine_thread, planning, scheduler, sinks, waiting_queue
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread, _Submit
 from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
@@ -28,6 +29,29 @@ EOS = 5
 
 class Stopped(Exception):
     """A client left early."""
+
+
+class Client:
+    """A caller's requests, and the queue of their outputs. Leaving it aborts all of them."""
+
+    def __init__(self, thread):
+        self.thread, self.outputs, self.ids = thread, SimpleQueue(), []
+
+    def submit(self, requests):
+        self.ids += [own.id for own in requests]
+        self.thread.submit(requests, self.outputs)
+
+    def receive(self):
+        return self.outputs.get(timeout=90)
+
+    def close(self):
+        self.thread.abort(self.ids)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 @pytest.fixture
@@ -59,7 +83,7 @@ def complete(thread, prompts, count=8, leave_after=None, priority=0, samples=1):
         group = thread.new_id() if samples > 1 else None
         asked += [request(thread, prompt, count, priority, group) for _ in range(samples)]
     tokens, running = {r.id: [] for r in asked}, {r.id for r in asked}
-    with thread.connect() as client:
+    with Client(thread) as client:
         client.submit(asked)
         while running:
             for output in client.receive():
@@ -81,7 +105,7 @@ def expected(prompts, count=8):
 def at_rest(thread, cache):
     """Once all earlier commands are done: nothing is open, and all pages are free."""
     return thread.call(
-        lambda it: not it.has_work and not thread._outboxes and cache.allocator.num_free == cache.num_pages
+        lambda it: not it.has_work and not thread._sinks and cache.allocator.num_free == cache.num_pages
     )
 
 
@@ -148,7 +172,7 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
 def test_streams_are_read_in_any_order(thread):
     """Ten clients of one thread; the last is read first, and one is never read."""
     it, cache = thread()
-    clients = [it.connect() for _ in range(10)]
+    clients = [Client(it) for _ in range(10)]
     prompts = [[i, 2 * i, 60] for i in range(10)]
     for client, prompt in zip(clients, prompts, strict=True):
         client.submit([request(it, prompt, 8)])
@@ -164,7 +188,7 @@ def test_streams_are_read_in_any_order(thread):
     assert at_rest(it, cache)
 
 
-FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, waiting_queue, planning, kv_cache)}
+FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, sinks, waiting_queue, planning, kv_cache)}
 
 
 class Injected(BaseException):
@@ -174,8 +198,8 @@ class Injected(BaseException):
 def count_lines(thread_work, at=None):
     """Run `thread_work(end)` with a trace of the engine's thread that raises at line event `at`. → line events before `end()`.
 
-    Python's cyclic garbage collector rests meanwhile: it may run in any thread, and an exception in the `__del__` of an older
-    test's client would be lost there.
+    Python's cyclic garbage collector rests meanwhile: it may run in any thread, and an exception in a finalizer of an older test
+    would be lost there.
     """
     seen, on = 0, True
 
@@ -187,7 +211,7 @@ def count_lines(thread_work, at=None):
         nonlocal seen
         if frame.f_code.co_filename not in FILES:
             return None
-        if frame.f_code.co_name in ("_run", "_recover", "recover", "_end", "_refuse", "_fail", "reset", "_closed"):
+        if frame.f_code.co_name in ("_run", "_recover", "recover", "_end", "_refuse", "fail", "reset", "_closed"):
             return trace if frame.f_code.co_name == "_run" and event == "call" else None  # what answers an exception
         if event == "line" and on:
             seen += 1
@@ -325,7 +349,7 @@ def test_an_output_with_all_tokens(thread):
     it, cache = thread()
     first, *others = request(it, [40, 41], 11), request(it, [1, 2], 3), request(it, [7], 5)
     alone = expected([[40, 41]], 11) + expected([[1, 2]], 3) + expected([[7]], 5)
-    with it.connect() as client:
+    with Client(it) as client:
         client.submit([replace(first, final_only=True), replace(others[0], final_only=True), others[1]])
         outputs = []
         while sum(output.finish_reason is not None for output in outputs) < 3:
@@ -337,16 +361,6 @@ def test_an_output_with_all_tokens(thread):
     (whole,) = by_id[first.id]
     assert len(whole.times) == len(whole.token_ids)
     assert list(whole.times) == sorted(set(whole.times)), "one for each step"
-    assert at_rest(it, cache)
-
-
-def test_a_client_that_is_dropped_is_closed(thread):
-    it, cache = thread()
-    client = it.connect()
-    client.submit([request(it, [1, 2], 60)])
-    client.receive()
-    del client
-    gc.collect()
     assert at_rest(it, cache)
 
 
@@ -411,7 +425,7 @@ def test_logits_wait_for_room_beside_running_requests(thread):
     """They need all pages, so they come after the request before them; a shorter request behind them does not overtake."""
     it, cache = thread(pages=16)
     prompt = list(range(3, 66))
-    with it.connect() as first, it.connect() as second:
+    with Client(it) as first, Client(it) as second:
         first.submit([request(it, [1, 2], 20)])
         nothing = replace(resolve(SamplingParams(), None), max_tokens=0)
         second.submit([Request(it.new_id(), prompt, nothing, logits_only=True), request(it, [3], 3)])
@@ -441,7 +455,7 @@ def test_exactly_max_waiting_requests_wait(thread):
     results, submitted = [], threading.Barrier(21)
 
     def work(i):
-        with it.connect() as client:
+        with Client(it) as client:
             client.submit([request(it, [40 + i], 6)])
             if i < 20:
                 submitted.wait(20)
@@ -478,7 +492,7 @@ def test_a_step_costs_nothing_for_requests_that_wait(thread):
 
     def lines(waiting):
         it, _ = thread(seqs=2)
-        client, count = it.connect(), 0
+        client, count = Client(it), 0
         requests = [request(it, [1 + i], 50) for i in range(2 + waiting)]
 
         def trace(frame, event, _):
@@ -488,14 +502,14 @@ def test_a_step_costs_nothing_for_requests_that_wait(thread):
 
         def steps(engine):
             """Also the first steps, so that no others run before them. No finalizer of an older test may run in between."""
-            it._carry_out(_Submit(client._outbox, requests))
+            it._carry_out(_Submit(client.outputs, requests))
             for _ in range(3):
-                it._deliver(engine.step())
+                it._sinks.deliver(engine.step())
             gc.disable()
             sys.settrace(trace)
             try:
                 for _ in range(PAGE):  # one of them fills a page
-                    it._deliver(engine.step())
+                    it._sinks.deliver(engine.step())
             finally:
                 sys.settrace(None)
                 gc.enable()

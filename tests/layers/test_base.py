@@ -4,14 +4,17 @@ Catches a name that `--impl` cannot select, a factory without a result, an AMD G
 interpreter, and a model that runs without CUDA graphs while its plan does not say so.
 """
 
+import ast
 import importlib
 import json
 import pkgutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from support.cli import caller
+from support.package import ROOT
 
 from minirt import Generator, device, kernels, models
 from minirt.errors import InputError, UnsupportedError
@@ -19,9 +22,10 @@ from minirt.kernels import launch
 from minirt.layers import base, has_implementation, implementation, register
 from minirt.loading import checkpoint as weights
 from minirt.modeling.model import Model
+from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import parse_impl
 from minirt.step.batch import Batch, Chunk
-from minirt.step.kv_cache import KVCache
+from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = {
@@ -194,3 +198,17 @@ def test_a_head_that_does_not_know_of_static_logits():
     out = model(replace(batch, logits=static), cache)
     assert torch.equal(static, expected)
     assert out.data_ptr() == static.data_ptr()
+
+
+@pytest.mark.parametrize("contract", [base.Layer, CacheSpec, LayerCache, Parameter])
+def test_what_a_kind_states_is_what_the_runtime_reads(contract):
+    """Catches a method that only a benchmark or a test calls: every new kind of layer would have to think of it."""
+    read = Counter()
+    for folder in ("minirt", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith("super()"):
+                    read[node.attr] += 1
+    stated = {name for name in vars(contract) | contract.__annotations__ if not name.startswith("_")}
+    assert len(stated) >= (1 if contract is LayerCache else 3)
+    assert {name for name in stated if not read[name]} == set()

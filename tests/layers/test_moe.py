@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from minirt import models
+from minirt.bench.compare.truth import settled
+from minirt.bench.read_bytes import expected_experts, layer_read_bytes
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.layers import MoE, implementation, register
 from minirt.layers.base import triton_unsupported
-from minirt.layers.moe import expected_experts
 from minirt.loading import checkpoint
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
@@ -191,7 +192,8 @@ def test_what_the_layer_states() -> None:
     one = 3 * 48 * 37
     rest = 4 * (48 + 48 * 11 + 3 * 48 * 29 + 48)
     assert layer.decode_read_bytes(torch.float32) == 3 * one * 4 + rest
-    assert layer.decode_read_bytes(torch.float32, 10**4) == 11 * one * 4 + rest
+    assert layer_read_bytes(layer, torch.float32, 1) == 3 * one * 4 + rest
+    assert layer_read_bytes(layer, torch.float32, 10**4) == 11 * one * 4 + rest
     assert layer.flops(5) == 2 * 5 * (3 * one + 48 * 11 + 3 * 48 * 29)  # the shared expert's gate apart
     fp8 = mixture(Quantization("fp8"))
     scales = 4 * (2 * 37 + 48)
@@ -321,25 +323,25 @@ def test_compare_with_triton(hf_folder: Any) -> None:
             assert 0 < found.found["added"].relative < 1e-5
             work = compare.work(place, step)
             assert work.flops == place.layer.flops(rows)
-            assert work.bytes == place.layer.decode_read_bytes(torch.float32, rows) + 2 * rows * 64 * 4
+            assert work.bytes == layer_read_bytes(place.layer, torch.float32, rows) + 2 * rows * 64 * 4
 
 
 def test_rows_with_a_near_tie_are_not_settled() -> None:
     """Two experts with equal logits, one of them chosen, the other the first that is not."""
     layer = mixture(num_experts_per_tok=2)
     x = values(50, 48)
-    settled = layer.settled(x)
-    assert settled is not None
-    assert settled.all(), "in fp32 there is no near-tie"
+    found = settled(layer, x)
+    assert found is not None
+    assert found.all(), "in fp32 there is no near-tie"
     layer.router.weight[7] = layer.router.weight[3] * (1 + 1e-8)
     h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
     ranks = F.linear(h, layer.router.weight).argsort(dim=-1, descending=True, stable=True).tolist()
     border = torch.tensor([rank[1] in (3, 7) and rank[2] in (3, 7) for rank in ranks])
     assert 0 < border.sum() < 50
-    settled = layer.settled(x)
-    assert settled is not None
-    assert torch.equal(settled, ~border)
-    assert mixture(num_experts_per_tok=11).settled(x) is None
+    found = settled(layer, x)
+    assert found is not None
+    assert torch.equal(found, ~border)
+    assert settled(mixture(num_experts_per_tok=11), x) is None
 
 
 def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +372,14 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
         places = compare.places(model)
         place = next(place for place in places if place.layer.kind == "moe")
         step = compare.decode(model, places, [[5, 6, n] for n in (7, 8, 9)])
-        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.tensor([True, False, True]))
+        monkeypatch.setattr(compare, "settled", lambda layer, x: torch.tensor([True, False, True]))
         for planted, fault in (({}, ""), ({1: 1.0}, ""), ({2: 1.0}, "relative error"), ({1: torch.nan}, "not finite")):
             wrong.clear()
             wrong.update(planted)
             faults = compare.compare(place, step).faults
             assert bool(faults) == bool(fault)
             assert fault in " ".join(faults)
-        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.zeros(3, dtype=torch.bool))
+        monkeypatch.setattr(compare, "settled", lambda layer, x: torch.zeros(3, dtype=torch.bool))
         wrong.clear()
         assert compare.compare(place, step).found == {}
 

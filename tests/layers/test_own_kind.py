@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
+from minirt.bench import experts
 from minirt.bench.compare import compare
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
+from minirt.bench.compare.caches import CacheView, copy_tensor, view
 from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
@@ -67,17 +69,22 @@ class Sums:
     def tensors(self):
         return [self.sums]
 
+
+@view.register(Sums)
+class SumsView(CacheView):
+    """`Sums` as a comparison sees it."""
+
     def rows(self, batch):
         return [batch.seq_slots.long()]
 
     def clone(self, *, wide=False):
-        return Sums(self.sums.double() if wide else self.sums.clone())
+        return Sums(copy_tensor(self.cache.sums, wide))
 
     def written(self, batch):
-        return {"running sum": self.sums[batch.seq_slots.long()].double()}
+        return {"running sum": self.cache.sums[batch.seq_slots.long()].double()}
 
     def read_bytes(self, batch):
-        return batch.num_seqs * self.sums[0].nbytes
+        return batch.num_seqs * self.cache.sums[0].nbytes
 
 
 @dataclass(frozen=True)
@@ -417,7 +424,8 @@ def test_the_first_the_last_and_the_selecting_layer_may_be_of_other_kinds(hf_fol
         found = generator.generate([prompt(i) for i in range(4)], params)
         model = generator.model
         cache = KVCache(model.cache_specs, 1)
-        model(Batch.build([Chunk([3, 4], 0, [0])], 64), cache, lambda layer, x: seen.append((layer.kind, len(x))))
+        with experts.observing(generator, lambda layer, x: seen.append((layer.kind, len(x)))):
+            generator.generate([3, 4], SamplingParams(max_tokens=1))
         for layer in model.layers:
             if layer.kind == "mlp":
                 layer._forward = lambda x, batch, kv, forward=layer._forward: dry.append(len(x)) or forward(x, batch, kv)

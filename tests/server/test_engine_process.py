@@ -1,7 +1,5 @@
 """The engine's process, with a fake connection and engine: what it submits, and what it refuses."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from minirt.engine.request import Request
@@ -12,15 +10,18 @@ from minirt.server.wire import Abort, Submit
 
 
 class Fake:
-    """A connection, and a generator with its engine's thread and client."""
+    """A connection, and a generator with its engine's thread."""
 
     def __init__(self, error=None):
         self.sent, self.submitted, self.aborted, self.checked = [], [], [], []
         self.error = error
         self._engine = self
 
-    def connect(self, deliver):
-        return SimpleNamespace(submit=self.submitted.extend, abort=self.aborted.extend)
+    def submit(self, requests, sink):
+        self.submitted += requests
+
+    def abort(self, request_ids):
+        self.aborted += request_ids
 
     def send(self, message):
         self.sent += message.outputs
@@ -61,9 +62,9 @@ def test_an_engine_that_has_ended():
     fake = Fake()
     server = _Server(fake, fake)
 
-    def submit(_):
+    def submit(*_):
         raise EngineError("the generator is closed")
 
-    server._client.submit = submit
+    fake.submit = submit
     server.handle(Submit(requests(3)))
     assert isinstance(fake.sent[0].error, EngineError)

@@ -1,0 +1,78 @@
+"""`CallDriver`: runs the requests of a `Call` on an engine. `Generator`, `AsyncGenerator` and the server use it alike.
+
+Outputs wait in the caller's own sink, and become text when the caller pushes them: a thread waits on a queue, a task of an event
+loop on a `Wakeup`. Imports no torch.
+"""
+
+import asyncio
+
+from minirt.engine.request import TokenOutput
+from minirt.engine.sinks import Port, Sink
+from minirt.outputs import CompletionStream, Piece
+from minirt.processor import Call
+
+
+class CallDriver:
+    """The requests of a call from their start to their ends (`Call.open`). A context manager that aborts those that still run.
+
+    Args:
+        engine: gets the requests.
+        sink: gets their outputs, which the caller gives to `push`.
+        final_only: see `Call.start`.
+    """
+
+    def __init__(self, call: Call, engine: Port, sink: Sink, *, final_only: bool = False) -> None:
+        self._call, self._engine, self._sink, self._final_only = call, engine, sink, final_only
+
+    def start(self) -> None:
+        """Submit the requests.
+
+        Raises:
+            MinirtError: the engine has ended.
+        """
+        if self._call.requests:
+            self._engine.submit(self._call.start(final_only=self._final_only), self._sink)
+
+    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece] | None:
+        """The new piece with its stream; None if the request has ended before. One that ends at a stop string is aborted."""
+        call = self._call
+        if output.request_id not in call.open:  # it has ended at a stop string; the engine had computed one more token
+            return None
+        stream, piece = call.push(output)
+        if piece.finish_reason is not None and output.finish_reason is None:
+            self._engine.abort([output.request_id])
+        return stream, piece
+
+    def abort(self) -> int:
+        """Drop the requests that still run. Returns their number."""
+        open_ids = list(self._call.open)
+        self._call.open.clear()
+        if open_ids:
+            self._engine.abort(open_ids)
+        return len(open_ids)
+
+    def __enter__(self) -> "CallDriver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+class Wakeup:
+    """Lets a task of an event loop wait until the loop's thread calls `wake`."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Wake the task if it waits."""
+        future, self._future = self._future, None
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def wait(self) -> "asyncio.Future[None]":
+        """What to await. There is one waiting task at a time."""
+        self._future = asyncio.get_running_loop().create_future()
+        return self._future

@@ -1,0 +1,110 @@
+"""One call on an engine that answers by hand: what is submitted, pushed and aborted.
+
+Catches a request that goes on after its caller has left or found a stop string, an abort that wakes the engine for nothing, and
+tokens after the end.
+"""
+
+import asyncio
+
+import pytest
+from support.vocabularies import llama_like
+from test_processor import EOS, made
+
+from minirt.call_driver import CallDriver, Wakeup
+from minirt.engine.request import TokenOutput
+from minirt.errors import EngineError
+from minirt.sampling_params import SamplingParams
+
+
+class Port:
+    """Notes what reaches the engine."""
+
+    def __init__(self, error=None):
+        self.submitted, self.aborted, self.error = [], [], error
+
+    def submit(self, requests, sink):
+        if self.error is not None:
+            raise self.error
+        self.submitted += requests
+
+    def abort(self, request_ids):
+        self.aborted.append(list(request_ids))
+
+
+@pytest.fixture
+def processor(tmp_path):
+    return made(llama_like(), tmp_path)
+
+
+def prepared(processor, prompts, **options):
+    return processor.prepare(prompts, SamplingParams(max_tokens=8, **options), single=False)
+
+
+def test_outputs_become_pieces_until_the_end(processor):
+    call, port = prepared(processor, [[3, 4], [5]]), Port()
+    first, second = call.requests
+    with CallDriver(call, port, sink=object()) as driver:
+        driver.start()
+        assert [own.id for own in port.submitted] == [first.id, second.id]
+        assert not any(own.final_only for own in port.submitted)
+        stream, piece = driver.push(TokenOutput(second.id, (7,), None))
+        assert (stream.prompt, piece.token_ids, piece.finish_reason) == (1, (7,), None)
+        assert driver.push(TokenOutput(second.id, (EOS,), "stop"))[1].finish_reason == "stop"
+        assert driver.push(TokenOutput(second.id, (9,), None)) is None, "after its end"
+        assert list(call.open) == [first.id]
+        driver.push(TokenOutput(first.id, (8,), "length"))
+    assert port.aborted == [], "nothing ran any more"
+    assert [done.token_ids for done in call.result()] == [[8], [7, EOS]]
+
+
+def test_a_stop_string_aborts_its_request_alone(processor):
+    text = processor.text()
+    token = next(t for t in range(6, text.vocab_size) if text.decode([6, t])[-1:].isalpha())
+    call, port = prepared(processor, [[3, 4], [5]], stop=[text.decode([6, token])[-1]]), Port()
+    first, second = call.requests
+    with CallDriver(call, port, sink=object(), final_only=True) as driver:
+        driver.start()
+        assert not port.submitted[0].final_only, "its text is looked at token by token"
+        driver.push(TokenOutput(first.id, (6,), None))
+        if first.id in call.open:
+            driver.push(TokenOutput(first.id, (token,), None))
+        assert port.aborted == [[first.id]]
+        assert driver.push(TokenOutput(first.id, (6,), None)) is None, "the engine had computed one more token"
+    assert port.aborted == [[first.id], [second.id]], "leaving aborts what still runs"
+
+
+@pytest.mark.parametrize("stage", ["before", "running", "refused"])
+def test_leaving_early(processor, stage):
+    """What was never submitted is not aborted; an exception in `submit` may come after the requests have reached the engine."""
+    call, port = prepared(processor, [[3], [4]]), Port(EngineError("ended") if stage == "refused" else None)
+    ids = [own.id for own in call.requests]
+    with pytest.raises(EngineError), CallDriver(call, port, sink=object()) as driver:  # noqa: PT012
+        if stage != "before":
+            driver.start()
+        raise EngineError("left")
+    assert port.aborted == ([] if stage == "before" else [ids])
+    assert driver.abort() == 0
+
+
+def test_a_call_without_requests_submits_nothing(processor):
+    call, port = prepared(processor, []), Port(EngineError("must not be asked"))
+    with CallDriver(call, port, sink=object()) as driver:
+        driver.start()
+    assert (call.result(), port.aborted) == ([], [])
+
+
+def test_a_wakeup_wakes_the_task_that_waits_and_no_later_one():
+    async def scenario():
+        wakeup = Wakeup()
+        wakeup.wake()  # nobody waits: it is not kept
+        waiting = wakeup.wait()
+        assert not waiting.done()
+        wakeup.wake()
+        wakeup.wake()
+        await asyncio.wait_for(waiting, 20)
+        cancelled = wakeup.wait()
+        cancelled.cancel()
+        wakeup.wake()
+        assert not wakeup.wait().done()
+
+    asyncio.run(scenario())
