@@ -26,6 +26,7 @@ class EngineLimits:
         max_step_ms: milliseconds that a step's prompt tokens may take while sequences decode, by the times measured at warm-up on
             a GPU; 0: any number.
         max_drafts: proposed tokens of a sequence that a step verifies; set by the engine.
+        model_len: tokens that the model itself allows in a sequence, for messages; None: not known.
     """
 
     max_model_len: int
@@ -34,6 +35,7 @@ class EngineLimits:
     max_waiting: int | None = None
     max_step_ms: float = 0.0
     max_drafts: int = 0
+    model_len: int | None = None
 
     @property
     def max_logits_rows(self) -> int:
