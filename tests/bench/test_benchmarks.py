@@ -232,7 +232,10 @@ def test_room_is_checked_with_the_numbers():
     decode.check(machine, [1, 40], [1, 171])
     with pytest.raises(InputError, match=r"at most 64 sequences; found 65 .*--max-num-seqs to 65"):
         decode.check(machine, [1, 65], [8])
-    with pytest.raises(ContextLengthError, match=r"at most 300 tokens in a sequence; found 301 .*--max-model-len"):
+    with pytest.raises(ContextLengthError, match=r"1 sequence of 301 .* at most 300 tokens .*; found 301 .*raise --max-model-len"):
+        decode.check(machine, [1], [8, 172])
+    machine.config = replace(QWEN, max_position_embeddings=300)
+    with pytest.raises(ContextLengthError, match=r"found 301 \(choose shorter prompts or outputs: the model itself takes at most 300"):
         decode.check(machine, [1], [8, 172])
     machine.max_num_seqs = 9000
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
@@ -361,7 +364,7 @@ class Answers:
 
     def __init__(self, change=None, logits_change=None, formats=(), kv_dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(4)
-        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(formats=formats)
+        self.config, self.plan = replace(QWEN, vocab_size=50), SimpleNamespace(formats=formats)
         self.max_len, self.model = 2048, SimpleNamespace(dtype=torch.bfloat16, kv_dtype=kv_dtype)
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in (*check.LENGTHS, 301, check.LONG)}
@@ -446,7 +449,10 @@ def test_long_prompts_are_not_timed_unchecked():
 def test_a_context_without_room_for_the_check():
     short = Answers()
     short.max_len = check.NEW_TOKENS
-    with pytest.raises(InputError, match=r"--max-model-len: .*expected 17 or more; found 16.*--skip-check"):
+    with pytest.raises(InputError, match=r"--max-model-len: .*expected 17 or more; found 16 \(raise it, or use --skip-check"):
+        check.reference(short, 8)
+    short.config = replace(short.config, max_position_embeddings=check.NEW_TOKENS)
+    with pytest.raises(InputError, match=r"found 16 \(use --skip-check"):
         check.reference(short, 8)
 
 

@@ -175,7 +175,7 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
     decode, latency, throughput = (("bench", name, "-m", folder, *CACHE) for name in ("decode", "latency", "throughput"))
     refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64", code=2)
     refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3", code=2)
-    refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "--max-model-len")
+    refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "model itself takes at most 256")
     refused(run(*latency, "--input-len", 200, "--output-len", 57), "at most 256 tokens", "found 257")
     refused(run(*throughput, "--input-len-range", "1:200", "--output-len-range", "2:57"), "at most 256", "found 257")
     pool = ("--kv-cache-memory", "200kB")

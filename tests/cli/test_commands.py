@@ -154,6 +154,20 @@ def test_samples(run, folder, expected):
     assert run(*base, "--no-detokenize")[1].split() == [str(token) for truth in truths for token in truth.token_ids]
 
 
+def test_samples_have_one_summary_and_numbers_on_a_terminal(run, folder, monkeypatch):
+    """Catches a summary for each sample, with times of all of them, and numbers in what a file or a pipe gets."""
+    options = ("generate", "-m", folder, *CACHE, "--n", 3, "--seed", 4, "--max-tokens", 4, "--ignore-eos", "hello")
+    code, plain, err = run(*options)
+    assert (code, err.count("load "), err.count("decode ")) == (0, 1, 1)
+    assert "decode 12 tokens of 3 samples, " in err
+    assert "finished: length\n" in err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    code, numbered, _ = run(*options, "-q")
+    lines = re.sub(r"\x1b\[\d+m", "", numbered).splitlines()
+    assert (code, lines[::2]) == (0, ["sample 0", "sample 1", "sample 2"])
+    assert lines[1::2] == plain.splitlines()
+
+
 def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
     refused(run(*base, "--n", 2, "--temperature", 0), "--n", "greedy decoding has one sample", code=2)
@@ -285,7 +299,7 @@ def test_without_a_model(run, folder, monkeypatch):
 
 
 def test_nothing_is_printed_before_all_prompts_are_checked(run, folder, tmp_path):
-    refused(run("generate", "-m", folder, *CACHE, "hello", "x" * 400), "at most 255 tokens", "--max-model-len")
+    refused(run("generate", "-m", folder, *CACHE, "hello", "x" * 400), "at most 255 tokens", "the model itself takes at most 256")
     refused(run("generate", "-m", folder, *CACHE, "--json", "hello", ""), "empty")
     refused(run("generate", "-m", folder, *CACHE, "hello", "--prompt-file", tmp_path / "none"), "none", "No such file")
 
