@@ -291,7 +291,7 @@ def output_format_option(*formats: str) -> Callable:
     return decorate
 
 
-report_format_option = output_format_option("md", "csv", "json", "jsonl")
+report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
 text_format_option = output_format_option("text", "json")
 output_file_option = click.option(
     "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",

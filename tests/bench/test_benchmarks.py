@@ -151,6 +151,23 @@ def test_a_share_above_the_ceiling_is_not_shown():
         assert "120.0 %" not in text
 
 
+def test_a_report_as_text(monkeypatch):
+    """Catches columns that are not aligned, values that are lost on the way from Markdown, and lines wider than the terminal."""
+    rows = [{"a": "x | y", "b": "s", "n": 5, "none": "-"}, {"a": "**z**", "b": "s", "n": 1234, "none": ""}]
+    names = {"what": "a", "same": "b", "number": "n", "none": "none"}
+    columns = [(title, lambda row, key=key: str(row[key]).replace("|", "\\|")) for title, key in names.items()]
+    page = "\n".join(["**Head:** `c` \\* d", "", *report.table(columns, rows, left=2), "", "- end"]) + "\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    head, _, same, _, *table, _, end = report.plain(page).splitlines()
+    assert (head, same, end) == ("Head: c * d", "same  s", "- end")
+    assert table == ["what   number", "─────────────", "x | y       5", "z        1234"]
+    assert report.plain("\n".join(report.table(columns, rows[:1], left=2))) == "what    x | y\nsame    s\nnumber  5\n"
+    monkeypatch.setenv("COLUMNS", "12")
+    assert report.plain(page).splitlines()[2:-2] == [
+        "same    s", "", "what    x | y", "number  5", "", "what    z", "number  1234"
+    ]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch):
     monkeypatch.setattr(decode, "replay_times", lambda machine, *step: machine.replay_times(*step))

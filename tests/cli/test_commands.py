@@ -543,19 +543,21 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert "CUDA graphs: small steps" in out
     assert "this compute capability only: decode_fp8_sm90, decode_sm90," in out
     for line in (
-        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .*\n  take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
+        r"Memory: 139.4GiB free of 140.4GiB \(estimate\); minirt takes at most 125\.\d+GiB of\n  it, 90% \(--gpu-memory-utilization\)\.",
+        r"  weights +14.19GiB",
         r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\.",
-        r"One sequence of 131,072 tokens needs 7GiB of KV cache, 2[0-9.]+GiB in all\.",
+        r"One sequence of 131,072 tokens needs 7GiB of KV cache, 2[0-9.]+GiB with weights and\n  steps\.",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     out = run(*base, "--gpu", "24GiB:8.9", "--gpu-memory-utilization", 0.8)[1]
-    assert re.search(r"take\s+18\.\d+GiB\s+\(80%\)", out)
+    assert re.search(r"at most 18\.\d+GiB\s+of\s+it,\s+80%", out)
+    assert "not used" not in out, "the KV cache takes what remains"
     assert re.search(r"^Fits with a context of [0-9,]+ instead of 131,072\.$", out, re.MULTILINE)
     refused(run(*base, "--device", "cpu", "--gpu-memory-utilization", 0.8), "--gpu-memory-utilization", code=2)
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 1
-    assert re.search(r"^Does not fit: it needs 28\.\d+GiB \(use --dtype bfloat16: 1\d\.\d+GiB without KV pages\)$", out, re.M)
+    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: 1\d\.\d+GiB without KV pages\)$", out, re.M)
     even = "it needs 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
     for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", even)):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
@@ -574,8 +576,15 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 20)
     out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
-    assert re.search(r"^Memory: 1MiB free now, .*$", out, re.MULTILINE), out
+    assert re.search(r"^Memory: 1MiB free now; minirt takes at most \d+.*KiB of it: the weights, and a$", out, re.MULTILINE), out
     assert re.search(r"^  KV cache +\d+KiB  \d pages, \d+ tokens$", out, re.MULTILINE), out
+    assert "not used" not in out
+    out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1, "--kv-cache-memory", "48KiB")[1]
+    assert "minirt takes at most" not in out, "no quarter of the memory decides"
+    assert re.search(r"^  not used +\d+.*  as --kv-cache-memory says$", out, re.MULTILINE), out
+    monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 1 << 30)
+    out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
+    assert re.search(r"^  not used +\d+.*  --max-num-seqs 1 needs no more$", out, re.MULTILINE), out
     code, out, _ = run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")
     assert (code, "Does not fit" in out) == (1, True)
 

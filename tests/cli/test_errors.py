@@ -62,9 +62,9 @@ def test_an_abbreviated_command_is_suggested(run):
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
     ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
     ("models --quantization fp8", "no such option '--quantization' (see"), ("generate --tempo 1", "Did you mean"),
-    ("bench -p 512 -n 128", "here minirt bench prefill -p for prompts, minirt bench decode -n for new tokens)"),
-    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench prefill -p"),
-    ("bench decode -d 4096", "llama-bench's name; here minirt bench decode -c)"), ("bench decode -r 3", "here --repeats)"),
+    ("bench -p 512 -n 128", "here minirt bench speed -p 512 -n 128)"),
+    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench speed -p"),
+    ("bench decode -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench decode -r 3", "here --repeats)"),
     ("generate -p x", "here PROMPT, without an option)"), ("plan -p x", "no such option '-p' (see minirt plan"),
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
