@@ -44,7 +44,7 @@ class Report:
             return "".join(json.dumps(self.context | row, ensure_ascii=False) + "\n" for row in self.results)
         if form == "csv":
             return self._csv()
-        return plain(self._markdown()) if form == "text" else self._markdown()
+        return as_text(self._markdown()) if form == "text" else self._markdown()
 
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
@@ -232,7 +232,7 @@ def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
     ]
 
 
-def plain(markdown: str) -> str:
+def as_text(markdown: str) -> str:
     """Return a Markdown report as text for a terminal: without marks, each table with aligned columns."""
     width = shutil.get_terminal_size((160, 24)).columns  # of a terminal; else, or without COLUMNS, 160
     lines: list[str] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import minirt
-from minirt.bench.report import Column, Report, Row, build, commit, date, plain, table
+from minirt.bench.report import Column, Report, Row, build, commit, date, as_text, table
 from minirt.threads import usable_cpus
 
 FORMATS = ("text", "md", "csv", "json", "jsonl")
@@ -29,7 +29,7 @@ class ServeReport(Report):
 
     def _text(self) -> str:
         blocks = [_block(row) for row in self.results]
-        summary = plain("\n".join(table(_COLUMNS, self.results, left=1))) if len(blocks) > 1 else ""
+        summary = as_text("\n".join(table(_COLUMNS, self.results, left=1))) if len(blocks) > 1 else ""
         return "".join(f"{line}\n" for block in blocks for line in block) + summary
 
     def _markdown(self) -> str:

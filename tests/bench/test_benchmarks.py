@@ -158,12 +158,12 @@ def test_a_report_as_text(monkeypatch):
     columns = [(title, lambda row, key=key: str(row[key]).replace("|", "\\|")) for title, key in names.items()]
     page = "\n".join(["**Head:** `c` \\* d", "", *report.table(columns, rows, left=2), "", "- end"]) + "\n"
     monkeypatch.setenv("COLUMNS", "80")
-    head, _, same, _, *table, _, end = report.plain(page).splitlines()
+    head, _, same, _, *table, _, end = report.as_text(page).splitlines()
     assert (head, same, end) == ("Head: c * d", "same  s", "- end")
     assert table == ["what   number", "─────────────", "x | y       5", "z        1234"]
-    assert report.plain("\n".join(report.table(columns, rows[:1], left=2))) == "what    x | y\nsame    s\nnumber  5\n"
+    assert report.as_text("\n".join(report.table(columns, rows[:1], left=2))) == "what    x | y\nsame    s\nnumber  5\n"
     monkeypatch.setenv("COLUMNS", "12")
-    assert report.plain(page).splitlines()[2:-2] == [
+    assert report.as_text(page).splitlines()[2:-2] == [
         "same    s", "", "what    x | y", "number  5", "", "what    z", "number  1234"
     ]  # fmt: skip
 

@@ -208,7 +208,7 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
         (*decode, "-b", "0"), (*decode, "-b", "1,,2"), (*decode, "-b", "1.5"), (*decode, "-c", "٣"), (*decode, "-c", ""),
         (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path), (*latency, "-b", "1,2"),
         (*throughput, "--input-len-range", "9:4"), (*throughput, "--input-len-range", "1:2:3"),
-        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "speed"),
+        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "fly"),
     ):  # fmt: skip
         refused(run(*arguments), " --help)", code=2)
 
