@@ -394,3 +394,23 @@ def test_a_failed_gpu_ends_the_process_at_once():
     assert done.returncode == 1, done.stderr[-2000:]
     assert "minirt: the GPU failed; found CUDA error" in done.stderr
     assert "interpreter ends" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [
+    "--min-tokens 5 --max-tokens 4", "--max-tokens 0", "--max-tokens 0 --prompt-logprobs 1 --json --n 2", "--no-detokenize --stop x",
+    "--no-detokenize --no-skip-special-tokens", "--max-tokens 0 --prompt-logprobs 1 --json --regex a", "--ignore-eos --regex a",
+    "--regex a --disable-any-whitespace", "--truncate-prompt-tokens 0", "--allowed-token-ids 0 --bad-words a --min-tokens 2",
+    "--logit-bias 99999=1", "--no-detokenize --include-stop-str-in-output",
+])  # fmt: skip
+def test_messages_name_options_and_no_python(arguments, run, folder):
+    """`--max-tokens: max_tokens asks for nothing without prompt_logprobs; …` spoke of arguments that a command line has not."""
+    from minirt import SamplingParams, StructuredOutputsParams
+
+    err = run("generate", "-m", folder, *CACHE, *arguments.split(), "hello")[2]
+    said, _, found = err.partition("; found ")
+    names = {*SamplingParams.__dataclass_fields__, *StructuredOutputsParams.__dataclass_fields__}
+    assert found
+    assert {name for name in re.findall(r"\w+", said) if name in names and "_" in name} == set()
+    assert "detokenize=" not in said
+    options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
+    assert set(re.findall(r"--[a-z-]+", said)) <= options
