@@ -61,7 +61,8 @@ class Report:
         lines = heading(shared)
         if shared["matmul_ceiling"]:
             rate = shared["matmul_ceiling"]["flops_per_s"] / 1e12
-            lines += [f"Matrix product, same run: {rate:,.{1 if rate >= 1 else 3}f} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
+            shown = f"{rate:,.1f}" if rate >= 1 else f"{rate:.3f}"
+            lines += [f"Matrix product, same run: {shown} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
         if any(row.get("experts") for row in self.results):

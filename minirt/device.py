@@ -36,8 +36,8 @@ def host_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-_SERVE, _STRUCTURED = "minirt serve needs it", "structured output needs it"
-_OPTIONAL = {"llguidance": _STRUCTURED, **dict.fromkeys(("uvicorn", "httptools", "msgspec", "prometheus-client", "pyyaml"), _SERVE)}
+_SERVE = ("uvicorn", "httptools", "msgspec", "prometheus-client", "pyyaml")
+_OPTIONAL = {"llguidance": "structured output needs it", **dict.fromkeys(_SERVE, "minirt serve needs it")}
 
 
 def environment() -> dict[str, str]:

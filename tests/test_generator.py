@@ -406,7 +406,7 @@ def test_logits_of_chunks(folder, generator):
 
 
 def test_too_long_prompts(folder, generator):
-    with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens \(shorten it: the model itself takes at most 256 tokens\)"):
+    with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens .*the model itself takes at most 256"):
         generator.generate([5] * 256)
     with load(folder, max_model_len=10) as short:
         assert short.max_len == 10

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import minirt
-from minirt.bench.report import Column, Report, Row, build, commit, date, as_text, table
+from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
 from minirt.threads import usable_cpus
 
 FORMATS = ("text", "md", "csv", "json", "jsonl")

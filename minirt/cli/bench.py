@@ -81,7 +81,8 @@ bench.add_command(serve)
 
 @bench.command()
 @click.option(
-    "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows", help="Tokens of a prompt; several: 128,512."
+    "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
+    help="Tokens of a prompt; several: 128,512.",
 )
 @click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run.")
 @click.option(

@@ -145,7 +145,7 @@ def load_summary(generator: "Generator") -> str:
 
 
 def sample_text(text: str, index: int) -> str:
-    """One of a prompt's `--n` texts, for stdout. On a terminal its number is the line above; files and pipes get the text alone."""
+    """One of a prompt's `--n` texts, for stdout. On a terminal its number stands above; files and pipes get the text alone."""
     return (click.style(f"sample {index}\n", dim=True) if sys.stdout.isatty() else "") + text + "\n"
 
 

@@ -249,10 +249,10 @@ def test_room_is_checked_with_the_numbers():
     decode.check(machine, [1, 40], [1, 171])
     with pytest.raises(InputError, match=r"at most 64 sequences; found 65 .*--max-num-seqs to 65"):
         decode.check(machine, [1, 65], [8])
-    with pytest.raises(ContextLengthError, match=r"1 sequence of 301 .* at most 300 tokens .*; found 301 .*raise --max-model-len"):
+    with pytest.raises(ContextLengthError, match=r"1 sequence of 301 .* at most 300 tokens .*raise --max-model-len"):
         decode.check(machine, [1], [8, 172])
     machine.config = replace(QWEN, max_position_embeddings=300)
-    with pytest.raises(ContextLengthError, match=r"found 301 \(choose shorter prompts or outputs: the model itself takes at most 300"):
+    with pytest.raises(ContextLengthError, match=r"\(choose shorter prompts or outputs: the model itself takes at most 300"):
         decode.check(machine, [1], [8, 172])
     machine.max_num_seqs = 9000
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):

@@ -172,8 +172,8 @@ def test_default_prompts_are_those_that_the_model_takes(run, folder):
 
 
 def test_speed_measures_a_prompt_and_decode_steps(run, folder):
-    """What llama-bench prints. The model has 256 positions, so the default prompt is shorter than 512. Catches a row that is missing
-    in a format, or a table that wants a Markdown viewer."""
+    """What llama-bench prints. The model has 256 positions, so the default prompt is shorter than 512. Catches a row that is
+    missing in a format, or a table that wants a Markdown viewer."""
     base = ("bench", "speed", "-m", folder, *CACHE, "-n", 3, "-c", "1,20", "--repeats", 2, "-q")
     code, out, err = run(*base, "-o", "json")
     rows = json.loads(out)["results"]

@@ -397,10 +397,10 @@ def test_a_failed_gpu_ends_the_process_at_once():
 
 
 @pytest.mark.parametrize("arguments", [
-    "--min-tokens 5 --max-tokens 4", "--max-tokens 0", "--max-tokens 0 --prompt-logprobs 1 --json --n 2", "--no-detokenize --stop x",
-    "--no-detokenize --no-skip-special-tokens", "--max-tokens 0 --prompt-logprobs 1 --json --regex a", "--ignore-eos --regex a",
-    "--regex a --disable-any-whitespace", "--truncate-prompt-tokens 0", "--allowed-token-ids 0 --bad-words a --min-tokens 2",
-    "--logit-bias 99999=1", "--no-detokenize --include-stop-str-in-output",
+    "--min-tokens 5 --max-tokens 4", "--max-tokens 0", "--max-tokens 0 --prompt-logprobs 1 --json --n 2",
+    "--max-tokens 0 --prompt-logprobs 1 --json --regex a", "--ignore-eos --regex a", "--regex a --disable-any-whitespace",
+    "--no-detokenize --stop x", "--no-detokenize --no-skip-special-tokens", "--no-detokenize --include-stop-str-in-output",
+    "--truncate-prompt-tokens 0", "--logit-bias 99999=1",
 ])  # fmt: skip
 def test_messages_name_options_and_no_python(arguments, run, folder):
     """`--max-tokens: max_tokens asks for nothing without prompt_logprobs; …` spoke of arguments that a command line has not."""
