@@ -9,6 +9,7 @@ import torch
 
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
+from minirt.loading.options import longest_length
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size
@@ -70,14 +71,19 @@ def check_room(generator: Generator, batch_size: int, length: int) -> None:
 def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> None:
     """Like `check_room`, for sequences of several lengths: pairs of (number of sequences, tokens of each)."""
     batch_size, length = sum(count for count, _ in sequences), max(tokens for _, tokens in sequences)
-    what = "a batch of " + " and ".join(f"{count} sequences of {tokens} tokens" for count, tokens in sequences)
+    what = " and ".join(f"{count} sequence{'s' * (count > 1)} of {tokens} tokens" for count, tokens in sequences)
+    what = what if batch_size == 1 else f"a batch of {what}"
     if batch_size > generator.max_num_seqs:
         hint = f"raise --max-num-seqs to {batch_size}"
         expected = f"at most {generator.max_num_seqs} sequences"
         raise InputError(f"{what} is too large", expected=expected, found=batch_size, hint=hint)
     if length > generator.max_len:
-        hint = "choose shorter prompts or outputs, or raise --max-model-len or --kv-cache-memory if model and memory allow"
-        expected = f"at most {generator.max_len} tokens in a sequence"
+        longest, hint = longest_length(generator.config), "choose shorter prompts or outputs"
+        if length > longest:
+            hint += f": the model itself takes at most {longest} tokens"
+        else:
+            hint += ", or raise --max-model-len or --kv-cache-memory if the memory allows"
+        expected = f"at most {generator.max_len} tokens in a sequence, prompt and output together"
         raise ContextLengthError(f"{what} is too long", expected=expected, found=length, hint=hint)
     page = generator.kv_bytes_per_token * PAGE_SIZE
     needed = sum(count * math.ceil(tokens / PAGE_SIZE) for count, tokens in sequences)

@@ -1,8 +1,10 @@
-"""Benchmark results as Markdown, CSV, JSON or JSON lines, with the device, versions, command and checks behind them."""
+"""Benchmark results as text, Markdown, CSV, JSON or JSON lines, with the device, versions, command and checks behind them."""
 
 import csv
 import io
 import json
+import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # `minirt bench serve` reports without PyTorch
     from minirt.bench.ceiling import Ceiling, MatmulCeiling
     from minirt.generator import Generator
 
-FORMATS = ("md", "csv", "json", "jsonl")
+FORMATS = ("text", "md", "csv", "json", "jsonl")
 Row = dict[str, Any]
 
 
@@ -40,7 +42,9 @@ class Report:
             return json.dumps(self.context | {"results": self.results}, indent=1, ensure_ascii=False) + "\n"
         if form == "jsonl":
             return "".join(json.dumps(self.context | row, ensure_ascii=False) + "\n" for row in self.results)
-        return self._csv() if form == "csv" else self._markdown()
+        if form == "csv":
+            return self._csv()
+        return as_text(self._markdown()) if form == "text" else self._markdown()
 
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
@@ -57,7 +61,8 @@ class Report:
         lines = heading(shared)
         if shared["matmul_ceiling"]:
             rate = shared["matmul_ceiling"]["flops_per_s"] / 1e12
-            lines += [f"Matrix product, same run: {rate:,.1f} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
+            shown = f"{rate:,.1f}" if rate >= 1 else f"{rate:.3f}"
+            lines += [f"Matrix product, same run: {shown} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
         if any(row.get("experts") for row in self.results):
@@ -228,6 +233,41 @@ def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
     ]
 
 
+def as_text(markdown: str) -> str:
+    """Return a Markdown report as text for a terminal: without marks, each table with aligned columns."""
+    width = shutil.get_terminal_size((160, 24)).columns  # of a terminal; else, or without COLUMNS, 160
+    lines: list[str] = []
+    rows: list[list[str]] = []
+    for line in [*re.sub(r"\*\*|`|\\(?=\*)", "", markdown).splitlines(), ""]:
+        if line.startswith("| "):
+            rows.append([cell.replace("\\|", "|") for cell in re.split(r"(?<!\\) \| ", line[2:-2])])
+            continue
+        lines += _aligned(rows, width) if rows else []
+        lines, rows = [*lines, line], []
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _aligned(rows: list[list[str]], width: int) -> list[str]:
+    """Return a table's lines. What is equal in all rows stands above; columns without values are left out. A table that is wider
+    than the terminal becomes a list for each row."""
+    columns = [own for own in zip(*rows, strict=True) if not {*own[2:]} <= {"", "-"}]  # title, rule, a cell for each row
+    shared, varied = [own for own in columns if len({*own[2:]}) == 1], [own for own in columns if len({*own[2:]}) > 1]
+    widths = [max(map(len, (own[0], *own[2:]))) for own in varied]
+    fits = sum(widths) + 2 * len(widths) - 2 <= width
+    most = max((len(own[0]) for own in (shared if fits else columns)), default=0)
+    lines = [f"{own[0]:<{most}}  {own[2]}".rstrip() for own in shared]
+    if not fits:
+        blocks = ([f"{own[0]:<{most}}  {own[i]}".rstrip() for own in varied] for i in range(2, len(rows)))
+        return [*lines, *(line for block in blocks for line in ("", *block))]
+    if not varied:
+        return lines
+    table = [(own[0], *own[2:]) for own in varied]
+    cells = [[f"{cell:{'>' if own[1].endswith(':') else '<'}{size}}" for cell in column]
+             for own, column, size in zip(varied, table, widths, strict=True)]  # fmt: skip
+    head, *body = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
+    return [*lines, *[""] * bool(lines), head, "─" * (sum(widths) + 2 * len(widths) - 2), *body]
+
+
 _SHARED_COLUMNS: list[Column] = [
     ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"),
     ("size", lambda r: format_size(r["weight_bytes"])),
@@ -260,9 +300,15 @@ _COLUMNS: dict[str, list[Column]] = {
         ("t/s", lambda r: _number(r["tokens_per_s"])),
         ("first token ms", lambda r: _spread(r["time_to_first_token_s"], 1e3, 3)),
         ("min ms", lambda r: _number(r["time_to_first_token_s"]["min"], 1e3, 3)),
-        ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1)),
+        ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1 if (r["flops_per_s"] or 0) >= 1e12 else 3)),
         ("of the product rate", lambda r: _share(r["share_of_matmul_ceiling"])),
         ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
+        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
+    ],
+    "speed": [
+        ("t/s", lambda r: _spread(r["tokens_per_s"]) if "step_s" in r else _number(r["tokens_per_s"])),
+        ("ms of a prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
+        ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
         ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],
     "latency": [

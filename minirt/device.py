@@ -36,17 +36,21 @@ def host_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+_SERVE = ("uvicorn", "httptools", "msgspec", "prometheus-client", "pyyaml")
+_OPTIONAL = {"llguidance": "structured output needs it", **dict.fromkeys(_SERVE, "minirt serve needs it")}
+
+
 def environment() -> dict[str, str]:
     """Versions, devices and memory, for a bug report."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
     facts = {"python": platform.python_version(), "platform": platform.platform(), "minirt": minirt.__version__}
-    for package in ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
+    for package in ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub", *_OPTIONAL):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
-            facts[package] = "not installed"
+            facts[package] = "not installed" + (f": {_OPTIONAL[package]}" if package in _OPTIONAL else "")
     if not triton_installed():
         facts["triton"] = "not installed: layers run eager, and compare and bench kernels cannot run"
     facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"

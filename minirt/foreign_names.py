@@ -108,11 +108,11 @@ _SHORT = {
     "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
     "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft", "-t": "n_threads",
 }  # fmt: skip
-# The options of llama-bench, which has one command for all tests: below `minirt bench`, these come before the others.
-_PREFILL_AND_DECODE = "llama-bench's name; here minirt bench prefill -p for prompts, minirt bench decode -n for new tokens"
+# The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
 _LLAMA_BENCH = {
-    **dict.fromkeys(("-p", "-n", "-pg", "--n-prompt", "--n-gen"), _PREFILL_AND_DECODE),
-    **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench decode -c"),
+    **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
+    "-pg": "llama-bench's name; here minirt bench latency, which times prompt and new tokens together",
+    **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
     **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
 }
 

@@ -28,7 +28,7 @@ from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError
 from minirt.foreign_names import check_names, checks_names
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
-from minirt.loading.options import LoadOptions
+from minirt.loading.options import LoadOptions, longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
@@ -107,7 +107,8 @@ class Generator:
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs
         )
         limits = EngineLimits(
-            model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms
+            model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms,
+            model_len=longest_length(model.config),
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,

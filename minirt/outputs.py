@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import MinirtError, shortened
@@ -126,6 +126,14 @@ class Samples:
 
     def __getitem__(self, index: int | slice) -> Completion | list[Completion]:
         return self.outputs[index]
+
+    if not TYPE_CHECKING:  # a type checker is to refuse the name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says where a single completion's attribute is: `Samples` has one for each sample."""
+            known = name in Completion.__dataclass_fields__ or name in vars(Completion)
+            hint = f": each sample has its own, samples[0].{name} for the first" if known and not name.startswith("_") else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         texts = ", ".join(repr(shortened(completion.text, _SHOWN)) for completion in self.outputs[:3])

@@ -75,7 +75,8 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
         raise UnsupportedError(
             f"architecture {shown(model_type)} is not supported",
             where=fields.place("model_type"),
-            expected=" or ".join(ARCHITECTURES),
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            hint="take a model of one of these architectures; minirt models lists some",
         )
     return ARCHITECTURES[model_type].config(fields)
 

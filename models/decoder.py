@@ -234,8 +234,8 @@ class Window:
     listed: bool = True
 
 
-QWEN_WINDOW = Window(4096, used=False, first=28)  # the last layers, if at all
-QWEN_MOE_WINDOW = Window(4096, used=False)
+WINDOW_OFF_BY_DEFAULT = Window(4096, used=False, first=28)  # the last layers, if at all
+MOE_WINDOW_OFF_BY_DEFAULT = Window(4096, used=False)
 
 
 def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import QWEN_WINDOW, decoder_config, decoder_layers
+from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
 
 layers = decoder_layers
 
@@ -15,5 +15,5 @@ def config(fields: Fields) -> ModelConfig:
         max_positions=32768,
         kv_heads=32,
         qkv_bias=True,
-        window=QWEN_WINDOW,
+        window=WINDOW_OFF_BY_DEFAULT,
     )

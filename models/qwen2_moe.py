@@ -1,7 +1,7 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with a mixture of experts, and an expert that every token uses, instead of the MLP."""
 
 from minirt.modeling.config import Fields, ModelConfig
-from minirt.models.decoder import QWEN_MOE_WINDOW, decoder_config, decoder_layers, moe_config
+from minirt.models.decoder import MOE_WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers, moe_config
 
 layers = decoder_layers
 
@@ -17,5 +17,5 @@ def config(fields: Fields) -> ModelConfig:
         kv_heads=16,
         qkv_bias=bias,
         moe=moe_config(fields, shared_expert=True),
-        window=QWEN_MOE_WINDOW,
+        window=MOE_WINDOW_OFF_BY_DEFAULT,
     )

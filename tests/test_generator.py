@@ -7,6 +7,7 @@ clear messages, and memory that is still held after close.
 import asyncio
 import gc
 import json
+import pickle
 import re
 import shutil
 import weakref
@@ -303,6 +304,11 @@ def test_samples(folder, prefix_cache):
         assert isinstance(many[0], Samples)
         assert many[0].prompt_token_ids == prompt
         assert many[0].error is None
+        for name in ("text", "token_ids", "finish_reason", "decode_tokens_per_s"):
+            with pytest.raises(AttributeError, match=rf"each sample has its own, samples\[0\].{name} for the first"):
+                getattr(many[0], name)
+        assert not hasattr(many[0], "nothing"), "and no hint where a completion has none, either"
+        assert pickle.loads(pickle.dumps(many[0])).outputs == many[0].outputs
         failed = replace(many[0].outputs[2], error=InputError("x"))
         assert Samples(prompt, [*many[0].outputs[:2], failed]).error is failed.error
         assert [c.token_ids for c in many[0].outputs] == [c.token_ids for c in alone]
@@ -406,7 +412,7 @@ def test_logits_of_chunks(folder, generator):
 
 
 def test_too_long_prompts(folder, generator):
-    with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens.*--max-model-len"):
+    with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens .*the model itself takes at most 256"):
         generator.generate([5] * 256)
     with load(folder, max_model_len=10) as short:
         assert short.max_len == 10

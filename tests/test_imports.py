@@ -194,7 +194,7 @@ def test_commands_without_triton():
     assert codes == ["0", "0", "0", "0", "1", "1", "2", "1"], out.stderr
     assert "Traceback" not in out.stderr
     assert out.stderr.count("Triton is not installed") == 4
-    assert "triton           not installed" in out.stdout
+    assert "triton            not installed" in out.stdout
 
 
 def test_modules_that_only_unix_has_are_not_needed():

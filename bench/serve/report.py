@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import minirt
-from minirt.bench.report import Column, Report, Row, build, commit, date, table
+from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
 from minirt.threads import usable_cpus
 
 FORMATS = ("text", "md", "csv", "json", "jsonl")
@@ -29,8 +29,8 @@ class ServeReport(Report):
 
     def _text(self) -> str:
         blocks = [_block(row) for row in self.results]
-        summary = table(_COLUMNS, self.results, left=1) if len(blocks) > 1 else []
-        return "\n".join([*(line for block in blocks for line in block), *summary]) + "\n"
+        summary = as_text("\n".join(table(_COLUMNS, self.results, left=1))) if len(blocks) > 1 else ""
+        return "".join(f"{line}\n" for block in blocks for line in block) + summary
 
     def _markdown(self) -> str:
         shared = self.context

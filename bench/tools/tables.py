@@ -181,10 +181,18 @@ def _name_of(point: tuple[Any, ...]) -> str:
     return f"first token, prompt of {rest[0]:,} tokens" if kind == "prompt" else "offline, output tokens/s"
 
 
+def _row_of(point: tuple[Any, ...]) -> str:
+    return _name_of(point) + ", ms" * (point != ("offline",))
+
+
 def _cell_of(point: tuple[Any, ...], value: float | None) -> str:
     if value is None:
         return NONE
     return f"{value:,.0f}" if point == ("offline",) else milliseconds(value * 1e3)
+
+
+def _unit_of(point: tuple[Any, ...]) -> str:
+    return "" if point == ("offline",) else " ms"  # the name of a rate has its unit
 
 
 def speedup(point: tuple[Any, ...], own: float, theirs: float) -> float:
@@ -203,7 +211,7 @@ def headline(records: Records) -> str:
     peer, card = stack_of(run_of(record, "vLLM", "bf16")), record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
         f"On one {card}, decode steps of {record['model']} are {ranges[0]} as fast as those of {peer.partition(' with')[0]} in "
-        f"bf16, and {ranges[1]} in FP8 ([details](#speed))."
+        f"bf16, and {ranges[1]} in FP8 ([details](#speed)). The weights are random, as in most measurements of this project."
     )
 
 
@@ -222,9 +230,9 @@ def engines_table(records: Records) -> str:
     points = run_of(record, "minirt", "bf16").values
     first = run_of(record, "minirt", "bf16")
     rows = [
-        [_name_of(point), _cell_of(point, first.values[point]), _cell_of(point, other.values.get(point))] for point in points
+        [_row_of(point), _cell_of(point, first.values[point]), _cell_of(point, other.values.get(point))] for point in points
     ]
-    shown = table(["ms, bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
+    shown = table(["bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
     versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
     return (
         f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record, '')}\n\n{_protocol_of(record)}\n\n"
@@ -236,14 +244,14 @@ def _engines_table(record: Result, points: Sequence[tuple[Any, ...]]) -> str:
     runs = {form: [run_of(record, engine, form).values for engine in ("minirt", "vLLM")] for form in FORMATS}
     rows = []
     for point in points:
-        cells = [_name_of(point)]
+        cells = [_row_of(point)]
         for own, theirs in runs.values():
             cells += [_cell_of(point, own[point]), _cell_of(point, theirs[point])]
             ratio = speedup(point, own[point], theirs[point])
             cells.append(f"{ratio:.2f} ×" + (", tie" if abs(ratio - 1) < _TIE else ""))
         rows.append(cells)
     heads = ["minirt bf16", "vLLM bf16", "faster", "minirt `--fp8`", "vLLM fp8", "faster"]
-    return table([f"{record['model']}, ms", *heads], rows)
+    return table([record["model"], *heads], rows)
 
 
 def ties(record: Result, where: str = "") -> str:
@@ -256,7 +264,8 @@ def ties(record: Result, where: str = "") -> str:
         own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
         for point in own:
             ratio = speedup(point, own[point], theirs[point])
-            values = f"minirt {_cell_of(point, own[point])}, vLLM {_cell_of(point, theirs[point])}"
+            unit = _unit_of(point)
+            values = f"minirt {_cell_of(point, own[point])}{unit}, vLLM {_cell_of(point, theirs[point])}{unit}"
             text = f"{form}, {_name_of(point)} ({values})"
             if abs(ratio - 1) < _TIE:
                 tied.append(text)
@@ -292,10 +301,9 @@ def _other_stack_of(record: Result, page: str) -> str:
     first, other = run_of(record, "minirt", "bf16"), latest(record)
     ratios = [speedup(point, first.values[point], value) for point, value in other.values.items()]
     most = max(abs(ratio - 1) for ratio in ratios)
-    return (
-        f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times "
-        f"[differ by at most {most:.0%}]({page}{_ALL_POINTS})."
-    )
+    differ = f"differ by at most {most:.0%}"
+    differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (the last table of this section)"
+    return f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times {differ}."
 
 
 def _protocol_of(record: Result) -> str:

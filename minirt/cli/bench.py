@@ -1,4 +1,4 @@
-"""`minirt bench decode | prefill | latency | throughput`: options and output. minirt.bench measures.
+"""`minirt bench speed | decode | prefill | latency | throughput`: options and output. minirt.bench measures.
 
 `minirt bench kernels` is in bench_kernels.py, `minirt bench patch` in bench_patch.py, `minirt bench serve` in bench_serve.py.
 """
@@ -66,8 +66,8 @@ _measure_options = option_group(
 
 @click.group()
 def bench() -> None:
-    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; its kernels alone, or in
-    transformers; or a server.
+    """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; its kernels
+    alone, or in transformers; or a server.
 
     Prompts are random token ids, so no tokenizer is needed. Generation continues after an end-of-sequence token. Before
     anything is timed, the model is compared with its eager layers (but not by `serve`, which may measure any server).
@@ -77,6 +77,49 @@ def bench() -> None:
 bench.add_command(kernels)
 bench.add_command(patch)
 bench.add_command(serve)
+
+
+@bench.command()
+@click.option(
+    "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
+    help="Tokens of a prompt; several: 128,512.",
+)
+@click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run.")
+@click.option(
+    "--context-len", "-c", type=NUMBERS, default="1", show_default=True, help="Tokens before the decode steps; several: 1,4096."
+)
+@_measure_options
+@click.pass_context
+def speed(
+    ctx: click.Context, input_len: tuple[int, ...] | None, output_len: int, context_len: tuple[int, ...], **options: Any
+) -> None:
+    """Time a prompt, and the decode steps of one sequence: tokens per second of both, as llama-bench prints them.
+
+    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`).
+    """
+    from minirt.bench import decode, prefill
+    from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
+    from minirt.device import pick_device
+
+    device, progress = pick_device(options["device"]), _progress(options)
+    ceiling, products = read_ceiling(device), _products(options, device)
+
+    def lengths(generator: "Generator") -> Sequence[int]:
+        return input_len or [max(1, min(512, generator.max_len - 1))]
+
+    def check(generator: "Generator") -> int:
+        prefill.check(generator, lengths(generator), 0)
+        decode.check(generator, [1], context_len, output_len)
+        return max(*lengths(generator), *context_len)
+
+    def measure(generator: "Generator") -> Rows:
+        rows = prefill.run(generator, lengths(generator), **_common(options), ceiling=products, progress=progress)
+        return rows + decode.run(
+            generator, [1], context_len, **_common(options), ceiling=ceiling, products=products,
+            datasheet=datasheet_bandwidth(device), count=output_len, progress=progress,
+        )
+
+    _run(ctx, options, [1], check, measure, ceiling, products)
 
 
 @bench.command()

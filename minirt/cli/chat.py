@@ -156,7 +156,7 @@ class _Conversation:
             raise
 
     def _stats(self, _: str) -> None:
-        note("no answer yet" if self._last is None else completion_summary(self._generator, self._last))
+        note("no answer yet" if self._last is None else completion_summary(self._generator, [self._last]))
 
 
 # Name → (argument, help, method). /exit is not here, because it ends the loop.

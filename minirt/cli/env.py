@@ -17,4 +17,4 @@ def env(output_format: str) -> None:
         write(json_line(environment()))
         return
     for name, value in environment().items():
-        write(printable(f"{name:<16} {value}") + "\n")
+        write(printable(f"{name:<17} {value}") + "\n")

@@ -92,6 +92,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     text = read_text(file, "--text")
     name = model_name(options, quiet)
     from minirt.bench.fp8_error import format_errors, table
+    from minirt.bench.report import as_text
 
     load = to_load_options(
         options | {"impl": ()}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
@@ -110,7 +111,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
         in_fp8 = replace(load, quantization="fp8", quantize_head=True)
         quantized = stack.enter_context(open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
-    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else table(errors))
+    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else as_text(table(errors)))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from minirt.cli.output import (
     json_line,
     note,
     note_template,
+    sample_text,
     warn_incomplete,
     write,
 )
@@ -120,11 +121,11 @@ def generate(
                 if as_json:
                     write(json_line({"prompt": text, **sample, **completion_record(completion, verbose)}))
                 elif sample:
-                    write((completion.text if shows_text else " ".join(map(str, completion.token_ids))) + "\n")
+                    write(sample_text(completion.text if shows_text else " ".join(map(str, completion.token_ids)), i))
                 else:
                     write("\n")
-                if not quiet:
-                    note(completion_summary(generator, completion))
+            if not quiet:
+                note(completion_summary(generator, samples))
         warn_incomplete(done)
         if not chat:
             note_template(generator, done, quiet)

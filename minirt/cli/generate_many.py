@@ -16,6 +16,7 @@ from minirt.cli.output import (
     not_applied,
     note,
     note_template,
+    sample_text,
     warn_incomplete,
     write,
 )
@@ -135,7 +136,8 @@ class _Results:
             write(json_line({**request.record(), **sample, **record}))
         else:
             texts = self._texts and request.params.detokenize
-            write((completion.text if texts else " ".join(map(str, completion.token_ids))) + "\n")
+            text = completion.text if texts else " ".join(map(str, completion.token_ids))
+            write(sample_text(text, completion.index) if sample else text + "\n")
 
     @property
     def plain(self) -> "list[Completion]":
@@ -144,9 +146,13 @@ class _Results:
 
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""
-        done = [own for own in self.all if own.token_ids or own.prompt_logprobs]  # or max_tokens is 0
-        new = sum(len(completion.token_ids) for completion in done)
-        text = f"{len(done)} prompts of {sum(len(completion.prompt_token_ids) for completion in done)} tokens"
+        everything = zip(self.requests, self.all, strict=True)
+        pairs = [(request, own) for request, own in everything if own.token_ids or own.prompt_logprobs]  # or max_tokens is 0
+        done, new = [own for _, own in pairs], sum(len(own.token_ids) for _, own in pairs)
+        prompts = {request.line: len(own.prompt_token_ids) for request, own in pairs}  # samples share one
+        text = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} of {sum(prompts.values())} tokens"
+        if len(done) > len(prompts):
+            text += f" · {len(done)} samples"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
         if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
             text += f" · peak memory {format_size(peak)}"

@@ -304,7 +304,7 @@ def output_format_option(*formats: str) -> Callable:
     return decorate
 
 
-report_format_option = output_format_option("md", "csv", "json", "jsonl")
+report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
 text_format_option = output_format_option("text", "json")
 output_file_option = click.option(
     "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
@@ -329,8 +329,8 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
         raise InputError("a token id appears twice", where="--logit-bias", found=list(options["logit_bias"]))
     try:
         return SamplingParams(logit_bias=biases or None, **given)
-    except InputError as error:  # name the flag, not the field
-        raise error.at(_flag(error)) from error
+    except InputError as error:
+        raise _by_options(error) from error
 
 
 def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -360,9 +360,35 @@ def _flag(error: MinirtError) -> str:
 
 
 def _flag_of(field: str) -> str:
-    """The option that changes the field's default."""
+    """The option that changes the field's default; of `structured_outputs` the one that was given."""
+    if field == "structured_outputs":
+        given = click.get_current_context().params
+        field = next((kind for kind in ("json_schema", "json_object", "regex", "choice", "grammar") if given.get(kind)), field)
     names = {"json": "json-schema", "skip_special_tokens": "no-skip-special-tokens", "detokenize": "no-detokenize"}
     return "--" + names.get(field, field.replace("_", "-"))
+
+
+def _by_options(error: MinirtError) -> MinirtError:
+    """An error of a sampling field as the command line says it: with options in place of the names of fields."""
+    from minirt.sampling_params import SamplingParams
+    from minirt.structured.params import StructuredOutputsParams
+
+    fields = {*SamplingParams.__dataclass_fields__, *StructuredOutputsParams.__dataclass_fields__}
+    switched = {
+        "detokenize is False": "--no-detokenize is given", "detokenize=True": "no --no-detokenize",
+        "json or json_object": "--json-schema or --json-object",
+    }  # fmt: skip
+
+    def said(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        for name, option in switched.items():
+            text = text.replace(name, option)
+        return re.sub(r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda name: _flag_of(name[0]) if name[0] in fields else name[0], text)
+
+    field = str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.")
+    what, hint = said(error.what.removeprefix(f"{field} ")), said(error.hint)
+    return type(error)(what, where=_flag(error), expected=said(error.expected), found=error.found, hint=hint)
 
 
 @contextmanager
@@ -371,9 +397,10 @@ def named_by_option() -> Iterator[None]:
     try:
         yield
     except (InputError, UnsupportedError) as error:
-        where = _flag(error)
-        if any(where.partition(", ")[0] in parameter.opts for parameter in click.get_current_context().command.params):
-            raise error.at(where) from error
+        where = _flag(error).partition(", ")[0]
+        params = click.get_current_context().command.params
+        if any(where in (*parameter.opts, *parameter.secondary_opts) for parameter in params):
+            raise _by_options(error) from error
         raise
 
 

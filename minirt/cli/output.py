@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,17 +146,30 @@ def load_summary(generator: "Generator") -> str:
     return text + (" · no prefix cache (recurrent layers)" if generator.memory.state else "")
 
 
-def completion_summary(generator: "Generator", completion: "Completion") -> str:
-    """The times, rates and settings of one completion. The bandwidth counts weight bytes only."""
-    first, rate, prompt = completion.time_to_first_token_s, completion.decode_tokens_per_s, len(completion.prompt_token_ids)
+def sample_text(text: str, index: int) -> str:
+    """One of a prompt's `--n` texts, for stdout. On a terminal its number stands above; files and pipes get the text alone."""
+    return (click.style(f"sample {index}\n", dim=True) if sys.stdout.isatty() else "") + text + "\n"
+
+
+def completion_summary(generator: "Generator", samples: Sequence["Completion"]) -> str:
+    """The times, rates and settings of a prompt's samples, which run together. The bandwidth counts weight bytes only."""
+    completion, prompt = samples[0], len(samples[0].prompt_token_ids)
+    first, times = completion.time_to_first_token_s, [own.token_times_s for own in samples if own.token_times_s]
+    seconds = max((own[-1] for own in times), default=0.0) - min((own[0] for own in times), default=0.0)
+    rate = sum(len(own) - 1 for own in times) / seconds if seconds > 0 else 0.0
     speed = f"prompt {prompt} tokens"
     if first:  # else no token was asked for
         speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
+    decode = f"decode {sum(len(own.token_ids) for own in samples)} tokens"
+    if len(samples) > 1:
+        decode += f" of {len(samples)} samples, {rate:.1f} tokens/s"
+    else:
+        decode += f", {rate:.1f} tokens/s, {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights"
+    ends = Counter(str(own.finish_reason) for own in samples)
+    finished = ", ".join(f"{reason} ({number} samples)" if len(ends) > 1 else reason for reason, number in ends.items())
     lines = [
         f"{load_summary(generator)} · {speed}",
-        f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
-        f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
-        f"peak memory {format_size(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
+        f"{decode} · peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {finished}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]

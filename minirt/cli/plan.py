@@ -60,12 +60,13 @@ def plan(output_format: str, **options: Any) -> None:
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
         write(textwrap.fill(f"Kernels for this compute capability only: {', '.join(kernels)}", 80) + "\n")
-    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, gpu)))
+    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, _budget(model, memory, gpu, options))))
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
         needed = format_size(memory.needed, up=True)
-        write(f"Does not fit: it needs {needed} ({remedy(load, gpu or model.device)})\n")
+        least = "" if memory.pages else "at least "  # with one page
+        write(f"Does not fit: it needs {least}{needed} ({remedy(load, gpu or model.device)})\n")
         sys.exit(1)
 
 
@@ -76,16 +77,30 @@ def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
     return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
 
 
-def _memory_lines(memory: "MemoryPlan", length: int, one: int, gpu: AbsentGPU | None) -> list[str]:
-    free = f"{format_size(memory.free)} free"
-    free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
-    share = f", of which the model may take {format_size(memory.budget)} ({memory.budget / max(memory.free, 1):.0%})"
-    lines = [textwrap.fill(f"Memory: {free}{share}", 80, subsequent_indent="  ")]
+def _budget(model: "Model", memory: "MemoryPlan", gpu: AbsentGPU | None, options: dict[str, Any]) -> str:
+    """What is free, how much of it minirt takes, and which option decides that."""
+    free = f"Memory: {format_size(memory.free)} free" + (f" of {format_size(gpu.memory)} (estimate)" if gpu else " now")
+    most = f"{free}; minirt takes at most {format_size(memory.budget)} of it"
+    if model.device.type != "cpu":
+        return f"{most}, {memory.budget / max(memory.free, 1):.0%} (--gpu-memory-utilization)."
+    if options["kv_cache_memory"] is not None:
+        return f"{free}."
+    return f"{most}: the weights, and a quarter of the rest for the KV cache (or what --kv-cache-memory says)."
+
+
+def _memory_lines(memory: "MemoryPlan", length: int, one: int, budget: str) -> list[str]:
+    lines = [textwrap.fill(budget, 80, subsequent_indent="  ")]
     if memory.others:
         lines.append(f"  {memory.others[0].upper()}{memory.others[1:]}.")
-    lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
+    rows = memory.rows()
+    if memory.budget - memory.needed >= max(memory.page, 1):
+        full = f"--max-num-seqs {memory.max_num_seqs} needs no more" * (memory.pages == memory.full)
+        rows.append(("not used", memory.budget - memory.needed, full or "as --kv-cache-memory says"))
+    lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in rows]
     beside = format_size(memory.weights + memory.other + memory.step + one, up=True)
-    lines.append(f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} in all.")
+    others = "weights and steps" if memory.step else "weights"
+    own = f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} with {others}."
+    lines.append(textwrap.fill(own, 80, subsequent_indent="  "))
     if not memory.fits:
         return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]

@@ -63,7 +63,7 @@ def tune(
     run and confirmed on another. Winners are stored for this GPU model, Triton version and kernel source, in $MINIRT_CACHE or the
     user's cache folder. Loading a model looks them up and never measures.
     """
-    if show and (options["output_file"] or options["output_format"] not in ("md", "json")):
+    if show and (options["output_file"] or options["output_format"] not in ("text", "json")):
         raise click.UsageError("--show prints text, or JSON with --json, to standard output")
     import torch
 

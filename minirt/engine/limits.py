@@ -27,6 +27,7 @@ class EngineLimits:
             a GPU; 0: any number.
         max_drafts: proposed tokens of a sequence that a step verifies, at most.
         keeps_history: whether the device keeps all tokens of each sequence, for the proposer.
+        model_len: tokens that the model itself allows in a sequence, for messages; None: not known.
     """
 
     max_model_len: int
@@ -36,6 +37,7 @@ class EngineLimits:
     max_step_ms: float = 0.0
     max_drafts: int = 0
     keeps_history: bool = False
+    model_len: int | None = None
 
     @property
     def max_logits_rows(self) -> int:

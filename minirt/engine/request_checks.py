@@ -72,7 +72,7 @@ class RequestChecks:
                 where="prompt_logprobs",
                 expected=f"at most {MAX_PROMPT_LOGPROBS:,} in one request",
                 found=f"{scored:,} tokens × {listed:,} listed for each = {scored * listed:,}",
-                hint="shorten the prompt, list fewer tokens, or use Generator.logits, which returns a tensor",
+                hint="shorten the prompt, list fewer tokens, or use Generator.logits in Python, which returns a tensor",
             )
 
     def check_logits(self, tokens: Sequence[int]) -> None:

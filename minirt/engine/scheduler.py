@@ -97,11 +97,15 @@ class Scheduler:
     def check_length(self, tokens: int, new: int = 1) -> None:
         """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
         if tokens + new > self.max_len:
+            longest = self.limits.model_len
+            hint = f"shorten it, or raise {self._limit} if the memory allows"
+            if longest is not None and tokens + new > longest:
+                hint = f"shorten it: the model itself takes at most {longest} tokens"
             raise ContextLengthError(
                 "the prompt is too long",
                 expected=f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new,
                 found=f"{tokens} tokens",
-                hint=f"shorten it, or raise {self._limit} if the model and the memory allow",
+                hint=hint,
             )
 
     def add(self, sequence: Sequence) -> None:

@@ -124,7 +124,7 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
-        pages = f"{self.pages:,} pages, {self.tokens:,} tokens" + (", as many as full sequences need" * (self.pages == self.full))
+        pages = f"{self.pages:,} pages, {self.tokens:,} tokens"
         step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
         states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
         table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]

@@ -154,6 +154,11 @@ def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
     return FP8 if dtype == "fp8" else model
 
 
+def longest_length(config: ModelConfig) -> int:
+    """Number of positions that may be asked for: above its sliding window, a model is refused."""
+    return min(config.max_context_len, config.sliding_window or config.max_context_len)
+
+
 def pick_length(config: ModelConfig, asked: int | None) -> int:
     """Number of positions to serve: `asked`, else all positions of the model.
 

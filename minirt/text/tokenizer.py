@@ -177,7 +177,7 @@ class Tokenizer:
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
             found = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
-            hint = "shorten it, or raise --max-model-len or --kv-cache-memory if the model and the memory allow"
+            hint = "shorten it; --max-model-len and --kv-cache-memory can raise the limit up to the model's own"
             raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=found, hint=hint)
         return self._backend.encode(text, add_special_tokens)
 

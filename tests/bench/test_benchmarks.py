@@ -150,6 +150,23 @@ def test_a_share_above_the_ceiling_is_not_shown():
         assert "120.0 %" not in text
 
 
+def test_a_report_as_text(monkeypatch):
+    """Catches columns that are not aligned, values that are lost on the way from Markdown, and lines wider than the terminal."""
+    rows = [{"a": "x | y", "b": "s", "n": 5, "none": "-"}, {"a": "**z**", "b": "s", "n": 1234, "none": ""}]
+    names = {"what": "a", "same": "b", "number": "n", "none": "none"}
+    columns = [(title, lambda row, key=key: str(row[key]).replace("|", "\\|")) for title, key in names.items()]
+    page = "\n".join(["**Head:** `c` \\* d", "", *report.table(columns, rows, left=2), "", "- end"]) + "\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    head, _, same, _, *table, _, end = report.as_text(page).splitlines()
+    assert (head, same, end) == ("Head: c * d", "same  s", "- end")
+    assert table == ["what   number", "─────────────", "x | y       5", "z        1234"]
+    assert report.as_text("\n".join(report.table(columns, rows[:1], left=2))) == "what    x | y\nsame    s\nnumber  5\n"
+    monkeypatch.setenv("COLUMNS", "12")
+    assert report.as_text(page).splitlines()[2:-2] == [
+        "same    s", "", "what    x | y", "number  5", "", "what    z", "number  1234"
+    ]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch):
     monkeypatch.setattr(decode, "replay_times", lambda machine, *step: machine.replay_times(*step))
@@ -231,7 +248,10 @@ def test_room_is_checked_with_the_numbers():
     decode.check(machine, [1, 40], [1, 171])
     with pytest.raises(InputError, match=r"at most 64 sequences; found 65 .*--max-num-seqs to 65"):
         decode.check(machine, [1, 65], [8])
-    with pytest.raises(ContextLengthError, match=r"at most 300 tokens in a sequence; found 301 .*--max-model-len"):
+    with pytest.raises(ContextLengthError, match=r"1 sequence of 301 .* at most 300 tokens .*raise --max-model-len"):
+        decode.check(machine, [1], [8, 172])
+    machine.config = replace(QWEN, max_position_embeddings=300)
+    with pytest.raises(ContextLengthError, match=r"\(choose shorter prompts or outputs: the model itself takes at most 300"):
         decode.check(machine, [1], [8, 172])
     machine.max_num_seqs = 9000
     with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
@@ -360,7 +380,7 @@ class Answers:
 
     def __init__(self, change=None, logits_change=None, formats=(), kv_dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(4)
-        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(formats=formats)
+        self.config, self.plan = replace(QWEN, vocab_size=50), SimpleNamespace(formats=formats)
         self.max_len, self.model = 2048, SimpleNamespace(dtype=torch.bfloat16, kv_dtype=kv_dtype)
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in (*check.LENGTHS, 301, check.LONG)}
@@ -445,7 +465,10 @@ def test_long_prompts_are_not_timed_unchecked():
 def test_a_context_without_room_for_the_check():
     short = Answers()
     short.max_len = check.NEW_TOKENS
-    with pytest.raises(InputError, match=r"--max-model-len: .*expected 17 or more; found 16.*--skip-check"):
+    with pytest.raises(InputError, match=r"--max-model-len: .*expected 17 or more; found 16 \(raise it, or use --skip-check"):
+        check.reference(short, 8)
+    short.config = replace(short.config, max_position_embeddings=check.NEW_TOKENS)
+    with pytest.raises(InputError, match=r"found 16 \(use --skip-check"):
         check.reference(short, 8)
 
 

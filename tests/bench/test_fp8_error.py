@@ -164,7 +164,7 @@ def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
     assert (code, err, len(rows)) == (0, "", 25)
     assert rows[-1].keys() == {"layer", "linear", "shape", "weights", "one", "many", "worst"}
     code, out, err = run(*command)
-    assert out.startswith("| layer | linear |")
+    assert out.split()[:2] == ["layer", "linear"]
     assert "no --model" in err
     refused(run(*command, "--max-length", 5), "--max-length", code=2)
     assert run(*command[:-2], "-q")[0] == 0  # default: as many tokens as the model holds

@@ -56,7 +56,7 @@ def test_rows_and_picture(run, folder, tmp_path):
 
 def test_the_table(run, folder):
     """A table that hides what was not measured, or that these are not figures of a GPU. Weights of the folder are used."""
-    output = run("-m", folder, *SMALL, "--variants", "minirt,liger", "--parts", "norms,mlp").output
+    output = run("-m", folder, *SMALL, "--variants", "minirt,liger", "--parts", "norms,mlp", "-o", "md").output
     assert "**CPU figures, no GPU:**" in output
     assert "Not measured: liger: " in output
     assert "Correctness: minirt: relative error of the logits" in output

@@ -6,6 +6,7 @@ Catches CPU figures that look like GPU figures, output formats that disagree, an
 import csv
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def table(text):
 
 def test_decode_prints_a_table(run, folder):
     sizes = ("-b", "1,3", "-c", "16", "--repeats", 2)
-    code, out, err = run("bench", "decode", "-m", folder, *CACHE, *sizes)
+    code, out, err = run("bench", "decode", "-m", folder, *CACHE, *sizes, "-o", "md")
     assert code == 0
     first, _, second, _, products, _, third, *_ = out.splitlines()
     assert first.startswith("**CPU figures, no GPU:** CPU ")
@@ -166,7 +167,26 @@ def test_default_prompts_are_those_that_the_model_takes(run, folder):
     code, out, _ = run("bench", "prefill", "-m", folder, *CACHE, "--repeats", 1, "--skip-check", "-q", "-o", "json")
     assert code == 0
     assert [row["test"] for row in json.loads(out)["results"]] == ["pp128"]
-    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", "128,512"), "at most 256 tokens", "found 513", "shorter prompts")
+    wrong = ("at most 256 tokens", "found 513", "shorter prompts or outputs: the model itself takes at most 256 tokens")
+    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", "128,512"), *wrong)
+
+
+def test_speed_measures_a_prompt_and_decode_steps(run, folder):
+    """What llama-bench prints. The model has 256 positions, so the default prompt is shorter than 512. Catches a row that is
+    missing in a format, or a table that wants a Markdown viewer."""
+    base = ("bench", "speed", "-m", folder, *CACHE, "-n", 3, "-c", "1,20", "--repeats", 2, "-q")
+    code, out, err = run(*base, "-o", "json")
+    rows = json.loads(out)["results"]
+    assert (code, err) == (0, "")
+    assert [row["test"] for row in rows] == ["pp255", "tg3 b1 @ d1", "tg3 b1 @ d20"]
+    assert all(row["peak_memory_bytes"] > 0 for row in rows)
+    code, out, err = run(*base, "-p", 9)
+    assert (code, err) == (0, "")
+    assert "|" not in out
+    assert re.search(r"^model +\w+ float32$", out, re.MULTILINE)
+    assert re.search(r"^test +t/s +ms of a prompt or step +of the limit", out, re.MULTILINE)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(("pp", "tg"))] == ["pp9", "tg3", "tg3"]
+    refused(run(*base, "-p", 256), "found 257", "the model itself takes at most 256")
 
 
 def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkeypatch):
@@ -175,7 +195,7 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
     decode, latency, throughput = (("bench", name, "-m", folder, *CACHE) for name in ("decode", "latency", "throughput"))
     refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64", code=2)
     refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3", code=2)
-    refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "--max-model-len")
+    refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "model itself takes at most 256")
     refused(run(*latency, "--input-len", 200, "--output-len", 57), "at most 256 tokens", "found 257")
     refused(run(*throughput, "--input-len-range", "1:200", "--output-len-range", "2:57"), "at most 256", "found 257")
     pool = ("--kv-cache-memory", "200kB")
@@ -188,7 +208,7 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
         (*decode, "-b", "0"), (*decode, "-b", "1,,2"), (*decode, "-b", "1.5"), (*decode, "-c", "٣"), (*decode, "-c", ""),
         (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path), (*latency, "-b", "1,2"),
         (*throughput, "--input-len-range", "9:4"), (*throughput, "--input-len-range", "1:2:3"),
-        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "speed"),
+        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "fly"),
     ):  # fmt: skip
         refused(run(*arguments), " --help)", code=2)
 

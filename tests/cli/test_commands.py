@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import termios
+import tomllib
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import CACHE, caller, refused, start
+from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
 
@@ -154,6 +156,20 @@ def test_samples(run, folder, expected):
     assert run(*base, "--no-detokenize")[1].split() == [str(token) for truth in truths for token in truth.token_ids]
 
 
+def test_samples_have_one_summary_and_numbers_on_a_terminal(run, folder, monkeypatch):
+    """Catches a summary for each sample, with times of all of them, and numbers in what a file or a pipe gets."""
+    options = ("generate", "-m", folder, *CACHE, "--n", 3, "--seed", 4, "--max-tokens", 4, "--ignore-eos", "hello")
+    code, plain, err = run(*options)
+    assert (code, err.count("load "), err.count("decode ")) == (0, 1, 1)
+    assert "decode 12 tokens of 3 samples, " in err
+    assert "finished: length\n" in err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    code, numbered, _ = run(*options, "-q")
+    lines = re.sub(r"\x1b\[\d+m", "", numbered).splitlines()
+    assert (code, lines[::2]) == (0, ["sample 0", "sample 1", "sample 2"])
+    assert lines[1::2] == plain.splitlines()
+
+
 def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
     refused(run(*base, "--n", 2, "--temperature", 0), "--n", "greedy decoding has one sample", code=2)
@@ -161,12 +177,13 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     refused(run(*base, "--logprobs", 1), "need --json", code=2)
     refused(run(*base, "--prompt-logprobs", 1), "need --json", code=2)
     refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20", code=2)
-    refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above max_tokens", code=2)
+    refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above --max-tokens", code=2)
     refused(run(*base, "--no-detokenize", "--stop", "x"), "--stop", "needs the text", code=2)
     refused(run(*base, "--no-detokenize", "--no-skip-special-tokens"), "--no-skip-special-tokens: ", "about the text", code=2)
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
     refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
     refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)
+    refused(run(*base, "--max-tokens", 0), "--max-tokens: asks for nothing without --prompt-logprobs", code=2)
     for prompts in (("a",), ("a", "b")):
         refused(run("generate", "-m", folder, *CACHE, *prompts, "--logit-bias", "211=1"), "minirt: --logit-bias: not a t", code=2)
     refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
@@ -285,7 +302,7 @@ def test_without_a_model(run, folder, monkeypatch):
 
 
 def test_nothing_is_printed_before_all_prompts_are_checked(run, folder, tmp_path):
-    refused(run("generate", "-m", folder, *CACHE, "hello", "x" * 400), "at most 255 tokens", "--max-model-len")
+    refused(run("generate", "-m", folder, *CACHE, "hello", "x" * 400), "at most 255 tokens", "the model itself takes at most 256")
     refused(run("generate", "-m", folder, *CACHE, "--json", "hello", ""), "empty")
     refused(run("generate", "-m", folder, *CACHE, "hello", "--prompt-file", tmp_path / "none"), "none", "No such file")
 
@@ -529,19 +546,21 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert "CUDA graphs: small steps" in out
     assert "this compute capability only: decode_fp8_sm90, decode_sm90," in out
     for line in (
-        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .*\n  take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
+        r"Memory: 139.4GiB free of 140.4GiB \(estimate\); minirt takes at most 125\.\d+GiB of\n  it, 90% \(--gpu-memory-.*",
+        r"  weights +14.19GiB",
         r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\.",
-        r"One sequence of 131,072 tokens needs 7GiB of KV cache, 2[0-9.]+GiB in all\.",
+        r"One sequence of 131,072 tokens needs 7GiB of KV cache, 2[0-9.]+GiB with weights and\n  steps\.",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     out = run(*base, "--gpu", "24GiB:8.9", "--gpu-memory-utilization", 0.8)[1]
-    assert re.search(r"take\s+18\.\d+GiB\s+\(80%\)", out)
+    assert re.search(r"at most 18\.\d+GiB\s+of\s+it,\s+80%", out)
+    assert "not used" not in out, "the KV cache takes what remains"
     assert re.search(r"^Fits with a context of [0-9,]+ instead of 131,072\.$", out, re.MULTILINE)
     refused(run(*base, "--device", "cpu", "--gpu-memory-utilization", 0.8), "--gpu-memory-utilization", code=2)
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 1
-    assert re.search(r"^Does not fit: it needs 28\.\d+GiB \(use --dtype bfloat16: 1\d\.\d+GiB without KV pages\)$", out, re.M)
+    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: 1\d.*GiB without KV p.*\)$", out, re.M)
     even = "it needs 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
     for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", even)):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
@@ -560,8 +579,15 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 20)
     out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
-    assert re.search(r"^Memory: 1MiB free now, .*$", out, re.MULTILINE), out
+    assert re.search(r"^Memory: 1MiB free now; minirt takes at most \d+.*KiB of it: the weights, ", out, re.MULTILINE), out
     assert re.search(r"^  KV cache +\d+KiB  \d pages, \d+ tokens$", out, re.MULTILINE), out
+    assert "not used" not in out
+    out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1, "--kv-cache-memory", "48KiB")[1]
+    assert "minirt takes at most" not in out, "no quarter of the memory decides"
+    assert re.search(r"^  not used +\d+.*  as --kv-cache-memory says$", out, re.MULTILINE), out
+    monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 1 << 30)
+    out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
+    assert re.search(r"^  not used +\d+.*  --max-num-seqs 1 needs no more$", out, re.MULTILINE), out
     code, out, _ = run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")
     assert (code, "Does not fit" in out) == (1, True)
 
@@ -703,10 +729,14 @@ def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
 
 
 def test_env(run):
+    """Catches a package of the extras that a bug report does not name, and lines that are not aligned."""
     code, out, _ = run("env")
     assert code == 0
-    for word in ("minirt", "torch", "python", "cuda", "host memory"):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional = [re.split("[>=]", package)[0] for name in ("serve", "structured") for package in extras[name]]
+    for word in ("minirt", "torch", "python", "cuda", "host memory", *optional):
         assert f"\n{word} " in "\n" + out
+    assert all(line[17] == " " != line[18] for line in out.splitlines()[:14])
 
 
 # Processes
@@ -855,8 +885,8 @@ def test_a_system_message(run, folder, expected):
     refused(run(*base, "--system", "be brief", "hello"), "--system needs --chat", code=2)
     refused(run("generate", "-m", folder, *CACHE, "-v", "hello"), "--verbose needs --json", code=2)
     refused(run(*base, "--max-tokens", 0, "hello"), "--max-tokens", "asks for nothing", code=2)
-    refused(run(*base, "--max-tokens", 0, "--prompt-logprobs", 1, "--n", 2, "hello"), "--n", "max_tokens is 0", code=2)
-    refused(run(*base, "--max-tokens", -1, "hello"), "--max-tokens", "or 0 with prompt_logprobs", code=2)
+    refused(run(*base, "--max-tokens", 0, "--prompt-logprobs", 1, "--n", 2, "hello"), "--n", "--max-tokens is 0", code=2)
+    refused(run(*base, "--max-tokens", -1, "hello"), "--max-tokens", "or 0 with --prompt-logprobs", code=2)
 
 
 def test_a_prompt_that_is_only_scored(run, folder):

@@ -62,9 +62,9 @@ def test_an_abbreviated_command_is_suggested(run):
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
     ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
     ("models --quantization fp8", "no such option '--quantization' (see"), ("generate --tempo 1", "Did you mean"),
-    ("bench -p 512 -n 128", "here minirt bench prefill -p for prompts, minirt bench decode -n for new tokens)"),
-    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench prefill -p"),
-    ("bench decode -d 4096", "llama-bench's name; here minirt bench decode -c)"), ("bench decode -r 3", "here --repeats)"),
+    ("bench -p 512 -n 128", "here minirt bench speed -p 512 -n 128)"),
+    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench speed -p"),
+    ("bench decode -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench decode -r 3", "here --repeats)"),
     ("generate -p x", "here PROMPT, without an option)"), ("plan -p x", "no such option '-p' (see minirt plan"),
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
@@ -394,3 +394,23 @@ def test_a_failed_gpu_ends_the_process_at_once():
     assert done.returncode == 1, done.stderr[-2000:]
     assert "minirt: the GPU failed; found CUDA error" in done.stderr
     assert "interpreter ends" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [
+    "--min-tokens 5 --max-tokens 4", "--max-tokens 0", "--max-tokens 0 --prompt-logprobs 1 --json --n 2",
+    "--max-tokens 0 --prompt-logprobs 1 --json --regex a", "--ignore-eos --regex a", "--regex a --disable-any-whitespace",
+    "--no-detokenize --stop x", "--no-detokenize --no-skip-special-tokens", "--no-detokenize --include-stop-str-in-output",
+    "--truncate-prompt-tokens 0", "--logit-bias 99999=1",
+])  # fmt: skip
+def test_messages_name_options_and_no_python(arguments, run, folder):
+    """`--max-tokens: max_tokens asks for nothing without prompt_logprobs; …` spoke of arguments that a command line has not."""
+    from minirt import SamplingParams, StructuredOutputsParams
+
+    err = run("generate", "-m", folder, *CACHE, *arguments.split(), "hello")[2]
+    said, _, found = err.partition("; found ")
+    names = {*SamplingParams.__dataclass_fields__, *StructuredOutputsParams.__dataclass_fields__}
+    assert found
+    assert {name for name in re.findall(r"\w+", said) if name in names and "_" in name} == set()
+    assert "detokenize=" not in said
+    options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
+    assert set(re.findall(r"--[a-z-]+", said)) <= options

@@ -268,7 +268,8 @@ def test_samples_of_a_line(run, folder, file, expected):
     for i in range(3):
         truth = expected("hello", seed=4 + i, temperature=1.0, max_tokens=4, ignore_eos=True)
         assert records[1 + i]["token_ids"] == truth.token_ids
-    assert "5 prompts" in err
+    tokens = sum(len(record["prompt_token_ids"]) for record in (records[0], records[1], records[4]))
+    assert f"3 prompts of {tokens} tokens · 5 samples · " in err, "samples share the prompt of their line"
     code, _, err = run(*base, file({"prompt": "hello", "n": 3, "temperature": 0}))
     assert code == 1
     assert 'p.jsonl line 1, "n": greedy decoding has one sample' in err
@@ -410,6 +411,6 @@ def test_a_prompt_that_is_only_scored(run, folder, file):
     record = json.loads(out)
     assert (code, record["token_ids"], record["text"], record["finish_reason"]) == (0, [], "", "length")
     assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
-    assert f"1 prompts of {len(record['prompt_token_ids'])} tokens" in err
+    assert f"1 prompt of {len(record['prompt_token_ids'])} tokens" in err
     path = file({"prompt": "x", "max_tokens": 0})
     refused(run("generate", "-m", folder, "--json", "--prompts", path), '"max_tokens"', "line 1")

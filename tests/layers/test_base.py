@@ -170,10 +170,10 @@ def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     assert "other processes" not in out.lower()
     monkeypatch.setattr("minirt.loading.memory.held_by_others", lambda device: 19 << 30)
     lines = run("plan")[1].splitlines()
-    start = "Memory: 80GiB free now, of which the model may take 72GiB"
+    start = "Memory: 80GiB free now; minirt takes at most 72GiB of it, 90%"
     (memory,) = (i for i, line in enumerate(lines) if line.startswith(start))
     held = "  About 19GiB of 100GiB are held by other processes and CUDA contexts, which lowers the budget."
-    assert lines[memory + 1] == held
+    assert lines[memory + 2] == held
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
     record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])

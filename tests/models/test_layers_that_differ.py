@@ -25,7 +25,7 @@ def page():
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
     for block in blocks:
-        if "def smollm3_layers" in block or "import QWEN_WINDOW" in block:
+        if "def smollm3_layers" in block or "import WINDOW_OFF_BY_DEFAULT" in block:
             exec(block, names)
     return SimpleNamespace(**names)
 

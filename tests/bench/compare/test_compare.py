@@ -232,7 +232,7 @@ def test_a_stale_scale_is_refused(run, folder):
 
 
 def test_a_broken_model_is_refused_and_its_table_says_so(run, folder):
-    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "-n", 20, "--impl", "head=compare-doubled")
+    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "-n", 20, "--impl", "head=compare-doubled", "-o", "md")
     assert code == 1
     assert "bounds are broken**, so nothing was timed" in out
     assert "- whole model, 20 tokens: logits: relative error" in out
@@ -342,7 +342,7 @@ def test_the_bounds():
 
 def test_what_triton_cannot_run_is_said(run, hf_folder):
     path = hf_folder("Llama", seed=3)  # heads of 16
-    base = ("compare", "-m", path, *CPU, *SHORT, "-q")
+    base = ("compare", "-m", path, *CPU, *SHORT, "-q", "-o", "md")
     refused(run(*base, "--layer", "layers.0.attention"), "nothing to compare", "layers.0.attention", "head_dim 16")
     code, out, _ = run(*base, "--layer", "layers.0.*")
     assert code == 0

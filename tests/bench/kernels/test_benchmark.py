@@ -312,7 +312,7 @@ def test_the_command(run, folder, tmp_path):
     for row in record["results"]:
         row["seconds"]["triton"]["median"] = 1e-9
     (tmp_path / "old.json").write_text(json.dumps(record))
-    code, out, err = run(*base, "--baseline", tmp_path / "old.json", "--quiet")
+    code, out, err = run(*base, "--baseline", tmp_path / "old.json", "--quiet", "-o", "md")
     assert code == 1
     assert "bench kernels: slower than the baseline (and 9 more): rms_norm" in err
     assert "**No figure here is a speed" in out
@@ -322,7 +322,7 @@ def test_the_command(run, folder, tmp_path):
 
 def test_a_fault_ends_the_command_with_1(run, folder, monkeypatch):
     monkeypatch.setattr(*wrong(linear, "norm_gate_up", swapped_halves))
-    code, out, err = run(*BASE, "gate_up", "-m", folder, "-t", 2)
+    code, out, err = run(*BASE, "gate_up", "-m", folder, "-t", 2, "-o", "md")
     assert code == 1
     assert "exceeds its error bound: gate_up" in err
     assert "| **broken** |" in out

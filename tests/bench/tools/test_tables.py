@@ -89,17 +89,17 @@ def test_both_engines_in_the_readme():
     """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), a tie or a loss that is
     not told, a number of points without where they are, and the change by another PyTorch left out or of another point."""
     shown, told, origin, missing = tables.readme_table(beside()).split("\n\n")
-    assert shown.splitlines()[0] == "| M, ms | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
+    assert shown.splitlines()[0] == "| M | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
     assert rows(shown) == [
-        ["decode step, batch 1", "4.00", "6.00", "1.50 ×", "2.00", "5.00", "2.50 ×"],
-        ["decode step, batch 64", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
-        ["decode step, batch 256", "12.3", "18.5", "1.50 ×", "6.15", "15.4", "2.50 ×"],
-        ["decode step, batch 1, context 8,000", "5.00", "7.50", "1.50 ×", "2.50", "6.25", "2.50 ×"],
-        ["first token, prompt of 512 tokens", "20.0", "30.0", "1.50 ×", "10.0", "25.0", "2.50 ×"],
-        ["first token, prompt of 8,192 tokens", "196.5", "198.1", "1.01 ×, tie", "100.0", "250.0", "2.50 ×"],
+        ["decode step, batch 1, ms", "4.00", "6.00", "1.50 ×", "2.00", "5.00", "2.50 ×"],
+        ["decode step, batch 64, ms", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
+        ["decode step, batch 256, ms", "12.3", "18.5", "1.50 ×", "6.15", "15.4", "2.50 ×"],
+        ["decode step, batch 1, context 8,000, ms", "5.00", "7.50", "1.50 ×", "2.50", "6.25", "2.50 ×"],
+        ["first token, prompt of 512 tokens, ms", "20.0", "30.0", "1.50 ×", "10.0", "25.0", "2.50 ×"],
+        ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1", "1.01 ×, tie", "100.0", "250.0", "2.50 ×"],
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
-    tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5, vLLM 198.1)"
+    tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
     where = f"that were measured ([all 7 of each format]{all_points})"
     assert told == f"minirt is faster at 13 of the 14 points {where}. A difference below 2% is a tie: {tie}."
@@ -112,13 +112,14 @@ def test_both_engines_in_the_readme():
     assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
     text = tables.ties(beside(prompt=(0.3, 0.2))["a"])
     assert text.startswith("minirt is faster at 13 of the 14 points. ")
-    assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0, vLLM 200.0).")
+    assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms).")
     assert "tie" not in text
 
 
 def test_the_headline_is_about_decode_steps():
     start = "On one X, decode steps of M are 1.50 to 1.50 times as fast as those of vLLM 7 in bf16, and 2.50 to 2.50 times"
     assert tables.headline(beside()).startswith(start)
+    assert "weights are random" in tables.headline(beside()), "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
@@ -126,10 +127,11 @@ def test_both_engines_with_the_protocol_and_a_later_pytorch():
     text = tables.engines_table(beside())
     assert "\n- Order: O.\n- Clock: C.\n" in text
     assert "(docs/" not in text, "a link from README.md"
+    assert "(#beside-vllm)" not in text, "a link to where it stands"
     later = text.rpartition("\n\n")[2]
-    assert later.splitlines()[0] == "| ms, bf16 | torch 2 | torch 9 |"
-    assert rows(later)[0] == ["decode step, batch 1", "4.00", "3.60"]
-    assert rows(later)[3] == ["decode step, batch 1, context 8,000", "5.00", "4.50"]
+    assert later.splitlines()[0] == "| bf16 | torch 2 | torch 9 |"
+    assert rows(later)[0] == ["decode step, batch 1, ms", "4.00", "3.60"]
+    assert rows(later)[3] == ["decode step, batch 1, context 8,000, ms", "5.00", "4.50"]
     assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
 
 
