@@ -60,16 +60,15 @@ class Constraint:
                 if self._reasoning_end.ends(text):
                     self._reasoning_end = None
 
-    def after(self, token: int) -> "Constraint":
-        """The state behind an allowed token. This one stays as it is.
+    def copy(self) -> "Constraint":
+        """The same state, whose tokens do not change this one.
 
         llguidance can roll a matcher back, but not out of an error, nor in a grammar with "max_tokens" or "stop". A copy takes
         microseconds.
         """
-        following = copy.copy(self)
-        following.matcher = self.matcher.deep_copy()
-        following.accept((token,))
-        return following
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     @property
     def reasons(self) -> bool:
@@ -196,6 +195,7 @@ class Constraints:
             first += num_rows
         errors = self._fill_rows(masks, bound)
         failed = {places[row]: error for row, error in errors.items()}
+        copied = False
         while walks:
             going_on = []
             for row, end, own, left in walks:
@@ -203,7 +203,10 @@ class Constraints:
                 if draft is None or row + 1 == end or row in errors or not own.goes_on(masks[row], draft):
                     free += range(row + 1, end)
                 else:
-                    going_on.append((row + 1, end, own.after(draft), left))
+                    state = own if copied else own.copy()
+                    state.accept((draft,))
+                    going_on.append((row + 1, end, state, left))
+            copied = True
             errors = self._fill_rows(masks, [(row, own) for row, _, own, _ in going_on])
             for row in errors:
                 masks[row] = 0
