@@ -413,6 +413,8 @@ class Engine:
     ) -> TokenOutput | None:
         """What the caller of a sequence gets after it has taken the tokens of a step, if anything."""
         if reason == Reason.NO_TOKEN:
+            if sequence.constraint is not None:  # it says which token was missing
+                sequence.constraint.accept(tokens)
             return TokenOutput(sequence.id, (), "error", no_token(sequence, self._constraints, self._vocab_size))
         request = sequence.request
         if sequence.constraint is not None and reason == Reason.RUNS:
