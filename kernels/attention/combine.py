@@ -1,4 +1,4 @@
-"""Combines partial results of attention in a fixed order: `combine` those of decode attention; `merge` is also used by `partial`.
+"""Combines partial results of attention in a fixed order: `combine` those of `decode` and `decode_few`; `merge` also of `partial`.
 
 Flash-Decoding, Dao et al. 2023.
 """
@@ -51,7 +51,10 @@ def store_head(out, results, token, head, d, gated, C):
 @prepared
 @triton.jit(do_not_specialize=["heads"])
 def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
-    """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without tokens."""
+    """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without cached tokens.
+
+    QUERIES = 1: sequences with another number of new tokens are left out. Else the heads of all new tokens are counted.
+    """
     b = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # these programs are small, so the next kernel's programs fit beside them
@@ -60,18 +63,21 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     token = b.to(tl.int64)
     if sequences.query_starts is not None:
         token = tl.load(sequences.query_starts + b).to(tl.int64)
-        single = tl.load(sequences.query_starts + b + 1) == token + 1
-        splits = tl.where(single, splits, 1)  # nothing to do
+        new = tl.load(sequences.query_starts + b + 1) - token
+        if C.QUERIES == 1:
+            splits = tl.where(new == 1, splits, 1)  # nothing to do
     if PDL:
         tl.extra.cuda.gdc_wait()
     if splits != 1:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         first_head = tl.program_id(1) * heads
-        for head in range(first_head, tl.minimum(first_head + heads, C.NQ)):
-            acc, total = merge(results, start, 1, splits, head, C)
+        count = C.NQ if C.QUERIES == 1 else new.to(tl.int32) * C.NQ
+        for item in range(first_head, tl.minimum(first_head + heads, count)):
+            query, head = item // C.NQ, item % C.NQ
+            acc, total = merge(results, start * C.QUERIES + query, C.QUERIES, splits, head, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN
-            store_head(out, results, token, head, d, gated, C)
+            store_head(out, results, token + query, head, d, gated, C)
 
 
 def warps(block_d: int) -> int:
@@ -79,13 +85,18 @@ def warps(block_d: int) -> int:
     return max(1, block_d // 128)
 
 
-def combine(a: AttentionInput) -> None:
-    """Write `out` of each sequence that has several splits, or no token.
+def combine(a: AttentionInput, queries: int = 1) -> None:
+    """Write `out` of each sequence that has several splits, and of those without cached tokens.
 
     Few programs are launched: if every sequence has one split, they have nothing to do.
+
+    Args:
+        queries: partial results of each split, one for each new token that a sequence may have.
     """
-    constants, B = Constants.of(a), a.num_seqs
-    heads = cdiv(B * constants.NQ, PROGRAMS * sm_count(a.out.device))
-    _combine_kernel[(B, cdiv(constants.NQ, heads))](
-        a.sequences, a.results(a.max_splits), heads, C=constants, **launch_options(warps(constants.BLOCK_D), 1, a.pdl)
-    )
+    constants, B = Constants.of(a, QUERIES=queries), a.num_seqs
+    most = constants.NQ * (1 if queries == 1 else a.max_query_len or queries)  # heads of a sequence
+    heads = cdiv(B * most, PROGRAMS * sm_count(a.out.device))
+    _combine_kernel[(B, cdiv(most, heads))](
+        a.sequences, a.results(a.max_splits * queries), heads, C=constants,
+        **launch_options(warps(constants.BLOCK_D), 1, a.pdl),
+    )  # fmt: skip
