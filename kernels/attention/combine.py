@@ -18,8 +18,9 @@ PROGRAMS = 12  # programs that fit on an SM
 
 @triton.jit
 def merge(results, first, step, count, head, C):
-    """Combine `count` partial results of a head (rows first, first + step, …) in order → its sum [1, D] and total [1].
+    """Combine `count` partial results of a head (those of the parts first, first + step, …) in order → its sum [1, D], total [1].
 
+    A part has QUERIES · NQ partial results; `head` is the number of one of them.
     Fastest with one warp for 128 channels: each thread has the same channels of all partial results, so none waits for another.
     """
     d = tl.arange(0, C.BLOCK_D)[None, :]
@@ -28,7 +29,7 @@ def merge(results, first, step, count, head, C):
     acc = tl.zeros((1, C.BLOCK_D), tl.float32)
     for begin in range(0, count, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
-        at = (first + s * step).to(tl.int64) * C.NQ + head
+        at = (first + s * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
         totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
         sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
@@ -71,10 +72,12 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     if splits != 1:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         first_head = tl.program_id(1) * heads
+        GROUP: tl.constexpr = C.NQ // C.NKV
         count = C.NQ if C.QUERIES == 1 else new.to(tl.int32) * C.NQ
         for item in range(first_head, tl.minimum(first_head + heads, count)):
             query, head = item // C.NQ, item % C.NQ
-            acc, total = merge(results, start * C.QUERIES + query, C.QUERIES, splits, head, C)
+            part = (head // GROUP * C.QUERIES + query) * GROUP + head % GROUP  # its number in a split: see `decode_few`
+            acc, total = merge(results, start, 1, splits, part, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN
             store_head(out, results, token + query, head, d, gated, C)

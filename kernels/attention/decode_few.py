@@ -89,10 +89,11 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
             tl.store(results.out + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:
-            part = (tl.cast(item, tl.int64) * C.QUERIES + query) * NQ + head
-            tl.store(results.sums + part[:, None] * D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
-            tl.store(results.row_stats + 2 * part, tl.where(sees, row_max, float("-inf")), mask=inside)
-            tl.store(results.row_stats + 2 * part + 1, tl.where(sees, total, 0.0), mask=inside)
+            part = (tl.cast(item, tl.int64) * NKV + kv_head) * (C.QUERIES * GROUP)
+            sums_ptr, stats_ptr = results.sums + part * D, results.row_stats + 2 * part
+            tl.store(sums_ptr + row[:, None] * D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
+            tl.store(stats_ptr + 2 * row, tl.where(sees, row_max, float("-inf")), mask=inside)
+            tl.store(stats_ptr + 2 * row + 1, tl.where(sees, total, 0.0), mask=inside)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
