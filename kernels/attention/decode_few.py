@@ -104,13 +104,20 @@ def tile_rows(group: int) -> int:
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
-    """The configuration. docs/decisions/attention-few-tokens.md has the registers."""
-    tall = tile_rows(facts.Nq // facts.Nkv) > 64
+    """The configuration, by what fits in registers (docs/decisions/attention-few-tokens.md). No GPU has measured it."""
+    rows = tile_rows(facts.Nq // facts.Nkv)
+    wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
     if facts.itemsize == 4:
         return DecodeConfig(32 if facts.D <= 128 else 16, 8, 1, 1)
     if facts.D > 128:
-        return DecodeConfig(32, 8 if tall else 4, 2, 1)
-    return DecodeConfig(64, 8 if tall else 4, 2, 1 if tall else 2)
+        return DecodeConfig(32 if wide or rows <= 64 else 16, 8, 2, 1)
+    if rows > 64:
+        return DecodeConfig(64, 8, 2, 1) if wide else DecodeConfig(32, 8, 3, 1)
+    if facts.D == 64 and not facts.fp8:
+        return DecodeConfig(64, 4, 3, 3)
+    if rows == 64:
+        return DecodeConfig(64, 4, 2, 2) if wide else DecodeConfig(32, 4, 3, 2)
+    return DecodeConfig(64, 4, 3, 2)  # `mma.sync`, whose pipeline has a stage less for as many tokens in flight
 
 
 FAMILY = Family("decode_few", DecodeConfig, (__file__,), ("Nq", "Nkv", "D", "itemsize", "fp8", "split"), rule)
