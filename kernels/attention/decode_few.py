@@ -117,7 +117,8 @@ def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
         return DecodeConfig(64, 4, 3, 3)
     if rows == 64:
         return DecodeConfig(64, 4, 2, 2) if wide else DecodeConfig(32, 4, 3, 2)
-    return DecodeConfig(64, 4, 3, 2)  # `mma.sync`, whose pipeline has a stage less for as many tokens in flight
+    # `mma.sync`, whose pipeline needs a stage more for as many tokens in flight.
+    return DecodeConfig(32 if facts.fp8 else 64, 4, 3, 2)
 
 
 FAMILY = Family("decode_few", DecodeConfig, (__file__,), ("Nq", "Nkv", "D", "itemsize", "fp8", "split"), rule)
