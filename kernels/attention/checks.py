@@ -79,10 +79,10 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
 
 def check_decode_few(a: AttentionInput) -> None:
     """`check_decode`, and what only `decode_few` needs."""
-    check_decode(a)
     for where, value in (("query_starts", a.sequences.query_starts), ("split_starts", a.sequences.split_starts)):
         if value is None:
             raise InputError("missing", where=where, expected="those of the sequences")
+    check_decode(a)
     if a.max_query_len is None or not 1 <= a.max_query_len <= 1 + MAX_DRAFTS:
         expected = f"a bound from 1 to {1 + MAX_DRAFTS}"
         raise InputError("unsupported number of new tokens", where="max_query_len", expected=expected, found=a.max_query_len)

@@ -32,10 +32,10 @@ from minirt.kernels.prepared import prepared
 QUERIES = 1 + MAX_DRAFTS  # the most new tokens of a sequence
 
 CASES = [  # new: new tokens of each sequence, among its seq_lens cached ones
-    {"Nq": 3, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (8, 1, 63, 0, 300), "new": (8, 1, 2, 0, 5), "split": 64},
-    {"Nq": 14, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (257, 256, 511, 7), "new": (5, 5, 8, 0), "split": 256},
-    {"Nq": 7, "Nkv": 1, "D": 128, "page_size": 32, "seq_lens": (258, 255), "new": (8, 3), "split": 128},
-    {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": (130,), "new": (5,), "split": 64},
+    {"Nq": 3, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (8, 1, 63, 0, 130), "new": (8, 1, 2, 0, 5), "split": 64},
+    {"Nq": 2, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (257, 256, 511, 7, 255), "new": (5, 5, 8, 0, 2), "split": 256},
+    {"Nq": 7, "Nkv": 1, "D": 128, "page_size": 32, "seq_lens": (130, 63), "new": (8, 3), "split": 64},
+    {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": (70,), "new": (5,), "split": 64},
 ]
 
 
