@@ -70,8 +70,9 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         end = tl.where(new > 0, tl.minimum(begin + SPLIT, length), begin)
         inside = row < new * GROUP
         stored = existing(inside[:, None], d, D)
-        at = ((start.to(tl.int64) + query) * NQ + head)[:, None] * D + d
-        q = prepare(tl.load(q_ptr + at, mask=stored, other=0.0), FP8)
+        first_value = start.to(tl.int64) * (NQ * D)
+        at = (query * NQ + head)[:, None] * D + d
+        q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
         row_limit = length - new + query + 1
         # In a sequence's last split, the first of its new tokens may see nothing. They get a token, since the online softmax of
         # no tokens is NaN, and their result is dropped.
@@ -87,7 +88,7 @@ def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width,
         if length <= SPLIT:
             out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
             out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
-            tl.store(results.out + at, out.to(results.out.dtype.element_ty), mask=stored)
+            tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
         else:
             part = (tl.cast(item, tl.int64) * NKV + kv_head) * (C.QUERIES * GROUP)
             sums_ptr, stats_ptr = results.sums + part * D, results.row_stats + 2 * part

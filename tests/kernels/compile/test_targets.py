@@ -107,7 +107,8 @@ def test_compiles_as_meant(cc, dtype, families):
             # On later GPUs than Hopper, the kernel of one token with 4-bit weights keeps a few values in local memory.
             assert r["stack"] <= (256 if name == "_gemv_int4_kernel" and cc >= 100 else 64), r
         if name == "_decode_few_kernel" and cc == 90:
-            assert r["stack"] == 0, r  # no spills
+            # No spills, except in Triton 3.9 with a gate on heads of 256 channels, which takes registers for its addresses.
+            assert r["stack"] <= (64 if r["options"]["D"] == 256 else 0), r
         if "_sm90" in name:
             assert r["tma"] == (name not in ("_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel")), r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
