@@ -14,6 +14,7 @@ from minirt.kernels.operations import EXPORTED
 
 if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from minirt.kernels.attention.dispatch import paged_attention_decode as paged_attention_decode
+    from minirt.kernels.attention.dispatch import paged_attention_decode_few as paged_attention_decode_few
     from minirt.kernels.attention.dispatch import paged_attention_prefill as paged_attention_prefill
     from minirt.kernels.attention.dispatch import rope_paged_attention_decode as rope_paged_attention_decode
     from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write as qk_norm_rope_kv_write

@@ -130,6 +130,11 @@ OPERATIONS = {
             "*, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor",
         ),
         Operation(
+            "paged_attention_decode_few", "attention.dispatch", "causal attention of up to 8 new tokens per sequence on KV pages",
+            ("attention.dispatch:FEW",), ("paged_attention",), _PAGED, "attention.decode_few:CASES",
+            no_op="`paged_attention_prefill` is the op for several new tokens",
+        ),
+        Operation(
             "rope_paged_attention_decode", "attention.dispatch", "RoPE, KV write and attention of one new token per sequence",
             ("attention.dispatch:DECODE",), ("rms_norm", "rope", "write_kv", "paged_attention"), _PAGED, "attention.decode:CASES",
             schema="(Tensor qkv, Tensor cos_sin, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_tables, Tensor seq_lens, "

@@ -17,6 +17,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.linear.dispatch", "EARLY"),
     ("minirt.kernels.quantize", "REGIMES"),
     ("minirt.kernels.attention.dispatch", "DECODE"),
+    ("minirt.kernels.attention.dispatch", "FEW"),
     ("minirt.kernels.attention.dispatch", "PREFILL"),
     ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
     ("minirt.kernels.attention.dispatch", "PARTIAL"),

@@ -182,6 +182,53 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     )  # fmt: skip
 
 
+def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
+    """Attention of `new` new tokens for each of T sequences of `context` tokens, with the new ones, as when drafts are verified."""
+    from minirt.kernels.attention.decode import splits_before
+    from minirt.kernels.attention.decode_few import workspace_floats
+    from minirt.kernels.launch import Workspace
+
+    kernel, cost = OPERATIONS["paged_attention_decode_few"].function, OPERATIONS["paged_attention_decode_few"].work
+    inputs, B, total, config = Inputs(step), step.tokens, max(step.context, new), step.config
+    Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
+    q, pages, scale, splits = inputs.normal(B * new, Nq, D), Pages(inputs, B, total, fp8), D**-0.5, splits_before([total] * B)
+    out = inputs.nan(B * new, Nq, D)
+    starts, firsts = (torch.tensor(x, dtype=torch.int32, device=step.device) for x in (splits, range(0, B * new + 1, new)))
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], Nq, D))
+    k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(pages.slots(0)))
+
+    def library() -> Tensor:
+        own, mask = q.view(B, new, Nq, D).transpose(1, 2), causal_lower_right(new, total)
+        return F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale, enable_gqa=Nq != Nkv).transpose(1, 2)
+
+    def eager() -> Tensor:
+        return reference.paged_attention(
+            q, pages.k, pages.v, pages.tables, [new] * B, [total] * B, scale,
+            pages.scales.get("k_scales"), pages.scales.get("v_scales"),
+        )  # fmt: skip
+
+    def triton() -> Tensor:
+        return kernel(
+            q, pages.k, pages.v, pages.tables, firsts, pages.lens, starts, splits[-1], new, scale, workspace, out, check=False,
+            **pages.scales,
+        )  # fmt: skip
+
+    def truth(rows: Tensor) -> Tensor:
+        results = []
+        for row in rows.tolist():
+            at = torch.tensor([total - new + row % new], device=q.device)
+            results.append(attend64(q[row : row + 1].double(), *pages.read(pages.slots(0, row // new)), at, scale))
+        return torch.cat(results)
+
+    lacks = "pages" + (", fp8" if fp8 else "")
+    return Problem(
+        f"heads {Nq}:{Nkv} of {D}, {new} tokens each",
+        {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
+        cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8), step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
+        rows=_ROWS,
+    )  # fmt: skip
+
+
 def attention_decode(step: Step, fp8: bool = False) -> Problem:
     """Rotary embedding, KV write and attention of one new token for each of T sequences of `context` tokens, with the new one."""
     from minirt.kernels.attention.decode import splits_before, workspace_floats

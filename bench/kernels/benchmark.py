@@ -38,6 +38,7 @@ _EXPERTS = tuple((tokens, 0) for tokens in (1, 3, 8, 24, 64, 100, 256, 512, 2048
 _PROMPTS = ((64, 0), (512, 0), (2048, 0), (8192, 0))
 _MANY = ((129, 0), (300, 0), (512, 0), (2048, 0), (8192, 0))
 _PREFILL = ((512, 0), (2048, 0), (8192, 0), (32768, 0), (2, 32766), (16, 32752), (512, 8192))
+_DRAFTS = ((1, 1000), (1, 8000), (8, 1000), (8, 8000), (32, 1000), (32, 8000))
 _DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64, 1000), (64, 8000), (256, 128), (256, 1000))
 
 
@@ -71,6 +72,7 @@ _FORMATS = (None, ""), ("fp8", _FP8), ("int4", _INT4), ("fp8_blocks", _BLOCKS)
 
 def _benchmarks() -> dict[str, Benchmark]:
     write, prefill, decode = "qk_norm_rope_kv_write", "paged_attention_prefill", "rope_paged_attention_decode"
+    few, drafts = "paged_attention_decode_few", "causal attention of 5 new tokens per sequence on KV pages"
     before, each, pages = "cached before them", "tokens of each", "the same on FP8 pages"
     table = {
         "embedding": Benchmark("embedding", ops.embedding, _ROWS),
@@ -100,6 +102,8 @@ def _benchmarks() -> dict[str, Benchmark]:
         ),
         "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
         "attention_decode.fp8": Benchmark(decode, partial(attention.attention_decode, fp8=True), _DECODE, pages, context=each),
+        "attention_few": Benchmark(few, attention.attention_few, _DRAFTS, drafts, context=each),
+        "attention_few.fp8": Benchmark(few, partial(attention.attention_few, fp8=True), _DRAFTS, pages, context=each),
         "gated_delta_decode": Benchmark(
             "gated_delta_net", partial(gated_delta.gated_delta_net, decode=True), _FEW, "gated DeltaNet of one token per sequence"
         ),

@@ -118,7 +118,7 @@ def expert_kernels() -> str:
 def attention_kernels() -> str:
     """What the kernels of attention declare."""
     rows = []
-    for regime in itertools.chain(attention.DECODE, attention.PREFILL, attention.PARTIAL, rope_write.REGIMES):
+    for regime in itertools.chain(attention.DECODE, attention.FEW, attention.PREFILL, attention.PARTIAL, rope_write.REGIMES):
         limits = cast(AttentionLimits, regime.limits)
         takes = "q or raw" if limits.raw is None else "raw" if limits.raw else "q"
         numbers = (limits.group, limits.tile_queries, limits.split)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.kernels.attention.limits import ANY, MAX_GROUP
+from minirt.kernels.attention.limits import ANY, MAX_DRAFTS, MAX_GROUP
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import capability
@@ -75,6 +75,17 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
         raise InputError("not a power of two from 64 to 1024", where="split", found=a.split)
     if a.rope is not None and raw_queries is not None:
         check_rope(a.rope, a.pages.k.shape[-1], x)
+
+
+def check_decode_few(a: AttentionInput) -> None:
+    """`check_decode`, and what only `decode_few` needs."""
+    for where, value in (("query_starts", a.sequences.query_starts), ("split_starts", a.sequences.split_starts)):
+        if value is None:
+            raise InputError("missing", where=where, expected="those of the sequences")
+    check_decode(a)
+    if a.max_query_len is None or not 1 <= a.max_query_len <= 1 + MAX_DRAFTS:
+        expected = f"a bound from 1 to {1 + MAX_DRAFTS}"
+        raise InputError("unsupported number of new tokens", where="max_query_len", expected=expected, found=a.max_query_len)
 
 
 def check_attention(a: AttentionInput, raw_queries: int | None = None) -> None:

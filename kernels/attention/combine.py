@@ -1,4 +1,4 @@
-"""Combines partial results of attention in a fixed order: `combine` those of decode attention; `merge` is also used by `partial`.
+"""Combines partial results of attention in a fixed order: `combine` those of `decode` and `decode_few`; `merge` also of `partial`.
 
 Flash-Decoding, Dao et al. 2023.
 """
@@ -18,8 +18,9 @@ PROGRAMS = 12  # programs that fit on an SM
 
 @triton.jit
 def merge(results, first, step, count, head, C):
-    """Combine `count` partial results of a head (rows first, first + step, …) in order → its sum [1, D] and total [1].
+    """Combine `count` partial results of a head (those of the parts first, first + step, …) in order → its sum [1, D], total [1].
 
+    A part has QUERIES · NQ partial results; `head` is the number of one of them.
     Fastest with one warp for 128 channels: each thread has the same channels of all partial results, so none waits for another.
     """
     d = tl.arange(0, C.BLOCK_D)[None, :]
@@ -28,7 +29,7 @@ def merge(results, first, step, count, head, C):
     acc = tl.zeros((1, C.BLOCK_D), tl.float32)
     for begin in range(0, count, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
-        at = (first + s * step).to(tl.int64) * C.NQ + head
+        at = (first + s * step).to(tl.int64) * (C.NQ * C.QUERIES) + head
         row_stats = tl.load(results.row_stats + 2 * at, mask=s < count, other=float("-inf"))
         totals = tl.load(results.row_stats + 2 * at + 1, mask=s < count, other=0.0)
         sums = tl.load(results.sums + at[:, None] * C.D + d, mask=existing((s < count)[:, None], d, C.D), other=0.0)
@@ -51,7 +52,10 @@ def store_head(out, results, token, head, d, gated, C):
 @prepared
 @triton.jit(do_not_specialize=["heads"])
 def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
-    """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without tokens."""
+    """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without cached tokens.
+
+    QUERIES = 1: sequences with another number of new tokens are left out. Else the heads of all new tokens are counted.
+    """
     b = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # these programs are small, so the next kernel's programs fit beside them
@@ -60,18 +64,23 @@ def _combine_kernel(sequences, results, heads, C, PDL: tl.constexpr):
     token = b.to(tl.int64)
     if sequences.query_starts is not None:
         token = tl.load(sequences.query_starts + b).to(tl.int64)
-        single = tl.load(sequences.query_starts + b + 1) == token + 1
-        splits = tl.where(single, splits, 1)  # nothing to do
+        new = tl.load(sequences.query_starts + b + 1) - token
+        if C.QUERIES == 1:
+            splits = tl.where(new == 1, splits, 1)  # nothing to do
     if PDL:
         tl.extra.cuda.gdc_wait()
     if splits != 1:
         d = tl.arange(0, C.BLOCK_D)[None, :]
         first_head = tl.program_id(1) * heads
-        for head in range(first_head, tl.minimum(first_head + heads, C.NQ)):
-            acc, total = merge(results, start, 1, splits, head, C)
+        GROUP: tl.constexpr = C.NQ // C.NKV
+        count = C.NQ if C.QUERIES == 1 else new.to(tl.int32) * C.NQ
+        for item in range(first_head, tl.minimum(first_head + heads, count)):
+            query, head = item // C.NQ, item % C.NQ
+            part = (head // GROUP * C.QUERIES + query) * GROUP + head % GROUP  # its number in a split: see `decode_few`
+            acc, total = merge(results, start, 1, splits, part, C)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             gated = tl.where(splits == 0, 0, C.D)  # the gate of padding may be NaN
-            store_head(out, results, token, head, d, gated, C)
+            store_head(out, results, token + query, head, d, gated, C)
 
 
 def warps(block_d: int) -> int:
@@ -79,13 +88,18 @@ def warps(block_d: int) -> int:
     return max(1, block_d // 128)
 
 
-def combine(a: AttentionInput) -> None:
-    """Write `out` of each sequence that has several splits, or no token.
+def combine(a: AttentionInput, queries: int = 1) -> None:
+    """Write `out` of each sequence that has several splits, and of those without cached tokens.
 
     Few programs are launched: if every sequence has one split, they have nothing to do.
+
+    Args:
+        queries: partial results of each split, one for each new token that a sequence may have.
     """
-    constants, B = Constants.of(a), a.num_seqs
-    heads = cdiv(B * constants.NQ, PROGRAMS * sm_count(a.out.device))
-    _combine_kernel[(B, cdiv(constants.NQ, heads))](
-        a.sequences, a.results(a.max_splits), heads, C=constants, **launch_options(warps(constants.BLOCK_D), 1, a.pdl)
-    )
+    constants, B = Constants.of(a, QUERIES=queries), a.num_seqs
+    most = constants.NQ * (1 if queries == 1 else a.max_query_len or queries)  # heads of a sequence
+    heads = cdiv(B * most, PROGRAMS * sm_count(a.out.device))
+    _combine_kernel[(B, cdiv(most, heads))](
+        a.sequences, a.results(a.max_splits * queries), heads, C=constants,
+        **launch_options(warps(constants.BLOCK_D), 1, a.pdl),
+    )  # fmt: skip

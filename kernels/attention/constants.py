@@ -16,7 +16,8 @@ class Constants(NamedTuple):
         RAW: whether `heads` are raw. ROW: the distance of their rows. R: `Rope.channels`.
         BLOCK_M: rows of a tile: tokens, heads of a token, or both. BLOCK_N: tokens of K and V in a step.
         BLOCK_B: sequences that are searched at once.
-        SPLIT: tokens of a KV split of decode attention.
+        SPLIT: tokens of a KV split of decode attention. QUERIES: the most new tokens of a sequence there, so the partial results
+            of a split.
         SHORTEST, PARTIAL: `shortest` and `partial` of an `AttentionInput`.
     """
 
@@ -34,16 +35,18 @@ class Constants(NamedTuple):
     SPLIT: int = 0
     SHORTEST: int = 0
     PARTIAL: int = 0
+    QUERIES: int = 1
 
     @classmethod
     def of(
         cls, a: AttentionInput, BLOCK_M: int = 0, BLOCK_N: int = 0, BLOCK_B: int = 0, SPLIT: int = 0, SHORTEST: int = 0,
-        PARTIAL: int = 0,
+        PARTIAL: int = 0, QUERIES: int = 1,
     ) -> "Constants":  # fmt: skip
         """The constants of a launch on these operands."""
         (_, Nq, D), (_, page_size, Nkv, _), raw, row, R = a.out.shape, a.pages.k.shape, False, 0, 0
         if a.rope is not None:
             raw, row, R = True, a.heads.stride(0), a.rope.channels
         return cls(
-            Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL
-        )
+            Nq, Nkv, D, page_size, next_power_of_2(D), raw, row, R, BLOCK_M, BLOCK_N, BLOCK_B, SPLIT, SHORTEST, PARTIAL,
+            QUERIES,
+        )  # fmt: skip

@@ -128,7 +128,7 @@ def _rotated_heads(heads_ptr, head, kv_head, rope, position, C, PDL: tl.constexp
 
 
 @triton.jit
-def _find_work_item(item, sequences, B, table_width, C):
+def find_work_item(item, sequences, B, table_width, C):
     """The sequence of a work item, its length, the number of the split in it, and the pages of the split.
 
     A load that depends on another one takes as long as the attention of a short sequence. So all starts and lengths are loaded at
@@ -151,7 +151,7 @@ def _find_work_item(item, sequences, B, table_width, C):
 
 
 @triton.jit
-def _slots(numbers, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def split_slots(numbers, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Slots of the tokens first + [0, BLOCK_N) as (base, offsets): token i is in slot base + offsets[i].
 
     `begin` is the first token of their split, and `numbers` are those of the split's pages.
@@ -207,7 +207,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     kv_head = tl.program_id(0) % NKV
     first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
     items = tl.load(sequences.split_starts + B)
-    b, length, split, numbers = _find_work_item(first_item, sequences, B, table_width, C)
+    b, length, split, numbers = find_work_item(first_item, sequences, B, table_width, C)
     if PDL and not RAW:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, BLOCK_M)
@@ -233,7 +233,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             if first == begin:
                 # Inside the loop, so that its first loads of K and V are in flight before any wait.
                 if ALL and item + programs < items:
-                    next_b, next_length, next_split, next_numbers = _find_work_item(
+                    next_b, next_length, next_split, next_numbers = find_work_item(
                         item + programs, sequences, B, table_width, C
                     )
                 heads_ptr = heads + token * ROW
@@ -242,7 +242,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                     q = prepare(turned, FP8)
                     if limit < begin + SPLIT:
                         # The last split: the online softmax starts with the new token, which no other program reads.
-                        base, slot = _slots(numbers, limit, begin, C.PAGE_SIZE, 1)
+                        base, slot = split_slots(numbers, limit, begin, C.PAGE_SIZE, 1)
                         base += tl.sum(slot, 0)
                         new_k = _store_new(k, row, pages.k, pages.k_scale, base, kv_head, C)
                         new_v = _store_new(v, row, pages.v, pages.v_scale, base, kv_head, C)
@@ -253,7 +253,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                         acc = split_channels(new_v) if FP8 else (new_v,)
                 else:
                     q = prepare(load_channels(heads_ptr + (head * D)[:, None] + d, d, D), FP8)
-            base, slot = _slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
+            base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
             t = first + tl.arange(0, C.BLOCK_N)
             row_max, total, acc = attend(
                 q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, limit, row_limit, scores, C, True
@@ -270,7 +270,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
             tl.store(results.row_stats + 2 * part + 1, total, mask=stored)
         if not ALL:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
             if item + programs < items:
-                next_b, next_length, next_split, next_numbers = _find_work_item(
+                next_b, next_length, next_split, next_numbers = find_work_item(
                     item + programs, sequences, B, table_width, C
                 )
         b, length, split, numbers = next_b, next_length, next_split, next_numbers

@@ -1,9 +1,10 @@
 """Attention on the paged KV cache: `attention`, the public functions, and which kernel computes what.
 
 `attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
-fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first, then `decode` for sequences with
-one new token, `partial` for few new tokens on a long context, which it divides into parts, and `prefill` for the others.
-`combine` adds the KV splits of `decode`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
+fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first. If no sequence has more than 8 new
+tokens, as when drafts are verified, `decode_few` computes all of them. In steps with prompts `decode` computes sequences with one
+new token, `partial` few new tokens on a long context, which it divides into parts, and `prefill` the others. `combine` adds the KV
+splits of `decode` and `decode_few`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they
 can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes `out` applies the output gate.
 The tables below state which steps each kernel is for.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.attention import (
     decode,
+    decode_few,
     decode_fp8_sm90,
     decode_sm90,
     partial,
@@ -25,7 +27,7 @@ from minirt.kernels.attention import (
     rope_write,
     widen_kv,
 )
-from minirt.kernels.attention.checks import check_attention, check_decode
+from minirt.kernels.attention.checks import check_attention, check_decode, check_decode_few
 from minirt.kernels.attention.combine import combine
 from minirt.kernels.attention.limits import ANY, KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
@@ -84,6 +86,11 @@ DECODE = (
     ),
     AttentionRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
+FEW = (  # steps in which no sequence has more than 1 + MAX_DRAFTS new tokens, and some have several
+    AttentionRegime(
+        "decode_few", "sequences", 1, variant=decode_lookup_size, launch=decode_few.launch, limits=replace(_DECODE, raw=False)
+    ),
+)  # fmt: skip
 _SM90 = AttentionRegime(
     "prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch,
     limits=replace(ANY, formats=("fp16",), alignment=16, head_dims=(64, 128, 256)), sums=SumOrder("steps"),
@@ -113,13 +120,16 @@ def attention(a: AttentionInput) -> Tensor:
     """
     if a.sequences.query_starts is None:
         return _decode(a)
+    few = a.max_query_len is not None and 1 < a.max_query_len <= decode_few.QUERIES
+    a = a if few else a._replace(max_seq_len=None, pdl=False)  # PDL gains nothing in steps with prompts
     if a.rope is not None:
         if a.positions is None or a.slots is None:
             raise InputError("missing", where="positions, slots", expected="those of the new tokens, with query_starts")
         q = torch.empty_like(a.out)
-        rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q)
+        rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
         a = a._replace(heads=q, rope=None)
-    a = a._replace(max_seq_len=None, pdl=False)  # PDL gains nothing in steps with prompts
+    if few:
+        return _few(a)
     if a.num_seqs > 1:  # sequences with one new token and a long context are split
         _decode(a)
         a = a._replace(shortest=2)
@@ -174,6 +184,54 @@ def paged_attention_decode(
     if check:
         check_decode(a)
     return _decode(a)
+
+
+def paged_attention_decode_few(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    split_starts: Tensor,
+    max_splits: int,
+    max_query_len: int,
+    scale: float,
+    workspace: Workspace,
+    out: Tensor | None = None,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    split: int = KV_SPLIT,
+    max_seq_len: int | None = None,
+    pdl: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """Causal attention of up to 8 new tokens of each sequence on all its cached tokens, including the new ones → [T, Nq, D].
+
+    It computes what `paged_attention_prefill` does, and reads K and V in splits as `paged_attention_decode` does. The result of
+    a token depends on neither the other sequences nor the number of new tokens after it.
+
+    Args:
+        q: [T, Nq, D], one sequence after the other. Rows after the last sequence's are padding; `out` is not written there.
+        query_starts: [B + 1] int32, ascending; the first is 0, the last at most T. A sequence without rows is padding.
+        seq_lens: [B] int32, including the new tokens.
+        max_query_len: upper bound of a sequence's rows, from 1 to 8.
+        max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined.
+        pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write block_tables, seq_lens,
+            split_starts or query_starts.
+
+    The other arguments and errors are those of `paged_attention_decode`.
+    """
+    out = torch.empty_like(q) if out is None else out
+    a = AttentionInput(
+        q, KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens, split_starts, query_starts),
+        Scores(scale), out, workspace=workspace, max_splits=max_splits, max_seq_len=max_seq_len, max_query_len=max_query_len,
+        split=split, pdl=pdl,
+    )  # fmt: skip
+    if check:
+        check_decode_few(a)
+    return _few(a)
 
 
 def rope_paged_attention_decode(
@@ -301,6 +359,16 @@ def _decode(a: AttentionInput) -> Tensor:
     if a.max_seq_len is None or a.max_seq_len > a.split:
         # It also fills the rows of empty sequences. Only the device knows whether a sequence has several splits.
         combine(a)
+    return a.out
+
+
+def _few(a: AttentionInput) -> Tensor:
+    """Attention of sequences with at most 1 + MAX_DRAFTS new tokens each."""
+    if a.heads.shape[0] == 0 or a.num_seqs == 0:
+        return a.out
+    _regime(FEW, a.num_seqs, a).launch(a)
+    if a.max_seq_len is None or a.max_seq_len > a.split:
+        combine(a, decode_few.QUERIES)
     return a.out
 
 

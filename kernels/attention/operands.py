@@ -84,7 +84,7 @@ class Sequences(NamedTuple):
         block_tables: [B, pages].
         seq_lens: [B], cached tokens, including the new ones. 0: padding.
         split_starts: [B + 1]: for each sequence, the number of KV splits of the sequences before it; last, that of all. None:
-            not needed, as no sequence has a single new token.
+            not needed, as only the kernels of prompts run.
         query_starts: [B + 1]: for each sequence, the number of new tokens of the sequences before it; last, that of all. None:
             each sequence has one new token.
     """
@@ -155,6 +155,7 @@ class AttentionInput(NamedTuple):
         workspace: of partial results. None: contexts of several new tokens are not divided, and no sequence has a single one.
         max_splits: upper bound of the number of KV splits of all sequences, incomplete ones included; 0: unknown.
         max_seq_len: upper bound of the sequences' lengths; None: unknown.
+        max_query_len: upper bound of a sequence's new tokens, with `query_starts`; None: unknown.
         split: tokens of a KV split, a power of two.
         pdl: see `minirt.kernels.pdl`.
         shortest: of several kernels, this one leaves out the sequences with fewer new tokens.
@@ -173,6 +174,7 @@ class AttentionInput(NamedTuple):
     workspace: Workspace | None = None
     max_splits: int = 0
     max_seq_len: int | None = None
+    max_query_len: int | None = None
     split: int = KV_SPLIT
     pdl: bool = False
     shortest: int = 1

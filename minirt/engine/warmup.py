@@ -4,7 +4,7 @@ The sizes follow from the regimes that the kernels' dispatch modules declare; no
 """
 
 from minirt.engine.limits import EngineLimits
-from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
+from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.sampling_params import SamplingParams
 from minirt.step.batch import Chunk
@@ -12,7 +12,8 @@ from minirt.step.kv_cache import PAGE_SIZE
 
 
 def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
-    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, and with logits of all tokens.
+    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, with logits of all tokens, and two
+    tokens of each sequence, as when drafts are verified.
 
     Those that need most memory come first, so that PyTorch's allocator uses their blocks for the others.
     """
@@ -23,6 +24,10 @@ def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
             for together in representatives(min(seqs, count), by_sequences, lambda first, last: first):
                 if together > 1:
                     steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
+    for together in representatives(min(seqs, limit // 2), operations("sequences"), lambda first, last: first):
+        if longest > 1:  # the first sequence has two KV splits to combine, if sequences may be so long
+            ends = [min(longest, KV_SPLIT + 1)] + [2] * (together - 1)
+            steps.append([Chunk([0] * 2, end - 2, [0] * -(-end // PAGE_SIZE)) for end in ends])
     scored = min(limit, longest, limits.max_logits_rows)  # with `prompt_logprobs`, each token of a prompt needs logits
     for count in representatives(scored, operations("tokens"), _small):
         steps.append([Chunk([0] * count, 0, range(count), num_logits=count)])

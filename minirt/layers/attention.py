@@ -91,7 +91,7 @@ class Attention(Layer):
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
-            from minirt.kernels.attention.partial import workspace_floats  # at least what decode steps need
+            from minirt.kernels.attention.decode_few import workspace_floats  # at least what other steps need
 
             floats = workspace_floats(max_splits, self.settings.num_heads, self.settings.head_dim)
             self.context.workspace.reserve(floats)
@@ -181,7 +181,7 @@ def triton(layer: Attention) -> Forward:
         a = attention(AttentionInput(
             qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d),
             Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slots, workspace,
-            batch.max_splits, batch.max_seq_len, pdl=pdl, gate=gate,
+            batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate,
         )).view(-1, nq * d)  # fmt: skip
         if post_norm is None:
             return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)

@@ -25,6 +25,7 @@ from minirt.engine.runner import Runner
 from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention.limits import KV_SPLIT
+from minirt.kernels.attention.operands import decode_lookup_size
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.product import Product
 from minirt.layers import base
@@ -62,8 +63,9 @@ def planned(*sequences):
 
 def token_counts(limit):
     """Of steps without single tokens beside prompts. The same sizes, up to a limit, come with logits of all tokens, too. What
-    needs more memory comes first."""
-    counts = [(sum(c.num_logits for c in step), sum(len(c.tokens) for c in step)) for step in warm_up_steps(limits(1, limit))]
+    needs more memory comes first. A step with few tokens on a long context is left out."""
+    steps = [step for step in warm_up_steps(limits(1, limit)) if step[0].start == 0]
+    counts = [(sum(c.num_logits for c in step), sum(len(c.tokens) for c in step)) for step in steps]
     assert counts == sorted(counts, reverse=True)
     assert len(counts) == len(set(counts)) + 1, "one token has the logits of all tokens, or of the last"
     scored = {tokens for logits, tokens in counts if logits == tokens}
@@ -127,6 +129,17 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
                 product, wanted = forms(tokens, count)
                 assert product in products
                 assert wanted in attention, (tokens, count)
+
+
+@pytest.mark.parametrize(("seqs", "limit", "longest"), [(1, 2, 700), (300, 8192, 32768), (40, 70, 2), (40, 1, 700), (40, 70, 1)])
+def test_warm_up_runs_few_tokens_of_each_sequence(seqs, limit, longest):
+    """Else their kernel, and the one that combines their KV splits, would be compiled at the first draft. Catches a size of the
+    look-up of sequences without a step, and steps that are too large."""
+    own = [step for step in warm_up_steps(limits(seqs, limit, longest)) if {len(c.tokens) for c in step} == {2}]
+    own = [step for step in own if step[0].start + 2 == min(longest, KV_SPLIT + 1)]
+    wanted = {decode_lookup_size(n) for n in range(1, min(seqs, limit // 2) + 1)} if longest > 1 else set()
+    assert {decode_lookup_size(len(step)) for step in own} == wanted
+    assert all(2 * len(step) <= limit for step in own)
 
 
 def test_one_layer_of_each_compile_key_runs_in_a_dry_run(monkeypatch):

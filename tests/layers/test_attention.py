@@ -23,8 +23,11 @@ from minirt.step.kv_cache import KVCache
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 EPS, HIDDEN, LENGTH = 1e-5, 96, 160
 PAGES = [[4], [1, 6, 3], [0, 2]]
-# The chunks of three sequences in each step: prompts in parts beside a single token, then decode steps.
-STEPS = [[(0, 1), (0, 70), (0, 9)], [(1, 2), (70, 129), (9, 10)], [(2, 3), (129, 130), (10, 11)], [(3, 4), (130, 131), (11, 12)]]
+# The chunks of three sequences in each step: prompts in parts beside a single token, decode steps, few tokens of each.
+STEPS = [
+    [(0, 1), (0, 70), (0, 9)], [(1, 2), (70, 129), (9, 10)], [(2, 3), (129, 130), (10, 11)], [(3, 4), (130, 131), (11, 12)],
+    [(4, 9), (131, 139), (12, 13)],
+]  # fmt: skip
 GATE = {"gate": "gate_proj"}
 PARTIAL = {"rope": RopeConfig(theta=77.0, partial_rotary_factor=0.5)}
 SCALED_Q = {"rope": RopeConfig(kind="linear", theta=77.0, factor=2.0, original_max_position=24, query_scaling_beta=0.7)}

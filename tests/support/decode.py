@@ -2,7 +2,7 @@
 
 import torch
 
-from minirt.kernels.attention import combine, decode_fp8_sm90, decode_sm90
+from minirt.kernels.attention import combine, decode_few, decode_fp8_sm90, decode_sm90
 from minirt.kernels.attention import decode as kernel
 from minirt.kernels.launch import Workspace
 
@@ -20,7 +20,7 @@ SM_COUNTS = [1, 132]  # with 1, each program has many work items, or combines th
 
 
 def use_sms(count, monkeypatch):
-    for module in (kernel, combine, decode_sm90, decode_fp8_sm90):
+    for module in (kernel, combine, decode_few, decode_sm90, decode_fp8_sm90):
         monkeypatch.setattr(module, "sm_count", lambda device: count)
 
 

@@ -7,7 +7,7 @@ from support.decode import decode64, plan
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.attention import partial
+from minirt.kernels.attention import decode_few, dispatch
 from minirt.kernels.attention.dispatch import attention
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 
@@ -29,7 +29,7 @@ def step(lens, new, make, cache, nan, device):
         pages.keys[b][n - m :], pages.values[b][n - m :] = k[firsts[b] : firsts[b + 1]], v[firsts[b] : firsts[b + 1]]
     pages.k.view(-1, NKV, D)[slots] = pages.v.view(-1, NKV, D)[slots] = torch.nan
     starts, most, workspace = plan(lens, SPLIT, NQ, D, device)
-    workspace.reserve(partial.workspace_floats(most, NQ, D))
+    workspace.reserve(decode_few.workspace_floats(most, NQ, D))
     workspace.sums(0).fill_(torch.nan)
     query_starts = None if set(new) == {1} else torch.tensor(firsts, dtype=torch.int32, device=device)
     a = AttentionInput(
@@ -53,6 +53,25 @@ def test_each_new_token_sees_all_before_it(lens, new, make, cache, nan, agrees, 
             seen = slice(0, n - m + i + 1)
             truth = decode64(q[firsts[b] + i], pages.keys[b][seen], pages.values[b][seen], SCALE)
             agrees(out[firsts[b] + i], truth.float(), truth)
+
+
+def test_few_new_tokens_have_one_kernel(make, cache, nan, device, monkeypatch):
+    """Catches drafts that are computed as prompts, or twice, and a kernel that combines where there is nothing to combine."""
+    ran = []
+
+    def record(name, own):
+        return lambda a, *rest: ran.append(name) or own(a, *rest)
+
+    for name in ("_few", "_decode", "_prefill", "combine"):
+        monkeypatch.setattr(dispatch, name, record(name, getattr(dispatch, name)))
+    a, *_ = step([60, 9, 64], [5, 1, 8], make, cache, nan, device)
+    for bound, longest, expected in (
+        (8, 64, ["_few"]), (8, 65, ["_few", "combine"]), (2, None, ["_few", "combine"]),
+        (9, 64, ["_decode", "combine", "_prefill"]), (None, 64, ["_decode", "combine", "_prefill"]),
+    ):  # fmt: skip
+        ran.clear()
+        attention(a._replace(max_query_len=bound, max_seq_len=longest))
+        assert ran == expected, (bound, longest)
 
 
 def test_what_is_missing_is_named(make, cache, nan, device):

@@ -10,13 +10,13 @@ import torch
 from support.decode import decode64, plan
 
 from minirt.errors import InputError
-from minirt.kernels.attention import dispatch, partial, rope_write
+from minirt.kernels.attention import decode_few, dispatch, partial, rope_write
 from minirt.kernels.attention.checks import check_attention, check_decode
-from minirt.kernels.attention.dispatch import DECODE, PARTIAL, PREFILL
+from minirt.kernels.attention.dispatch import DECODE, FEW, PARTIAL, PREFILL
 from minirt.kernels.attention.limits import FORMATS
 from minirt.kernels.attention.operands import AttentionInput, KVPages, Rope, Scores, Sequences
 
-TABLES = {"decode": DECODE, "prefill": PREFILL, "partial": PARTIAL}
+TABLES = {"decode": DECODE, "few": FEW, "prefill": PREFILL, "partial": PARTIAL}
 EVERY = [regime for table in TABLES.values() for regime in table]
 NAMES = [f"{regime.kernel} {regime.first}" for regime in EVERY]
 
@@ -95,7 +95,7 @@ def test_the_queries_of_a_tile():
 
 def test_what_no_kernel_takes_is_refused_before():
     """The last regime of a table takes the rest, so the checks of operands refuse what is past its limits."""
-    for table in (DECODE, PREFILL):
+    for table in (DECODE, FEW, PREFILL):
         limits = table[-1].limits
         assert limits == replace(PARTIAL[0].limits, raw=limits.raw, split=limits.split)
         for size in (limits.page_size, 8 * limits.page_size):
@@ -131,7 +131,7 @@ def steps(table, kernel, q, kv, tables, new, split, device, nan):
     B, (_, Nq, D) = len(new), q.shape
     lens = [LEN] * B
     starts, most, workspace = plan(lens, split, Nq, D, device)
-    workspace.reserve(partial.workspace_floats(most, Nq, D))
+    workspace.reserve(decode_few.workspace_floats(most, Nq, D))
     firsts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32, device=device)
     length = torch.tensor(lens, dtype=torch.int32, device=device)
     T = sum(new)
@@ -142,8 +142,8 @@ def steps(table, kernel, q, kv, tables, new, split, device, nan):
         partial=split if table is PARTIAL else 0,
     )  # fmt: skip
     kernel.launch(a)
-    if table is DECODE:
-        dispatch.combine(a)
+    if table is DECODE or table is FEW:
+        dispatch.combine(a, decode_few.QUERIES if table is FEW else 1)
     return out[: new[0]]
 
 
@@ -156,7 +156,7 @@ def test_the_largest_and_the_smallest_within_the_limits_are_computed(name, store
     """A kernel for fewer queries of a KV head, other pages or shorter splits than it declares would be wrong here."""
     table = TABLES[name]
     limits = table[-1].limits
-    new = {"decode": [1, 1], "prefill": [1, 3], "partial": [2, 3]}[name]
+    new = {"decode": [1, 1], "few": [2, 3], "prefill": [1, 3], "partial": [2, 3]}[name]
     for D, group, split in ((limits.head_dims[0], 1, 64), (limits.head_dims[-1], limits.group, 64), (64, 3, limits.split or 64)):
         q, kv, tables, pages = case(stored, D, group, limits.page_size, make, cache, cache8, 2)
         out = steps(table, table[-1], q, kv, tables, new, split, device, nan)
@@ -172,8 +172,9 @@ def test_whether_the_order_depends_on_the_step(name, stored, make, cache, cache8
     of the last token stays; where one is declared, some step shows it."""
     table = TABLES[name]
     regime = table[-1]
-    few = {"decode": [1], "prefill": [1], "partial": [2]}[name]
+    few = {"decode": [1], "few": [2], "prefill": [1], "partial": [2]}[name]
     more = [few * 3, few * 34] if name == "decode" else [[*few, 5, 3], few * 3, [few[0] + 5], [few[0] + 20]]
+    more = [[2, 8, 3], [2] * 3, [7]] if name == "few" else more
     q, kv, tables, _ = case(stored, 64, 3, 16, make, cache, cache8, 34)
     expected = steps(table, regime, q, kv, tables, few, 64, device, nan)[-1]
     assert expected.isfinite().all()

@@ -12,7 +12,7 @@ from support.decode import plan
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.attention import partial, prefill_sm90, rope_write
+from minirt.kernels.attention import decode_few, prefill_sm90, rope_write
 from minirt.kernels.attention.checks import check_decode, check_rope
 from minirt.kernels.attention.dispatch import attention, decode_regime
 from minirt.kernels.attention.limits import HEAD_DIMS
@@ -49,6 +49,7 @@ SETTINGS = [
 STEPS = {  # cached tokens with the new ones, new tokens
     "decode": ([1, 63, 0, 64, 65, 257], [1, 1, 1, 1, 1, 1]),
     "empty": ([0, 0, 0], [1, 1, 1]),
+    "few": ([66, 0, 5, 131], [1, 0, 5, 4]),
     "mixed": ([70, 0, 300, 9, 1, 65], [1, 0, 5, 9, 1, 2]),
 }
 
@@ -98,14 +99,14 @@ def problem(setting, step, dtype, fp8, make, cache, nan, device):
         kv = KVPages(*(part for x in kv[:2] for part in reference.quantize_fp8(x)))
         kv = KVPages(kv.k, kv[2], kv[1], kv.v_scale)
     starts, most, workspace = plan(lens, SPLIT, Nq, D, device)
-    workspace.reserve(partial.workspace_floats(most, Nq, D))
+    workspace.reserve(decode_few.workspace_floats(most, Nq, D))
     workspace.sums(0).fill_(torch.nan)
     firsts = [sum(new[:i]) for i in range(len(new) + 1)]
-    query_starts = None if step != "mixed" else torch.tensor(firsts, dtype=torch.int32, device=device)
+    query_starts = None if step not in ("few", "mixed") else torch.tensor(firsts, dtype=torch.int32, device=device)
     sequences = Sequences(pages.tables, pages.lens, starts, query_starts)
     scores, out = Scores(1.3 * D**-0.5), nan(T, Nq, D, dtype=dtype)
     return AttentionInput(
-        heads, kv, sequences, scores, out, rope, positions, slots, workspace, most, split=SPLIT, gate=gate
+        heads, kv, sequences, scores, out, rope, positions, slots, workspace, most, max_query_len=max(new), split=SPLIT, gate=gate
     )  # fmt: skip
 
 
@@ -157,15 +158,15 @@ def check(setting, step, a, agrees):
         agrees(out[rows], attend(q), attend(q64))
 
 
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("step", ["decode", "few", "mixed"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=name)
 def test_a_step(setting, step, dtype, make, cache, nan, agrees, device):
-    if step == "mixed" and dtype == torch.float16 and device.type == "cpu" and not setting.gate:
+    if step != "decode" and dtype == torch.float16 and device.type == "cpu" and not setting.gate:
         pytest.skip("takes long in the interpreter; fp32 has the same code")
     check(setting, step, problem(setting, step, dtype, False, make, cache, nan, device), agrees)
 
 
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("step", ["decode", "few", "mixed"])
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.gate], ids=name)
 def test_a_step_on_fp8_pages(setting, step, make, cache, nan, agrees, device):
     check(setting, step, problem(setting, step, torch.float16, True, make, cache, nan, device), agrees)
@@ -245,7 +246,7 @@ def test_prompts_of_256_channels_on_hopper(gate, half_dtype, make, cache, nan, a
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("step", ["decode", "few", "mixed"])
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.D in (128, 256)], ids=name)
 def test_hopper_decodes_every_setting(setting, step, half_dtype, make, cache, nan, agrees, device):
     """Catches a setting that sends heads of 128 and 256 channels to the kernel for any GPU without need."""

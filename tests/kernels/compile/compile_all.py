@@ -275,12 +275,25 @@ def all_attention(calls: Calls) -> None:
             attention.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
 
 
+def attention_few(calls: Calls) -> None:
+    """Few new tokens of each sequence: tiles of 64 rows and of 32, on pages of the activations' dtype and of FP8."""
+    empty, ints = calls.empty, calls.ints
+    for Nq, Nkv, D in ((28, 4, 128), (14, 2, 64), (32, 8, 64))[: 3 if calls.cc == 90 else 1]:
+        for fp8 in (False, True)[: 2 if calls.cc >= 89 else 1]:
+            pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else None)
+            scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+            attention.paged_attention_decode_few(
+                empty(10, Nq, D), pages, pages, ints(2, 40), ints(3), ints(2), ints(3), 100, 5, D**-0.5, calls.workspace,
+                k_scales=scale, v_scales=scale, pdl=calls.pdl,
+            )  # fmt: skip
+
+
 def attention_sizes(calls: Calls) -> None:
     """Heads of 80 channels, which are padded, and of 256, both partly rotated and gated, in one step each of every kind."""
     empty, ints = calls.empty, calls.ints
-    for D, steps in ((80, ((8, 9),)), (256, ((2, None), (600, 9)))):
+    for D, steps in ((80, ((8, 9, None),)), (256, ((2, None, None), (600, 9, None), (16, 9, 2)))):
         Nq, Nkv, pages = 8, 1, empty(8, PAGE, 1, D)
-        for T, starts in steps:
+        for T, starts, most in steps:
             rows, where = empty(T, (2 * Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
             heads, gate = rows[:, : (Nq + 2 * Nkv) * D], rows[:, (Nq + 2 * Nkv) * D :].view(T, Nq, D)
             B = T if starts is None else starts - 1
@@ -288,7 +301,7 @@ def attention_sizes(calls: Calls) -> None:
             rope_and_norm = Rope(empty(4096, 64, like=torch.float32), empty(D), empty(D), normalize=True)
             attention.attention(AttentionInput(
                 heads, KVPages(pages, pages), sequences, Scores(D**-0.5), empty(T, Nq, D), rope_and_norm, where, where,
-                calls.workspace, 2 * B, pdl=calls.pdl, gate=gate,
+                calls.workspace, 2 * B, max_query_len=most, pdl=calls.pdl, gate=gate,
             ))  # fmt: skip
 
 
@@ -400,7 +413,7 @@ def step_table(calls: Calls) -> None:
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     found = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
-    found |= {"step": step_table, "gated-delta": all_gated_delta}
+    found |= {"step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
     if cc >= 89:
         found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

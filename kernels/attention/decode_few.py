@@ -1,0 +1,144 @@
+"""Attention of a few new tokens of each sequence on the paged KV cache, such as drafts and the token before them.
+
+`decode` with more rows: a program computes all new tokens of a sequence for the query heads that share a KV head, so K and V are
+read once for all of them. KV splits, work items and combination are those of `decode`. New tokens see those before them. Their K
+and V are in the pages already (`rope_write`).
+
+The tile has rows for the most tokens of any step. So neither the tile nor the order of sums depends on how many tokens the step's
+sequences have, and a token's result is the same with any number of drafts after it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minirt.kernels.attention.constants import Constants
+from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
+from minirt.kernels.attention.limits import MAX_DRAFTS
+from minirt.kernels.attention.online_softmax import (
+    attend,
+    blank,
+    existing,
+    fuses,
+    gate_output,
+    prepare,
+    whole,
+)
+from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
+from minirt.kernels.compile.tuning import Family
+from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
+from minirt.kernels.prepared import prepared
+
+QUERIES = 1 + MAX_DRAFTS  # the most new tokens of a sequence
+
+CASES = [  # new: new tokens of each sequence, among its seq_lens cached ones
+    {"Nq": 3, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (8, 1, 63, 0, 130), "new": (8, 1, 2, 0, 5), "split": 64},
+    {"Nq": 2, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (257, 256, 511, 7, 255), "new": (5, 5, 8, 0, 2), "split": 256},
+    {"Nq": 7, "Nkv": 1, "D": 128, "page_size": 32, "seq_lens": (130, 63), "new": (8, 3), "split": 64},
+    {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": (70,), "new": (5,), "split": 64},
+]
+
+
+@prepared
+@triton.jit(do_not_specialize=["B", "table_width"])
+def _decode_few_kernel(q_ptr, pages, sequences, results, scores, B, table_width, C, PDL: tl.constexpr):
+    """Attention of one KV head on every n-th work item, n being the number of programs per head.
+
+    For a sequence with one split it stores the final result, else a partial one for each new token. Row r of the tile is head
+    r % GROUP of the group, of new token r // GROUP.
+    """
+    NQ: tl.constexpr = C.NQ
+    NKV: tl.constexpr = C.NKV
+    D: tl.constexpr = C.D
+    SPLIT: tl.constexpr = C.SPLIT
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    GROUP: tl.constexpr = NQ // NKV
+    FP8: tl.constexpr = pages.k_scale is not None
+    kv_head = tl.program_id(0) % NKV
+    first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
+    items = tl.load(sequences.split_starts + B)
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, C.BLOCK_D)[None, :]
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # for q, and the new tokens' K and V
+    for item in range(first_item, items, programs):
+        b, length, split, numbers = find_work_item(item, sequences, B, table_width, C)
+        start = tl.load(sequences.query_starts + b)
+        new = tl.load(sequences.query_starts + b + 1) - start
+        begin = split * SPLIT
+        end = tl.where(new > 0, tl.minimum(begin + SPLIT, length), begin)
+        inside = row < new * GROUP
+        stored = existing(inside[:, None], d, D)
+        first_value = start.to(tl.int64) * (NQ * D)
+        at = (query * NQ + head)[:, None] * D + d
+        q = prepare(tl.load(q_ptr + first_value + at, mask=stored, other=0.0), FP8)
+        row_limit = length - new + query + 1
+        # In a sequence's last split, the first of its new tokens may see nothing. They get a token, since the online softmax of
+        # no tokens is NaN, and their result is dropped.
+        sees = row_limit > begin
+        row_limit = tl.maximum(row_limit, begin + 1)
+        row_max, total, acc = blank(BLOCK_M, C.BLOCK_D, FP8)
+        for first in range(begin, end, C.BLOCK_N):
+            base, slot = split_slots(numbers, first, begin, C.PAGE_SIZE, C.BLOCK_N)
+            t = first + tl.arange(0, C.BLOCK_N)
+            row_max, total, acc = attend(
+                q, (row_max, total, acc), pages, base * NKV + kv_head, slot, t, length, row_limit, scores, C, True
+            )
+        if length <= SPLIT:
+            out = whole(acc) / tl.where(inside, total, 1.0)[:, None]
+            out = gate_output(out, results, (start + query).to(tl.int64)[:, None], head[:, None], d, stored)
+            tl.store(results.out + first_value + at, out.to(results.out.dtype.element_ty), mask=stored)
+        else:
+            part = (tl.cast(item, tl.int64) * NKV + kv_head) * (C.QUERIES * GROUP)
+            sums_ptr, stats_ptr = results.sums + part * D, results.row_stats + 2 * part
+            tl.store(sums_ptr + row[:, None] * D + d, tl.where(sees[:, None], whole(acc), 0.0), mask=stored)
+            tl.store(stats_ptr + 2 * row, tl.where(sees, row_max, float("-inf")), mask=inside)
+            tl.store(stats_ptr + 2 * row + 1, tl.where(sees, total, 0.0), mask=inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def tile_rows(group: int) -> int:
+    """Rows of a tile: the most new tokens × the query heads of a KV head, padded to what the MMA takes."""
+    return max(16, next_power_of_2(QUERIES * group))
+
+
+def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
+    """The configuration, by what fits in registers (docs/decisions/attention-few-tokens.md). No GPU has measured it."""
+    rows = tile_rows(facts.Nq // facts.Nkv)
+    wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
+    if facts.itemsize == 4:
+        return DecodeConfig(32 if facts.D <= 128 else 16, 8, 1, 1)
+    if facts.D > 128:
+        return DecodeConfig(32 if wide or rows <= 64 else 16, 8, 2, 1)
+    if rows > 64:
+        return DecodeConfig(64, 8, 2, 1) if wide else DecodeConfig(32, 8, 3, 1)
+    if facts.D == 64 and not facts.fp8:
+        return DecodeConfig(64, 4, 3, 3)
+    if rows == 64:
+        return DecodeConfig(64, 4, 2, 2) if wide else DecodeConfig(32, 4, 3, 2)
+    # `mma.sync`, whose pipeline needs a stage more for as many tokens in flight.
+    return DecodeConfig(32 if facts.fp8 else 64, 4, 3, 2)
+
+
+FAMILY = Family("decode_few", DecodeConfig, (__file__,), ("Nq", "Nkv", "D", "itemsize", "fp8", "split"), rule)
+
+
+def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
+    """fp32 values in the workspace: for each split, new token and head a sum [D], a row maximum and a total."""
+    return QUERIES * max_splits * Nq * (D + 2)
+
+
+def launch(a: AttentionInput) -> None:
+    """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
+    (Nq, Nkv, _), B, device = a.head_shape, a.num_seqs, a.out.device
+    c = FAMILY.lookup(device, a.facts())
+    constants = Constants.of(
+        a, BLOCK_M=tile_rows(Nq // Nkv), BLOCK_N=c.block_n, BLOCK_B=decode_lookup_size(B), SPLIT=a.split, QUERIES=QUERIES
+    )
+    _decode_few_kernel[(max(1, min(a.max_splits, c.programs * sm_count(device) // Nkv)) * Nkv,)](
+        a.heads, a.pages.for_kernel(torch.int16), a.sequences, a.results(a.max_splits * QUERIES), a.scores.in_base_2(),
+        B, a.table_width, C=constants, maxnreg=most_registers(32 * c.num_warps * c.programs), enable_fp_fusion=fuses(a.out.dtype),
+        **launch_options(c.num_warps, c.num_stages, a.pdl),
+    )  # fmt: skip
