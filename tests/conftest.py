@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported, which reads it once
+    if find_spec("triton"):
+        from support.interpreter import patch_without_searching
+
+        patch_without_searching()
 
 
 @pytest.hookimpl(tryfirst=True)
