@@ -1,5 +1,5 @@
 """Triton's interpreter as the tests use it (`support/interpreter.py`). Catches: a kernel that computes something else than with
-Triton's own patches; patches that stay after a launch, or are missing in the next one; searches that another Triton brings back."""
+Triton's own patches; patches that stay after a launch, or are missing in the next one; searches that come back."""
 
 import inspect
 
