@@ -127,7 +127,7 @@ TEXTS = (
 @pytest.mark.parametrize("impl", IMPLS)
 def test_smollm2(impl, smollm2):
     """At least 12 prompts (chat, code, Chinese, emoji, one character, 1,000 tokens in chunks), one by one and in one batch."""
-    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
     with Generator.from_pretrained(
         smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 28, max_num_batched_tokens=600
     ) as generator:
@@ -138,12 +138,11 @@ def test_smollm2(impl, smollm2):
         )
         assert len(prompts) >= 12
         assert len(prompts[-1]) == 1000
-        alone = [generator.generate(prompt, params).token_ids for prompt in prompts]
+        alone = [generator.generate(prompt, params) for prompt in prompts]
         together = [c.token_ids for c in generator.generate(prompts, params)]
-        story = generator.generate(prompts[0], SamplingParams(max_tokens=8)).text
     gc.collect()
     model = reference(smollm2)
-    expected = [greedy(model, prompt, 16) for prompt in prompts]
-    assert alone == expected
+    expected = [greedy(model, prompt, 8) for prompt in prompts]
+    assert [c.token_ids for c in alone] == expected
     assert together == expected
-    assert story.startswith("The capital of France is Paris.")
+    assert alone[0].text.startswith("The capital of France is Paris.")

@@ -30,8 +30,8 @@ TARGETS = {
     (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8, (100, "bfloat16"): OTHERS | FP8,
     (120, "bfloat16"): OTHERS | LINEAR_FP8, (80, "float32"): OTHERS,
 }  # fmt: skip
-# sm_89 shares the instructions of its 16-bit kernels with sm_80, and their tiles, for small shared memory, with sm_120. sm_120 shares
-# both with sm_89 for experts in FP8, which use no TMA. The kernels of the table of slots have neither products nor a dtype.
+# sm_89 shares the instructions of its 16-bit kernels with sm_80, and their tiles, for small shared memory, with sm_120. Experts
+# in FP8, which use no TMA, are the same on sm_89 and sm_120. The kernels of the table of slots have neither products nor a dtype.
 LEFT_OUT = {89: ["linear", "int4", "attention", "experts", "gated-delta"], 120: ["experts-fp8", "experts-blocks"]}
 CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
