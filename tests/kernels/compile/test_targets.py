@@ -16,8 +16,7 @@ import pytest
 
 # Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
 FIRST = {("linear", "attention", "step"): 15, ("int4", "experts"): 13, ("gated-delta",): 6}
-LINEAR_FP8 = {("linear-fp8", "linear-blocks"): 6}
-FP8 = LINEAR_FP8 | {("experts-fp8", "experts-blocks"): 12}
+FP8 = {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 13,
     ("experts",): 11, ("attention-sizes",): 8, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
@@ -28,11 +27,14 @@ OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta"): 19}
 # float32 has the same kernels on all targets. `IN_FULL` of compile_all.py says which targets compile every launch.
 TARGETS = {
     (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8, (100, "bfloat16"): OTHERS | FP8,
-    (120, "bfloat16"): OTHERS | LINEAR_FP8, (80, "float32"): OTHERS,
+    (120, "bfloat16"): OTHERS | {("linear-fp8",): 5}, (80, "float32"): OTHERS,
 }  # fmt: skip
 # sm_89 shares the instructions of its 16-bit kernels with sm_80, and their tiles, for small shared memory, with sm_120. Experts
-# in FP8, which use no TMA, are the same on sm_89 and sm_120. The kernels of the table of slots have neither products nor a dtype.
-LEFT_OUT = {89: ["linear", "int4", "attention", "experts", "gated-delta"], 120: ["experts-fp8", "experts-blocks"]}
+# in FP8, which use no TMA, and scales of blocks are the same on sm_89 and sm_120. The kernels of the table of slots have neither
+# products nor a dtype.
+LEFT_OUT = {
+    89: ["linear", "int4", "attention", "experts", "gated-delta"], 120: ["linear-blocks", "experts-fp8", "experts-blocks"],
+}  # fmt: skip
 CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = (
