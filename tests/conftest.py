@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported, which reads it once
     if find_spec("triton"):
-        from support.interpreter import patch_without_searching
+        from support import interpreter
 
-        patch_without_searching()
+        interpreter.shorten()
 
 
 @pytest.hookimpl(tryfirst=True)

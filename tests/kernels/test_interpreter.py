@@ -49,11 +49,14 @@ def test_launches_compute_what_they_do_with_tritons_own_patches(monkeypatch):
     for _ in range(2):
         x, out = run()
         torch.testing.assert_close(out, expected(x))
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
     monkeypatch.setattr(interpreter, "_patch_lang", interpreter._patch_lang.__globals__["patch_lang"])
     monkeypatch.setattr(interpreter, "_patch_builtin", lambda owner, builder, scope: [
         interpreter._patch_attr(owner, name, member, builder, scope)
         for name, member in inspect.getmembers(owner) if is_builtin(member)
     ])  # fmt: skip
+    assert interpreter.interpreter_builder.options.sanitize_overflow
+    assert not interpreter.interpreter_builder.options.debug, "overflows are found, and `shorten` must leave that on"
     assert torch.equal(run()[1], out)
 
 
