@@ -1,5 +1,6 @@
 """Fixtures for all tests: SmolLM2, and tiny random models of every family, written by transformers."""
 
+import gc
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -30,6 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())
             if "gpu" in item.keywords and not emulated:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    from support.garbage import freeze_tests
+
+    freeze_tests()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of objects that are left at the end
 
 
 @pytest.fixture(scope="session")
