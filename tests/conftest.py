@@ -1,7 +1,9 @@
 """Fixtures for all tests: SmolLM2, and tiny random models of every family, written by transformers."""
 
+import gc
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported, which reads it once
+    if find_spec("triton"):
+        from support import interpreter
+
+        interpreter.shorten()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())
             if "gpu" in item.keywords and not emulated:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    from support.garbage import freeze_tests
+
+    freeze_tests()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of objects that are left at the end
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from emulate.translate import Kernel
 from minirt.kernels import launch
 
 HOPPER = 90
-COMPILER = ("g++", "-O1", "-w", "-std=c++17", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC")
+COMPILER = ("g++", "-Og", "-w", "-std=c++17", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC")
 FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
 _folder = tempfile.TemporaryDirectory(prefix="emulate-")
 _count = itertools.count()

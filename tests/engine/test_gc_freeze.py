@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from support.garbage import freeze_tests
 
 from minirt.engine import gc_freeze
 from minirt.engine.gc_freeze import freeze_gc
@@ -29,9 +30,16 @@ def frozen() -> int:
 _always_frozen = 0
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _tests_are_frozen_again():
+    yield
+    freeze_tests()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_else_held():
+def _nothing_else_held(monkeypatch):
     global _always_frozen
+    monkeypatch.setattr(gc_freeze, "gc", gc)
     assert gc_freeze._held == 0, "an earlier test left objects frozen"
     gc.unfreeze()
     gc.collect()

@@ -6,7 +6,6 @@ load. A folder that loads computes what transformers computes from the same file
 for. MINIRT_FUZZ sets the number of cases.
 """
 
-import gc
 import json
 import os
 import resource
@@ -482,14 +481,10 @@ COUNTS: Counter[str] = Counter()
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_fast() -> Iterator[None]:
-    """`Generator.close` collects garbage, which is slow if it looks through all modules of transformers each time."""
-    transformers.LlamaForCausalLM  # noqa: B018 (imported by its first use)
+def _quiet() -> Iterator[None]:
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    gc.freeze()
     yield
-    gc.unfreeze()
     transformers.logging.set_verbosity(before)
 
 

@@ -93,7 +93,7 @@ def prompts(*lengths: int, seed: int = 7) -> list[list[int]]:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity(variant: str, impl: str, folders: dict[str, Path]) -> None:
-    """Logits, and 300 greedy tokens: alone, and ragged beside others that come and go."""
+    """Logits, and greedy tokens, 300 of one variant: alone, and ragged beside others that come and go."""
     model, texts = their_model(folders[variant]), prompts(1, 7, 64, 65, 130)
     with Generator.from_pretrained(
         folders[variant], device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26, max_num_seqs=4
@@ -102,7 +102,7 @@ def test_parity(variant: str, impl: str, folders: dict[str, Path]) -> None:
             with torch.no_grad():
                 truth = model(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
             assert (generator.logits(prompt) - truth).norm() < 1e-4 * truth.norm(), len(prompt)
-        counts = [300, 40, 90, 20, 60]
+        counts = [300, 40, 90, 20, 60] if variant == "2-to-1" else [70, 12, 30, 5, 20]
         expected = [greedy(model, prompt, count) for prompt, count in zip(texts, counts, strict=True)]
         params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in counts]
         assert generator.generate(texts[0], params[0]).token_ids == expected[0]

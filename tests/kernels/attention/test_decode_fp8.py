@@ -108,6 +108,8 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, s
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("case", kernel.CASES + BESIDE, ids=str)
 def test_fused_on_fp8_pages(case, normalize, dtype, make, cache8, nan, agrees, device, monkeypatch):
+    if device.type == "cpu" and normalize == (dtype == torch.float32):
+        pytest.skip("takes long in the interpreter; each case runs with the norm in fp16 and without it in fp32")
     use_sms(SM_COUNTS[not normalize], monkeypatch)
     check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device)
 

@@ -35,6 +35,10 @@ from minirt.kernels.step.table import Columns, Rows, StepTensors
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 LARGE = ((200, 3000), (500, INTER), (8192, INTER))  # tokens and width: every tile of the tables of `gemm`
+# Targets for which every launch is compiled: all 16-bit kernels, and all FP8 kernels. The others have the same code for other
+# matrix instructions, another size of shared memory, PDL or another dtype: launches with equal tiles are compiled once there,
+# except those of kernels that only Hopper has.
+IN_FULL = {(80, "bfloat16"), (89, "bfloat16")}
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
 
 
@@ -70,20 +74,33 @@ class CompileOnly:
         return 0
 
 
-def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
+def tile(args: tuple, given: dict) -> tuple:
+    """What of a launch decides about its kernel's matrix instructions, shared memory and loads before the wait of PDL."""
+    sizes = ("BLOCK", "STAGES", "SPLIT", "GROUP", "SCALE", "num_")
+    facts = {name: value for name, value in given.items() if isinstance(value, int) and (name == "D" or name.startswith(sizes))}
+    dtypes = [str(getattr(getattr(arg, "base", arg), "dtype", "")) for arg in args[:2]]
+    return *dtypes, "residual" in given, "ep.bias" in given, *sorted(facts.items())
+
+
+def compile_instead_of_launching(cc: int, results: list[dict], each: str = "launch") -> None:
+    """Make launches compile for a target. each: "launch", or "tile": of a generic kernel's launches with equal tiles, one."""
     driver.set_active(CompileOnly(cc))
-    run = jit.JITFunction.run
+    run, seen = jit.JITFunction.run, set()
 
     def warm_up(self, *args, grid, warmup, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if hasattr(kernel, "result"):
-            kernel = kernel.result()
-        ptx = kernel.asm["ptx"]
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
         records = {name: record._asdict() for name, record in given.items() if hasattr(record, "_fields")}
         for name, fields in records.items():
             given |= {field if name == "C" else f"{name}.{field}": value for field, value in fields.items()}
         given = {name: plain for name, arg in given.items() if (plain := getattr(arg, "value", arg)) is not None}
+        key = self.fn.__name__, tile(args, given)
+        if each == "tile" and key in seen and "_sm90" not in self.fn.__name__:
+            return
+        seen.add(key)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if hasattr(kernel, "result"):
+            kernel = kernel.result()
+        ptx = kernel.asm["ptx"]
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
         results.append(
@@ -348,7 +365,10 @@ def experts_blocks(calls: Calls) -> None:
 
 
 def experts_other_tiles(calls: Calls) -> None:
-    """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside, and with scales of blocks."""
+    """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside, and with scales of blocks.
+
+    Up and gate are launched without PDL, down with it.
+    """
     empty = calls.empty
     sixteen, eight, aside = ((8, 128), (128, 64), (128, 128, 1, 32)), ((8, 128),), ((64, 128),)
     blocks = ((8, 128), (64, 64, 2), (64, 128))
@@ -363,10 +383,9 @@ def experts_other_tiles(calls: Calls) -> None:
                     scales, x_scale = empty(16, rows, like=torch.float32), empty(64, like=torch.float32)
                 elif stored == "blocks":
                     scales, x_scale = (empty(*shape, K // 128, like=torch.float32) for shape in ((16, rows // 128), (64,)))
-                for pdl in (True, False):
-                    epilogue = Epilogue(scales, x_scale, activation=activation)
-                    product = Product(empty(64, K, like=like), weight, empty(64, N), epilogue=epilogue, pdl=pdl)
-                    experts_sm90.launch(product, routing, config)
+                epilogue, pdl = Epilogue(scales, x_scale, activation=activation), activation is None
+                product = Product(empty(64, K, like=like), weight, empty(64, N), epilogue=epilogue, pdl=pdl)
+                experts_sm90.launch(product, routing, config)
 
 
 def all_gated_delta(calls: Calls) -> None:
@@ -433,7 +452,7 @@ def every_kernel(cc: int, dtype: torch.dtype, *names: str) -> None:
 
 def main(cc: int, dtype: str, *names: str) -> None:
     results: list[dict] = []
-    compile_instead_of_launching(cc, results)
+    compile_instead_of_launching(cc, results, "launch" if (cc, dtype) in IN_FULL else "tile")
     every_kernel(cc, getattr(torch, dtype), *names)
     known = list(families(cc, getattr(torch, dtype)))
     print(json.dumps({"triton": triton.__version__, "families": known, "results": results}))

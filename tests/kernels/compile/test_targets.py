@@ -5,6 +5,7 @@ too large for a smaller GPU, fp32 products silently computed in TF32, loads move
 differ between lanes.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,17 +16,24 @@ import pytest
 
 # Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
 FIRST = {("linear", "attention", "step"): 17, ("int4", "experts"): 13, ("gated-delta", "attention-few"): 8}
-FP8 = FIRST | {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
+FP8 = {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 15,
     ("experts",): 11, ("attention-sizes",): 9, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
     ("gated-delta", "attention-few"): 8,
 }  # fmt: skip
+OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta", "attention-few"): 21}
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
-# float32 has the same kernels on all targets.
+# float32 has the same kernels on all targets. `IN_FULL` of compile_all.py says which targets compile every launch.
 TARGETS = {
-    (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8, (100, "bfloat16"): FP8, (120, "bfloat16"): FP8,
-    (80, "float32"): FIRST,
+    (90, "bfloat16"): HOPPER, (80, "bfloat16"): FIRST, (89, "bfloat16"): FP8, (100, "bfloat16"): OTHERS | FP8,
+    (120, "bfloat16"): OTHERS | {("linear-fp8",): 5}, (80, "float32"): OTHERS,
+}  # fmt: skip
+# sm_89 shares the instructions of its 16-bit kernels with sm_80, and their tiles, for small shared memory, with sm_120. Experts
+# in FP8, which use no TMA, and scales of blocks are the same on sm_89 and sm_120. The kernels of the table of slots have neither
+# products nor a dtype.
+LEFT_OUT = {
+    89: ["linear", "int4", "attention", "experts", "gated-delta", "attention-few"], 120: ["linear-blocks", "experts-fp8", "experts-blocks"],
 }  # fmt: skip
 CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -70,10 +78,11 @@ def compile_all(cc: int, dtype: str, *families: str) -> dict:
     ("cc", "dtype", "families"), CASES, ids=[f"sm{cc}-{dtype}-{'+'.join(families)}" for cc, dtype, families in CASES]
 )
 def test_compiles_as_meant(cc, dtype, families):
-    """Each family of the target is compiled by one of the cases."""
+    """Each family of the target is compiled by one of the cases, except those of `LEFT_OUT`."""
     found = compile_all(cc, dtype, *families)
     results, groups = found["results"], TARGETS[cc, dtype]
-    assert sorted(found["families"]) == sorted(family for group in groups for family in group)
+    covered = [*LEFT_OUT.get(cc, ()), *itertools.chain(*groups)]
+    assert sorted(found["families"]) == sorted(covered if "step" in covered else [*covered, "step"])
     assert len({r["kernel"] for r in results}) == groups[families]
     for r in results:
         name = r["kernel"]

@@ -237,7 +237,7 @@ import json, sys; sys.path.insert(0, sys.argv[2])
 import compile_all, torch
 from minirt.kernels.sampling import sample as sampling
 results = []
-compile_all.compile_instead_of_launching(int(sys.argv[1]), results)
+compile_all.compile_instead_of_launching(int(sys.argv[1]), results, "launch" if sys.argv[1] in ("80", "90") else "tile")
 few = 1 if sys.argv[1] == "90" else 2
 for V in (152064, 1031)[: 3 - few]:
     for flags in ((True, False, False, False), (False, True, True, True), (False, False, True, False))[: 4 - few]:
