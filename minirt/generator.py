@@ -223,9 +223,21 @@ class Generator:
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
     @_check_names
-    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
-        """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation, a list of {"role", "content"}, through the model's chat template.
+
+        Args:
+            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+        """
+        tokens = self.encode_chat(messages, self._processor.limit(params), chat_template_kwargs)
+        return self.generate(tokens, params, priority=priority)
 
     @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
@@ -335,9 +347,18 @@ class Generator:
         return self._processor.encode(prompt, max_tokens)
 
     @_check_names
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
-        return self._processor.encode_chat(messages, max_tokens)
+    def encode_chat(
+        self, messages: Messages, max_tokens: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, up to the start of the answer.
+
+        Args:
+            max_tokens: see `encode`.
+            chat_template_kwargs: see `chat`.
+        Raises:
+            InputError: the template has no variable of such a name.
+        """
+        return self._processor.encode_chat(messages, max_tokens, chat_template_kwargs)
 
     @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
