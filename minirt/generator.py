@@ -57,6 +57,7 @@ class Generator:
         memory: what it takes of the memory, and the size of the KV cache.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
+        step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
     """
 
     @checks_names(_OF_LOADING)
@@ -97,6 +98,7 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
+        self.step_state_bytes = model.step_state_bytes
         self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs

@@ -53,14 +53,14 @@ def plan(output_format: str, **options: Any) -> None:
         facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
         facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
         sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
-        sizes["sequence"] = one
+        sizes |= {"sequence": one, "step_state": model.step_state_bytes}
         record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
         write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
         sys.exit(0 if memory.fits else 1)
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
         write(textwrap.fill(f"Kernels for this compute capability only: {', '.join(kernels)}", 80) + "\n")
-    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, gpu)))
+    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, model.step_state_bytes, gpu)))
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
@@ -76,7 +76,8 @@ def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
     return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
 
 
-def _memory_lines(memory: "MemoryPlan", length: int, one: int, gpu: AbsentGPU | None) -> list[str]:
+def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, gpu: AbsentGPU | None) -> list[str]:
+    """`moved`: bytes of one sequence's states that a decode step reads and writes."""
     free = f"{format_size(memory.free)} free"
     free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
     share = f", of which the model may take {format_size(memory.budget)} ({memory.budget / max(memory.free, 1):.0%})"
@@ -86,6 +87,9 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, gpu: AbsentGPU | 
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
     beside = format_size(memory.weights + memory.other + memory.step + one, up=True)
     lines.append(f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} in all.")
+    if memory.state:
+        states = f"Of these, {format_size(memory.state)} are states of recurrent layers, whatever the length; a decode step moves"
+        lines += textwrap.wrap(f"{states} {format_size(moved)} for each sequence to read and write them.", 80)
     if not memory.fits:
         return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]

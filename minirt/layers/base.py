@@ -107,6 +107,7 @@ class Layer:
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
         makes_logits: whether its output is logits: the last layer, and no other.
+        kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
     """
 
     kind: ClassVar[str]
@@ -115,6 +116,7 @@ class Layer:
     reads_tokens: ClassVar[bool] = False
     selects_rows: ClassVar[bool] = False
     makes_logits: ClassVar[bool] = False
+    kernel_tables: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -140,6 +142,11 @@ class Layer:
     def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
         """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
+
+    @property
+    def step_state_bytes(self) -> int:
+        """Bytes of one sequence's state that a step of one token reads and writes: by default, all of it is read and written."""
+        return 0 if self.cache_spec is None else 2 * self.cache_spec.state_bytes
 
     @property
     def ropes(self) -> Sequence[tuple[RopeConfig, int]]:

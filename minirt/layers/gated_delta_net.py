@@ -37,6 +37,7 @@ class GatedDeltaNet(Layer):
     """
 
     kind = "gated_delta_net"
+    kernel_tables = ("gated_delta.dispatch",)
 
     def __init__(
         self,
@@ -73,6 +74,12 @@ class GatedDeltaNet(Layer):
         recurrent = self.num_v_heads, self.head_k_dim, self.head_v_dim
         conv = ("conv", (WIDTH, self.channels), self.context.dtype)
         return StateSpec((conv, ("recurrent", recurrent, torch.float32)))
+
+    @property
+    def step_state_bytes(self) -> int:
+        """The matrices are read and written. Of the convolution's inputs, three rows are read and one is written."""
+        matrices = 4 * self.num_v_heads * self.head_k_dim * self.head_v_dim
+        return 2 * matrices + WIDTH * self.channels * self.context.dtype.itemsize
 
     def linear_ops(self) -> Sequence[LinearOp]:
         if self.in_proj.format is not None:

@@ -78,6 +78,11 @@ class Model:
         used = {name: (count,) for name, count in (experts or {}).items()}
         return sum(layer.decode_read_bytes(self.dtype, tokens, *used.get(layer.name, ())) for layer in self.layers)
 
+    @property
+    def step_state_bytes(self) -> int:
+        """Bytes of the states of one sequence that a decode step reads and writes, summed over all layers."""
+        return sum(layer.step_state_bytes for layer in self.layers)
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""
         return sum(p.nbytes(dtype) for p in self.parameters())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.cli import caller
 
 from minirt import Generator, SamplingParams
 from minirt.bench.fp8_error import format_errors
@@ -20,6 +21,7 @@ from minirt.layers import Attention, GatedDeltaNet
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
 from minirt.models import build, parse_config, preset
+from minirt.sizes import format_size
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, state_bytes
 
@@ -280,6 +282,19 @@ def test_the_plan_and_the_load_summary_say_that_there_is_no_prefix_cache(folders
         assert "no prefix cache" in load_summary(generator)
     with Generator.from_pretrained(device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
         assert "prefix cache" not in str(generator.plan) + load_summary(generator)
+
+
+def test_the_plan_says_what_states_take(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """By hand for Qwen3.5-0.8B in bf16: 18 layers with 16 matrices of 128 x 128 in fp32, and four rows of 6,144 inputs."""
+    run = caller(capfd, monkeypatch)
+    matrices, ring = 18 * 16 * 128 * 128 * 4, 18 * 4 * 6144 * 2
+    arguments = ("plan", "--model", "Qwen3.5-0.8B", "--gpu", "H100", "--max-model-len", 4096)
+    record = json.loads(run(*arguments, "-o", "json")[1])
+    assert (record["memory"]["state"], record["memory"]["step_state"]) == (matrices + ring, 2 * matrices + ring)
+    text = " ".join(run(*arguments)[1].split())
+    assert f"{format_size(matrices + ring)} are states of recurrent layers, whatever the length" in text
+    assert f"moves {format_size(2 * matrices + ring)} for each sequence" in text
+    assert "are states" not in run("plan", "--model", "Qwen2.5-0.5B", "--gpu", "H100")[1]
 
 
 def test_errors_of_fp8(folders: dict[str, Path]) -> None:
