@@ -34,7 +34,11 @@ Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 class LayerContext:
     """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the
-    kernels' workspace, and the dtypes of activations and KV pages."""
+    kernels' workspace, and the dtypes of activations and KV pages.
+
+    `undoable`: steps of up to so many new tokens of a sequence can be undone to any of them (1 + drafts). 0: no step can. It is
+    set before layers' caches are allocated.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class LayerContext:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
+        self.undoable = 0
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
         self._query_scales: dict[RopeConfig, Tensor] = {}
 

@@ -70,10 +70,16 @@ class GatedDeltaNet(Layer):
 
     @property
     def cache_spec(self) -> StateSpec:  # type: ignore[override]  # it follows from the dtype, which is known at load
-        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head."""
-        recurrent = self.num_v_heads, self.head_k_dim, self.head_v_dim
-        conv = ("conv", (WIDTH, self.channels), self.context.dtype)
-        return StateSpec((conv, ("recurrent", recurrent, torch.float32)))
+        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head.
+
+        With `context.undoable`, also the gates of these inputs and the number of tokens in the matrices.
+        """
+        heads, undoable = self.num_v_heads, self.context.undoable
+        ring = WIDTH - 1 + 2 * undoable if undoable else WIDTH
+        conv = ("conv", (ring, self.channels), self.context.dtype)
+        recurrent = ("recurrent", (heads, self.head_k_dim, self.head_v_dim), torch.float32)
+        undo = (("gates", (ring, 2, heads), torch.float32), ("folded", (heads,), torch.int32)) if undoable else ()
+        return StateSpec((conv, recurrent, *undo))
 
     @property
     def step_state_bytes(self) -> int:
@@ -108,7 +114,7 @@ class GatedDeltaNet(Layer):
     def require(self, kv: LayerState | None) -> GatedDeltaState:
         if kv is None:
             raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
-        return GatedDeltaState(kv["conv"], kv["recurrent"])
+        return GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
 
 
 class _Joined(PackedLinear):
@@ -195,9 +201,9 @@ def eager(layer: GatedDeltaNet) -> Forward:
         state = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
-        y = gated_delta.gated_delta_net(
-            qkvz, ba, layer.weights(), state, batch.query_lens, batch.seq_lens, batch.seq_slots.tolist()
-        )
+        # The host's lengths are upper bounds where the step before had drafts.
+        counts, lengths = batch.query_starts_device.diff().tolist(), batch.seq_lens_device.tolist()
+        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist())
         return x + reference.linear(y, out_proj.weight, scale=out_proj.scale)
 
     return forward
