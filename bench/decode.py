@@ -119,10 +119,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure every combination of context length and batch size, each by `count` steps.
 
-    Bytes count what a step must read: the weights once (of a mixture, the experts that steps of this run use, see
-    `bench.experts`), and the KV cache of each sequence. Times are in seconds, rates in bytes or tokens per second. The limit is
-    the sum of two times: the time to read the KV cache at `ceiling`, and the longer of the time to read the weights at `ceiling`
-    and the time to multiply all tokens by them at the rate of `products`.
+    Bytes count what a step must move: the weights once (of a mixture, the experts that steps of this run use, see
+    `bench.experts`), the KV cache of each sequence, and the states of recurrent layers, which are read and written. Times are in
+    seconds, rates in bytes or tokens per second. The limit is the sum of two times: the time to move the KV cache and the states
+    at `ceiling`, and the longer of the time to read the weights at `ceiling` and the time to multiply all tokens by them at the
+    rate of `products`.
 
     Returns:
         a result for each combination.
@@ -136,13 +137,14 @@ def run(
             )  # fmt: skip
             seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
+            states = batch_size * generator.step_state_bytes
             use = in_decode(generator, batch_size, context_len, seed)
             read = step_read_bytes(generator.model, batch_size, None if use is None else use.touched())
             uniform = step_read_bytes(generator.model, batch_size)
-            speed = (read + kv) / statistics.median(steps)
+            speed = (read + kv + states) / statistics.median(steps)
             flops = linear_flops(generator.config, batch_size, batch_size)
             weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
-            limit = weights + kv / ceiling.bytes_per_s
+            limit = weights + (kv + states) / ceiling.bytes_per_s
             results.append(
                 {
                     "test": test_name(batch_size, context_len, count),
@@ -154,6 +156,7 @@ def run(
                     "graph_replay_s": replay_time(generator, batch_size, round(seen)),
                     "weight_bytes_read": read,
                     "kv_bytes_read": kv,
+                    "state_bytes_moved": states,
                     "read_bytes_per_s": speed,
                     "share_of_read_ceiling": speed / ceiling.bytes_per_s,
                     "share_of_datasheet": speed / datasheet if datasheet else None,

@@ -289,7 +289,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("step ms", lambda r: _spread(r["step_s"], 1e3, 3)),
         ("min ms", lambda r: _number(r["step_s"]["min"], 1e3, 3)),
         ("CUDA graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
-        ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"], 1e-9, 3)),
+        ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"] + r.get("state_bytes_moved", 0), 1e-9, 3)),
         ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
         ("of bandwidth", lambda r: _share(r["share_of_read_ceiling"])),
         ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),

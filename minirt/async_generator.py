@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator as AsyncGeneration
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, overload
@@ -125,9 +125,17 @@ class AsyncGenerator:
         return call.scores()
 
     @_check_names
-    async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
-        """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        tokens = await asyncio.to_thread(self.generator.encode_chat, messages, self.generator._processor.limit(params))
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation, messages of {"role", "content"}, through the model's chat template; see `Generator.chat`."""
+        limit = self.generator._processor.limit(params)
+        tokens = await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
         return await self.generate(tokens, params, priority=priority)
 
     @_check_names
@@ -160,9 +168,12 @@ class AsyncGenerator:
                 yield piece, stream.completion
 
     @_check_names
-    async def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation through the chat template, for `stream` and `generate`."""
-        return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1)
+    async def encode_chat(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, for `stream` and `generate`; see `Generator.encode_chat`."""
+        limit = self.generator.max_len - 1
+        return await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
 
     async def close(self) -> None:
         """Close the generator. Open requests of all its callers end with an error."""

@@ -91,7 +91,7 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "num_speculative_tokens": (_VLLM, "--speculate ngram:k", "speculative=SpeculativeOptions(num_speculative_tokens=…)"),
     **dict.fromkeys(("use_beam_search", "num_beams", "BeamSearchParams", "length_penalty", "early_stopping"), _BEAMS),
     **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice"), _ALWAYS),
-    **dict.fromkeys(("tools", "chat_template_kwargs"), "not supported here: requests to minirt serve may have it"),
+    "tools": "not supported here: requests to minirt serve may have it",
     "trust_remote_code": _NO_CODE,
     "request_id": "not needed: leaving an iterator aborts its request",
     "add_generation_prompt": _ALWAYS,

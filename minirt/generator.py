@@ -5,7 +5,7 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing, nullcontext
 from dataclasses import fields, replace
@@ -58,6 +58,7 @@ class Generator:
         memory: what it takes of the memory, and the size of the KV cache.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
+        step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
     """
 
     @checks_names(_OF_LOADING)
@@ -102,6 +103,7 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
+        self.step_state_bytes = model.step_state_bytes
         self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs
@@ -230,9 +232,21 @@ class Generator:
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
     @_check_names
-    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
-        """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation, a list of {"role", "content"}, through the model's chat template.
+
+        Args:
+            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+        """
+        tokens = self.encode_chat(messages, self._processor.limit(params), chat_template_kwargs)
+        return self.generate(tokens, params, priority=priority)
 
     @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
@@ -347,9 +361,18 @@ class Generator:
         return self._processor.encode(prompt, max_tokens)
 
     @_check_names
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
-        return self._processor.encode_chat(messages, max_tokens)
+    def encode_chat(
+        self, messages: Messages, max_tokens: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, up to the start of the answer.
+
+        Args:
+            max_tokens: see `encode`.
+            chat_template_kwargs: see `chat`.
+        Raises:
+            InputError: the template has no variable of such a name.
+        """
+        return self._processor.encode_chat(messages, max_tokens, chat_template_kwargs)
 
     @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:

@@ -101,11 +101,17 @@ class Processor:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self.text().encode(prompt, max_tokens)
 
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
+    def encode_chat(
+        self, messages: Messages, max_tokens: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """See `Generator.encode_chat`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
-        return self.text().encode_chat(list(messages), max_tokens)
+        text, variables = self.text(), dict(chat_template_kwargs or {})
+        if unused := [str(name) for name in variables if not text.template_uses(str(name))]:
+            what = "the model's chat template has no such variable"
+            raise InputError(what, where="chat_template_kwargs", found=", ".join(unused))
+        return text.encode_chat(list(messages), max_tokens, variables=variables)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """See `Generator.check`."""

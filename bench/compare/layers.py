@@ -343,8 +343,8 @@ class Work(NamedTuple):
 def work(place: Place, step: Step) -> Work:
     """Count the work of a layer.
 
-    Bytes: the weights once, what the layer keeps of every sequence, the input and the output. Operations: the products of the
-    linears and of attention.
+    Bytes: the weights once, what the layer keeps of every sequence (a state is also written), the input and the output.
+    Operations: the products of the linears and of attention.
     """
     layer, batch, rows = place.layer, step.batch, step.rows(place)
     dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
@@ -354,4 +354,6 @@ def work(place: Place, step: Step) -> Work:
     nbytes = layer_read_bytes(layer, dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
     pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(batch.query_lens, batch.seq_lens, strict=True))
     own = cached(place, step.cache)
-    return Work(nbytes + (0 if own is None else view(own).read_bytes(batch)), flops + attention_flops(layer, pairs))
+    if own is not None and layer.cache_spec is not None:
+        nbytes += view(own).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
+    return Work(nbytes, flops + attention_flops(layer, pairs))

@@ -143,7 +143,8 @@ def measure(model: str) -> list[dict[str, Any]]:
 
             run = sustained(step, meter)._replace(seconds=statistics.median(times[len(times) // 2 :]))
             flops = linear_flops(generator.config, batch, batch)
-            nbytes = step_read_bytes(generator.model, batch) + batch * CONTEXT * generator.kv_bytes_per_token
+            own = CONTEXT * generator.kv_bytes_per_token + generator.step_state_bytes  # of one sequence
+            nbytes = step_read_bytes(generator.model, batch) + batch * own
             rows.append(_row("step", run, batch_size=batch, context_len=CONTEXT, bytes=nbytes, flops=flops))
         prompt = [(7919 * i) % generator.config.vocab_size for i in range(PROMPT)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -38,7 +38,7 @@ def main(words: list[str]) -> None:
         ceiling = read_ceiling(pick_device("cuda"))
         cached = generator.kv_bytes_per_token * CONTEXT
         for batch in BATCHES:
-            read = step_read_bytes(generator.model, batch) + batch * cached
+            read = step_read_bytes(generator.model, batch) + batch * (cached + generator.step_state_bytes)
             times = summarize(replay_times(generator, batch, CONTEXT))
             limit = read / ceiling.bytes_per_s
             results.append({"batch_size": batch, "context_len": CONTEXT, "step_s": times, "limit_s": limit})

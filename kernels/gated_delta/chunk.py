@@ -151,18 +151,18 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, decay_ptr, state, sequence
         for first in range(0, count, C.CHUNK):
             inside = first + i < count
             token = row + first + i
-            at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
-            q = tl.load(at, mask=inside[:, None], other=0.0)
-            k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
             head = token * C.HV + h
             w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
             u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+            change = u - product(w, S, C.PRECISION)
             G = tl.load(decay_ptr + head, mask=inside, other=0.0)
             last = tl.load(decay_ptr + (row + tl.minimum(first + C.CHUNK, count) - 1) * C.HV + h)
-            change = u - product(w, S, C.PRECISION)
+            at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
+            q = tl.load(at, mask=inside[:, None], other=0.0)
+            o = product(q.to(tl.float32) * tl.exp(G)[:, None], S, C.PRECISION)
+            k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
             seen = (i[:, None] >= i[None, :]) & inside[:, None]
             P = tl.dot(q, tl.trans(k), input_precision=C.PRECISION) * tl.exp(tl.where(seen, G[:, None] - G[None, :], 0.0))
-            o = product(q.to(tl.float32) * tl.exp(G)[:, None], S, C.PRECISION)
             o += product(tl.where(seen, P, 0.0), change, C.PRECISION)
             out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
             tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -16,17 +16,22 @@ from minirt.kernels.prepared import prepared
 
 
 @triton.jit
-def _update(S, k, v, g, beta):
-    """The state [Dk, Dv] after a token."""
-    S *= tl.exp(g)
-    change = (v - tl.sum(S * k[:, None], 0)) * beta
-    return S + k[:, None] * change[None, :]
+def _token(S, q, k, v, g, beta, scale: tl.constexpr):
+    """The state [Dk, Dv] after a token, and the token's output [Dv] of scale · q, before the norm.
+
+    The output is of the state after the token, S' = e^g S + k changeᵀ. So it is e^g Sᵀq + (k · q) change, and one pass over S
+    has the sums of both.
+    """
+    decay = tl.exp(g)
+    held, seen = tl.sum(S * k[:, None], 0), tl.sum(S * q[:, None], 0)
+    change = (v - decay * held) * beta
+    return tl.fma(k[:, None], change[None, :], S * decay), (decay * seen + tl.sum(k * q, 0) * change) * scale
 
 
 @triton.jit
-def _output(S, q, z_ptrs, norm, eps, out_ptrs, D: tl.constexpr):
-    """Store a token's output: of q, the gated norm."""
-    y = gated_norm(tl.sum(S * q[:, None], 0), tl.load(z_ptrs).to(tl.float32), norm, eps, 0, D)
+def _store_output(o, z_ptrs, norm, eps, out_ptrs, D: tl.constexpr):
+    """Store the gated norm of a token's output."""
+    y = gated_norm(o, tl.load(z_ptrs).to(tl.float32), norm, eps, 0, D)
     tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty))
 
 
@@ -82,11 +87,11 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
         ba_ptr += row * ba_stride + h
         raw_q, raw_k, raw_v = tl.load(x_ptr + q_channels), tl.load(x_ptr + k_channels), tl.load(x_ptr + v_channels)
         g, beta = gates(tl.load(ba_ptr), tl.load(ba_ptr + C.HV), A_log, dt_bias)
-        q, k = unit(_newest_tap(q_taps, raw_q), 0) * (C.DK**-0.5), unit(_newest_tap(k_taps, raw_k), 0)
-        S = _update(S, k, _newest_tap(v_taps, raw_v), g, beta)
+        q, k = unit(_newest_tap(q_taps, raw_q), 0), unit(_newest_tap(k_taps, raw_k), 0)
+        S, o = _token(S, q, k, _newest_tap(v_taps, raw_v), g, beta, C.DK**-0.5)
         tl.store(S_ptrs, S)
         at = h * C.DV + dv
-        _output(S, q, x_ptr + CHANNELS + at, norm, weights.eps, out_ptr + row * VALUES + at, C.DV)
+        _store_output(o, x_ptr + CHANNELS + at, norm, weights.eps, out_ptr + row * VALUES + at, C.DV)
         ring_ptr += position % C.RING * CHANNELS  # a row that no program of this step reads
         tl.store(ring_ptr + v_channels, raw_v)
         if h % GROUP == 0:
@@ -128,7 +133,7 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
             k = unit(convolve(x_ptr, x_stride, ring_ptr, weights.conv, k_channels, p + 0 * dk, start, dk >= 0, C), 0)
             v = convolve(x_ptr, x_stride, ring_ptr, weights.conv, v_channels, p + 0 * dv, start, dv >= 0, C)
             at = gates_ptr + p % C.RING * 2 * C.HV
-            S = _update(S, k, v, tl.load(at), tl.load(at + C.HV))
+            S, _ = _token(S, k, k, v, tl.load(at), tl.load(at + C.HV), 1.0)
         tl.store(S_ptrs, S)
         tl.store(folded_ptr, start)
         for t in range(tl.where(count <= C.MOST, count, 0)):
@@ -138,10 +143,10 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
             v = convolve(x_ptr, x_stride, ring_ptr, weights.conv, v_channels, p + 0 * dv, start, dv >= 0, C)
             ba = ba_ptr + t * ba_stride
             g, beta = gates(tl.load(ba), tl.load(ba + C.HV), A_log, dt_bias)
-            S = _update(S, k, v, g, beta)
+            S, o = _token(S, q, k, v, g, beta, C.DK**-0.5)
             head = h * C.DV + dv
             out_ptrs = out_ptr + (row + t).to(tl.int64) * VALUES + head
-            _output(S, q * (C.DK**-0.5), token + CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
+            _store_output(o, token + CHANNELS + head, norm, weights.eps, out_ptrs, C.DV)
             # Rows of the ring that no program of this step reads.
             ring = ring_ptr + p % C.RING * CHANNELS
             tl.store(ring + v_channels, tl.load(token + v_channels))

@@ -20,6 +20,7 @@ from minirt.cli.options import (
     sampling_options,
     sampling_params,
     speculative_options,
+    template_option,
 )
 from minirt.cli.output import completion_summary, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 @prefix_cache_option
 @speculative_options
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
+@template_option
 @sampling_options
 @quiet_option
 @debug_option
-def chat(system: str | None, quiet: bool, **options: Any) -> None:
+def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
 
     Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
@@ -52,7 +54,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
         raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
     params = sampling_params(options)
     with open_model(options, quiet, chat=True) as generator:
-        conversation = _Conversation(generator, params, system, quiet)
+        conversation = _Conversation(generator, params, system, variables, quiet)
         with named_by_option():  # without a template, or with a wrong grammar, fail before the user types
             generator.check(conversation.encode("?"), params)
         conversation.run()
@@ -61,8 +63,11 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
 class _Conversation:
     """The messages so far and the last answer. On a terminal, the user can continue after an error; a script ends."""
 
-    def __init__(self, generator: "Generator", params: "SamplingParams", system: str | None, quiet: bool) -> None:
+    def __init__(
+        self, generator: "Generator", params: "SamplingParams", system: str | None, variables: dict[str, Any] | None, quiet: bool
+    ) -> None:
         self._generator, self._params, self._system, self._quiet = generator, params, system, quiet
+        self._variables = variables
         self._turns: list[dict[str, str]] = []
         self._last: Completion | None = None
 
@@ -88,17 +93,30 @@ class _Conversation:
     def encode(self, text: str) -> list[int]:
         """Token ids of the conversation with one more user message."""
         messages = [*self._messages(), {"role": "user", "content": text}]
-        return self._generator.encode_chat(messages, self._generator.max_len - 1)
+        return self._generator.encode_chat(messages, self._generator.max_len - 1, self._variables)
+
+    def _message(self, prompt: list[int], answer: str) -> dict[str, str]:
+        """An answer as a message of the conversation. Templates take reasoning apart from the content."""
+        from minirt.text.reply import parse
+        from minirt.text.reply_format import ReplyFormat
+
+        tokenizer = self._generator.tokenizer
+        if tokenizer is None:
+            return {"role": "assistant", "content": answer}
+        form = ReplyFormat.choose(tokenizer.tool_template, tokenizer.response_template)
+        reply = parse(form.parser(tokenizer.decode(prompt, skip_special_tokens=False)), answer)
+        return {"role": "assistant", "content": reply.content} | ({"reasoning": reply.reasoning} if reply.reasoning else {})
 
     def _messages(self) -> list[dict[str, str]]:
         return ([] if self._system is None else [{"role": "system", "content": self._system}]) + self._turns
 
     def _answer(self, text: str) -> None:
         """Print the answer while it is generated, and keep message and answer. After Ctrl-C, the answer so far is kept."""
-        answer, completion, stopped = "", None, False
+        answer, completion, stopped, prompt = "", None, False, list[int]()
         try:
             try:
-                with closing(self._generator.stream_completion(self.encode(text), self._params)) as pieces:
+                prompt = self.encode(text)
+                with closing(self._generator.stream_completion(prompt, self._params)) as pieces:
                     for piece, completion in pieces:  # noqa: B007 (used after the loop)
                         answer += piece.text
                         write(piece.text)
@@ -118,7 +136,7 @@ class _Conversation:
             from minirt.device import peak_memory
 
             completion = replace(completion, finish_reason="abort", peak_memory_bytes=peak_memory(self._generator.device))
-        self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self._turns += [{"role": "user", "content": text}, self._message(prompt, answer)]
         self._last = completion
         warn_incomplete([completion])
         if not self._quiet:

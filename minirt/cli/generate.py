@@ -19,6 +19,7 @@ from minirt.cli.options import (
     sampling_options,
     sampling_params,
     speculative_options,
+    template_option,
     text_format_option,
     warm_prompt_option,
 )
@@ -47,6 +48,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default.")
+@template_option
 @sampling_options
 @detail_options
 @text_format_option
@@ -54,8 +56,8 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @quiet_option
 @debug_option
 def generate(
-    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None, output_format: str,
-    verbose: bool, quiet: bool, **options: Any,
+    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None,
+    variables: dict[str, Any] | None, output_format: str, verbose: bool, quiet: bool, **options: Any,
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
 
@@ -76,12 +78,14 @@ def generate(
     as_json = output_format == "json"
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat, which applies the chat template")
+    if variables is not None and not chat and many is None:
+        raise click.UsageError("--chat-template-kwargs needs --chat, which applies the chat template")
     if verbose and not as_json:
         raise click.UsageError("--verbose needs --json, which prints the values")
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
-        generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system)
+        generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system, variables=variables)
         return
     if not (prompts or files) and not sys.stdin.isatty():
         piped = _piped()
@@ -100,7 +104,7 @@ def generate(
         inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
             with inside(place):
-                inputs.append(encode_prompt(generator, text, chat, params, system))
+                inputs.append(encode_prompt(generator, text, chat, params, system, variables))
             try:
                 with named_by_option():
                     generator.check(inputs[-1], params)  # check all prompts before any text is printed

@@ -43,7 +43,9 @@ class Printing:
     quiet: bool
 
 
-def generate_many(name: str, options: dict[str, Any], printing: Printing, *, chat: bool, system: str | None) -> None:
+def generate_many(
+    name: str, options: dict[str, Any], printing: Printing, *, chat: bool, system: str | None, variables: dict[str, Any] | None
+) -> None:
     """Run the requests of the JSON-lines file `name` ("-" is stdin) and print the results in the order of the file.
 
     All requests are checked before the first one runs. A result is printed as soon as all results before it are printed. On
@@ -63,8 +65,11 @@ def generate_many(name: str, options: dict[str, Any], printing: Printing, *, cha
                 raise InputError(f"{key} needs --json, which prints them", where=request.where)
     texts = [str(request.content) for request in requests if request.kind == "prompt"]
     conversations = any(request.kind == "messages" for request in requests)
+    if variables is not None and not chat and not conversations:
+        hint = "--chat applies the chat template; so do messages"
+        raise InputError("--chat-template-kwargs is for conversations, and the file has none", where=shown_name(name), hint=hint)
     with open_model(options, printing.quiet, texts, chat or conversations) as generator:
-        inputs = [request.encode(generator, chat, system) for request in requests]
+        inputs = [request.encode(generator, chat, system, variables) for request in requests]
         results = _Results(requests, printing, texts=generator.tokenizer is not None)
         started = time.perf_counter()
         try:

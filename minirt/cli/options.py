@@ -3,6 +3,7 @@
 This module is light: heavy imports wait until a command needs them.
 """
 
+import json
 import os
 import re
 import sys
@@ -85,6 +86,21 @@ class Bias(click.ParamType):
         if not match:
             self.fail(f"{value!r} is no token id and number, such as 17=-5.5", param, ctx)
         return int(match[1]), float(match[2])
+
+
+class JsonObject(click.ParamType):
+    """'{"a": 1}' → {"a": 1}."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            found = value if isinstance(value, dict) else json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
+        return found
 
 
 NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
@@ -236,6 +252,10 @@ warm_prompt_option = click.option(
     "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
     help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
 )  # fmt: skip
+template_option = click.option(
+    "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
+    help="More variables of the chat template, such as '{\"enable_thinking\": false}'.",
+)
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="Maximum number of new tokens; default: 256."),
     click.option("--temperature", type=float, help="0 is greedy."),
@@ -513,16 +533,17 @@ def prompt_limit(generator: "Generator", params: "SamplingParams | None") -> int
 
 
 def encode_prompt(
-    generator: "Generator", text: str, chat: bool, params: "SamplingParams | None" = None, system: str | None = None
+    generator: "Generator", text: str, chat: bool, params: "SamplingParams | None" = None, system: str | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a prompt of the command line. With `chat`, `text` is a user message, after the `system` message if any.
 
-    Without a tokenizer, `text` is a list of ids such as "1 2 3".
+    `variables`: more variables of the chat template. Without a tokenizer, `text` is a list of ids such as "1 2 3".
     """
     most = prompt_limit(generator, params)
     if chat:
         before = [] if system is None else [{"role": "system", "content": system}]
-        return generator.encode_chat([*before, {"role": "user", "content": text}], most)
+        return generator.encode_chat([*before, {"role": "user", "content": text}], most, variables)
     if generator.tokenizer is not None:
         return generator.encode(text, most)
     return token_ids(generator.name, text)

@@ -53,14 +53,15 @@ def plan(output_format: str, **options: Any) -> None:
         facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
         facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
         sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
-        sizes["sequence"] = one
+        sizes |= {"sequence": one, "step_state": model.step_state_bytes}
         record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
         write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
         sys.exit(0 if memory.fits else 1)
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
         write(textwrap.fill(f"Kernels for this compute capability only: {', '.join(kernels)}", 80) + "\n")
-    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, _budget(model, memory, gpu, options))))
+    budget = _budget(model, memory, gpu, options)
+    write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, model.step_state_bytes, budget)))
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
@@ -88,7 +89,8 @@ def _budget(model: "Model", memory: "MemoryPlan", gpu: AbsentGPU | None, options
     return f"{most}: the weights, and a quarter of the rest for the KV cache (or what --kv-cache-memory says)."
 
 
-def _memory_lines(memory: "MemoryPlan", length: int, one: int, budget: str) -> list[str]:
+def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budget: str) -> list[str]:
+    """`moved`: bytes of one sequence's states that a decode step reads and writes."""
     lines = [textwrap.fill(budget, 80, subsequent_indent="  ")]
     if memory.others:
         lines.append(f"  {memory.others[0].upper()}{memory.others[1:]}.")
@@ -101,6 +103,9 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, budget: str) -> l
     others = "weights and steps" if memory.step else "weights"
     own = f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} with {others}."
     lines.append(textwrap.fill(own, 80, subsequent_indent="  "))
+    if memory.state:
+        states = f"Of these, {format_size(memory.state)} are states of recurrent layers, whatever the length; a decode step moves"
+        lines += textwrap.wrap(f"{states} {format_size(moved)} for each sequence to read and write them.", 80)
     if not memory.fits:
         return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]

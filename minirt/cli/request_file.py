@@ -40,8 +40,11 @@ class PromptLine:
     params: SamplingParams
     id: str | int | None = None
 
-    def encode(self, generator: "Generator", chat: bool, system: str | None) -> list[int]:
+    def encode(
+        self, generator: "Generator", chat: bool, system: str | None, variables: dict[str, Any] | None = None
+    ) -> list[int]:
         """Token ids, checked against the model. With `chat`, a text is a user message, after the `system` message if any.
+        `variables`: more variables of the chat template.
 
         Errors name file and line.
         """
@@ -50,11 +53,11 @@ class PromptLine:
                 what, hint = "--system is for prompts that are texts", "put the system message into the line's messages"
                 raise InputError(what, expected='"prompt"', found=f'"{self.kind}"', hint=hint)
             if self.kind == "messages":
-                tokens = generator.encode_chat(self.content, prompt_limit(generator, self.params))
+                tokens = generator.encode_chat(self.content, prompt_limit(generator, self.params), variables)
             elif self.kind == "prompt_token_ids":
                 tokens = generator.encode(self.content)
             else:
-                tokens = encode_prompt(generator, self.content, chat, self.params, system)
+                tokens = encode_prompt(generator, self.content, chat, self.params, system, variables)
             generator.check(tokens, self.params)
         return tokens
 

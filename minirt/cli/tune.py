@@ -85,12 +85,16 @@ def tune(
     from minirt.loading.load import plan_model
 
     families = tuning.registered()
-    if kernel is not None and kernel not in families:
-        raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
     check_target(options["output_file"], "--output-file")
     name = model_name(options, options["quiet"])
     load = to_load_options(options, name)
-    shapes, rows = linear_shapes(plan_model(load)), []
+    model = plan_model(load)
+    shapes, rows, fixed = linear_shapes(model), [], fixed_kernels(model)
+    if kernel is not None and kernel not in families:
+        what = "this kernel has nothing to tune" if kernel in fixed else "unknown kernel family"
+        raise InputError(what, where="--kernel", expected=", ".join(families), found=kernel)
+    if fixed and kernel is None and not options["quiet"]:
+        note(f"nothing to tune in {', '.join(fixed)}: rules choose their launch configurations")
     with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
         step = None if no_steps else _step_clock(load, stack, options["quiet"])
         for family in families if kernel is None else [kernel]:
@@ -149,6 +153,17 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
             shapes.append(LinearShape(*shape, blocks=blocks, int4=int4))
     return list(dict.fromkeys(shapes))
+
+
+def fixed_kernels(model: "Model") -> list[str]:
+    """The kernels of a model's layers that are not tuned, beside those of linear layers and experts."""
+    from importlib import import_module
+
+    from minirt.kernels.regimes import TABLES
+
+    modules = [f"minirt.kernels.{name}" for layer in model.unique_layers() for name in layer.kernel_tables]
+    tables = [getattr(import_module(module), name) for module, name in TABLES if module in modules]
+    return list(dict.fromkeys(regime.kernel for table in tables for regime in table))
 
 
 def _line(name: str, outcome: "Outcome") -> str:

@@ -30,6 +30,7 @@ class Attention(Layer):
     """
 
     kind = "attention"
+    kernel_tables = ("attention.dispatch", "attention.rope_write")
 
     def __init__(
         self,

@@ -34,7 +34,11 @@ Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 class LayerContext:
     """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the
-    kernels' workspace, and the dtypes of activations and KV pages."""
+    kernels' workspace, and the dtypes of activations and KV pages.
+
+    `undoable`: steps of up to so many new tokens of a sequence can be undone to any of them (1 + drafts). 0: no step can. It is
+    set before layers' caches are allocated.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class LayerContext:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
+        self.undoable = 0
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
         self._query_scales: dict[RopeConfig, Tensor] = {}
 
@@ -106,6 +111,7 @@ class Layer:
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
         makes_logits: whether its output is logits: the last layer, and no other.
+        kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
     """
 
     kind: ClassVar[str]
@@ -113,6 +119,7 @@ class Layer:
     reads_tokens: ClassVar[bool] = False
     selects_rows: ClassVar[bool] = False
     makes_logits: ClassVar[bool] = False
+    kernel_tables: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -138,6 +145,11 @@ class Layer:
     def decode_read_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the weights that a step of one token reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
+
+    @property
+    def step_state_bytes(self) -> int:
+        """Bytes of one sequence's state that a step of one token reads and writes: by default, all of it is read and written."""
+        return 0 if self.cache_spec is None else 2 * self.cache_spec.state_bytes
 
     @property
     def ropes(self) -> Sequence[tuple[RopeConfig, int]]:

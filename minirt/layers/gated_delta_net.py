@@ -35,6 +35,7 @@ class GatedDeltaNet(Layer):
     """
 
     kind = "gated_delta_net"
+    kernel_tables = ("gated_delta.dispatch",)
 
     def __init__(
         self,
@@ -67,10 +68,22 @@ class GatedDeltaNet(Layer):
 
     @property
     def cache_spec(self) -> StateSpec:  # type: ignore[override]  # it follows from the dtype, which is known at load
-        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head."""
-        recurrent = self.num_v_heads, self.head_k_dim, self.head_v_dim
-        conv = ("conv", (WIDTH, self.channels), self.context.dtype)
-        return StateSpec((conv, ("recurrent", recurrent, torch.float32)))
+        """The last inputs of the convolution (a ring, see `kernels.gated_delta.operands`), and the matrix of each head.
+
+        With `context.undoable`, also the gates of these inputs and the number of tokens in the matrices.
+        """
+        heads, undoable = self.num_v_heads, self.context.undoable
+        ring = WIDTH - 1 + 2 * undoable if undoable else WIDTH
+        conv = ("conv", (ring, self.channels), self.context.dtype)
+        recurrent = ("recurrent", (heads, self.head_k_dim, self.head_v_dim), torch.float32)
+        undo = (("gates", (ring, 2, heads), torch.float32), ("folded", (heads,), torch.int32)) if undoable else ()
+        return StateSpec((conv, recurrent, *undo))
+
+    @property
+    def step_state_bytes(self) -> int:
+        """The matrices are read and written. Of the convolution's inputs, three rows are read and one is written."""
+        matrices = 4 * self.num_v_heads * self.head_k_dim * self.head_v_dim
+        return 2 * matrices + WIDTH * self.channels * self.context.dtype.itemsize
 
     def linear_ops(self) -> Sequence[LinearOp]:
         if self.in_proj.format is not None:
@@ -99,7 +112,7 @@ class GatedDeltaNet(Layer):
     def require(self, kv: LayerState | None) -> GatedDeltaState:
         if kv is None:
             raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
-        return GatedDeltaState(kv["conv"], kv["recurrent"])
+        return GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
 
 
 class _Joined(PackedLinear):
@@ -176,9 +189,9 @@ def eager(layer: GatedDeltaNet) -> Forward:
         state = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
-        y = gated_delta.gated_delta_net(
-            qkvz, ba, layer.weights(), state, batch.query_lens, batch.seq_lens, batch.seq_slots.tolist()
-        )
+        # The host's lengths are upper bounds where the step before had drafts.
+        counts, lengths = batch.query_starts_device.diff().tolist(), batch.seq_lens_device.tolist()
+        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist())
         return x + reference.linear(y, out_proj.weight, scale=out_proj.scale)
 
     return forward

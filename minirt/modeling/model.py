@@ -72,6 +72,11 @@ class Model:
         """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
         return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
+    @property
+    def step_state_bytes(self) -> int:
+        """Bytes of the states of one sequence that a decode step reads and writes, summed over all layers."""
+        return sum(layer.step_state_bytes for layer in self.layers)
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""
         return sum(p.nbytes(dtype) for p in self.parameters())

@@ -1,6 +1,8 @@
 """`ReasoningParser`: splits `<think>…</think>` off the beginning of streamed text."""
 
-from minirt.text.reply import ContentDelta, Event, ReasoningDelta, held_length, space_end
+from collections.abc import Sequence
+
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, first_marker, held_length, space_end
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -28,10 +30,13 @@ class ReasoningParser:
     Args:
         inside: the prompt has opened the block already (see `opens_reasoning`). An opening marker at the beginning is left out.
         opening, closing: the markers.
+        ends: beginnings of content that also end a block, for models that leave out its closing marker.
     """
 
-    def __init__(self, inside: bool = False, opening: str = OPEN, closing: str = CLOSE) -> None:
-        self._opening, self._closing = opening, closing
+    def __init__(
+        self, inside: bool = False, opening: str = OPEN, closing: str = CLOSE, ends: Sequence[str] = ()
+    ) -> None:
+        self._opening, self._closing, self._ends = opening, closing, (closing, *ends)
         self._inside = inside
         self._begun = False  # whether it is decided that there is an opening marker, or none
         self._after = False  # after the block, or there is none
@@ -83,15 +88,15 @@ class ReasoningParser:
 
     def _reasoning(self, text: str) -> tuple[list[Event], str]:
         """Returns events, and the text after the block."""
-        place = text.find(self._closing)
-        if place < 0:
-            end = len(text) - held_length(text, [self._closing])
+        place, marker = first_marker(text, self._ends)
+        if not marker:
+            end = len(text) - held_length(text, self._ends)
             self._text = text[end:]
             return self._sent(text[:end]), ""
         events = self._sent(text[:place])
         self._after, self._empty = True, True
         self._space.clear()
-        return events, text[place + len(self._closing) :]
+        return events, text[place + len(marker) if marker == self._closing else place :]
 
     def _sent(self, text: str) -> list[Event]:
         """More text of the reasoning, without white space at its end, which may be that of the block."""

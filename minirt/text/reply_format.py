@@ -8,7 +8,15 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.text.reasoning import CLOSE, OPEN, ReasoningParser, opens_reasoning
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
-from minirt.text.tool_calls import FORMATS, MARKERS, CallListParser, NamedCallParser, detect_format, tool_call_parser
+from minirt.text.tool_calls import (
+    CALLS_END_REASONING,
+    FORMATS,
+    MARKERS,
+    CallListParser,
+    NamedCallParser,
+    detect_format,
+    tool_call_parser,
+)
 from minirt.text.tools import Tool, chosen
 
 AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
@@ -84,10 +92,13 @@ class ReplyFormat:
         if self.response_template is not None and choice in ("none", "auto"):
             return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
         calls: Parser | None = None
+        ends: Sequence[str] = ()
         if choice == "required":
             calls = CallListParser(tools)
         elif choice == "auto":
-            calls = tool_call_parser(self.tool_calls, tools) if tools and self.tool_calls is not None else None
+            if tools and self.tool_calls is not None:
+                calls, ends = tool_call_parser(self.tool_calls, tools), CALLS_END_REASONING.get(self.tool_calls, ())
         elif choice != "none":
             calls = NamedCallParser(chosen(tools, choice).name)
-        return ReplyParser(ReasoningParser(opens_reasoning(prompt, continued)) if self.reasoning else None, calls)
+        inside = opens_reasoning(prompt, continued)
+        return ReplyParser(ReasoningParser(inside, ends=ends) if self.reasoning else None, calls)

@@ -583,6 +583,11 @@ MARKERS = {
     "qwen3_xml": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
 }
+# How calls begin in formats whose models may call a tool without closing their reasoning first (Qwen3.5).
+CALLS_END_REASONING = {
+    "qwen3_coder": ("<tool_call>\n<function=", "<tool_call><function="),
+    "qwen3_xml": ("<tool_call>\n<function=", "<tool_call><function="),
+}
 
 
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.

@@ -38,6 +38,7 @@ class Machine:
         self.kv_bytes_per_token, self.kv_cache_bytes, self.decode_read_bytes = 1000, 1 << 40, 5_000_000
         layer = SimpleNamespace(name="all", decode_read_bytes=lambda dtype: self.decode_read_bytes)
         self.model = SimpleNamespace(layers=[layer], dtype=torch.float32)
+        self.step_state_bytes = 700_000
         self.config, self.device = replace(QWEN, vocab_size=11), torch.device("cpu")
         self.now, self.slowness, self.calls, self.replays = 0.0, slowness, [], []
 
@@ -196,7 +197,8 @@ def test_figures_of_a_result():
     kv = round(2 * 1000 * statistics.mean(100 + n for n in range(1, 129)))  # steps attend to 101 … 228 positions
     assert row["kv_bytes_read"] == kv
     assert row["weight_bytes_read"] == 5_000_000
-    speed = (5_000_000 + kv) / steps[1]
+    assert row["state_bytes_moved"] == 2 * 700_000
+    speed = (5_000_000 + kv + 2 * 700_000) / steps[1]
     assert row["read_bytes_per_s"] == pytest.approx(speed, rel=1e-12)
     assert row["share_of_read_ceiling"] == pytest.approx(speed / 2e9, rel=1e-12)
     assert row["share_of_datasheet"] == pytest.approx(speed / 4e9, rel=1e-12)
@@ -213,7 +215,9 @@ def test_a_limit_of_arithmetic():
     machine.config = QWEN
     (row,) = result(machine, batch_sizes=(3,), rate=1e9)
     linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584) + 152064 * 3584
-    assert row["limit_s"] == pytest.approx(3 * 2 * linears / 1e9 + row["kv_bytes_read"] / 2e9, rel=1e-12)
+    assert row["limit_s"] == pytest.approx(
+        3 * 2 * linears / 1e9 + (row["kv_bytes_read"] + 3 * 700_000) / 2e9, rel=1e-12
+    )
     assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["step_s"]["median"], rel=1e-12)
 
 

@@ -431,6 +431,41 @@ def test_chat_commands(run, folder, tmp_path, monkeypatch, seen):
         refused(run("chat", "-m", folder, *CACHE), command.split()[-1])
 
 
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}{{ '(' ~ m.reasoning_content ~ ')' if m.reasoning_content }}]{{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<think>' if enable_thinking is undefined or enable_thinking else '<think></think>' }}{% endif %}"
+)
+
+
+def test_variables_of_the_chat_template(run, hf_folder, tmp_path):
+    """They reach the template of every conversation; what the template does not use, or no conversation, is refused by name."""
+    thinks, off = add_tokenizer(hf_folder("Llama"), template=THINKS), '{"enable_thinking": false}'
+    base = ("generate", "-m", thinks, *CACHE, "--json", "-q", "--max-tokens", 2)
+    for switch, end in (((), "<think>"), (("--chat-template-kwargs", off), "<think></think>")):
+        record = json.loads(run(*base, "--chat", *switch, "hi")[1])
+        assert record["prompt_token_ids"] == ids(thinks, f"[user]hi\n{end}")
+        lines = tmp_path / "lines"
+        lines.write_text('"hi"\n{"messages": [{"role": "user", "content": "ho"}]}\n')
+        out = run(*base, "--chat", *switch, "--prompts", lines)[1].splitlines()
+        prompts = [json.loads(line)["prompt_token_ids"] for line in out]
+        assert prompts == [ids(thinks, f"[user]{own}\n{end}") for own in ("hi", "ho")]
+    refused(run(*base, "--chat", "--chat-template-kwargs", '{"mood": 1}', "hi"), "no such variable", "mood")
+    refused(run(*base, "--chat", "--chat-template-kwargs", "[1]", "hi"), "not a JSON object", code=2)
+    refused(run(*base, "--chat-template-kwargs", off, "hi"), "needs --chat", code=2)
+    lines.write_text('"hi"\n')
+    refused(run(*base, "--chat-template-kwargs", off, "--prompts", lines), "is for conversations")
+
+
+def test_reasoning_is_not_content_in_the_next_turn(run, hf_folder, monkeypatch, seen):
+    """An answer after `<think>` goes back as reasoning and content, as the template takes them."""
+    thinks = add_tokenizer(hf_folder("Llama"), template=THINKS)
+    monkeypatch.setattr(sys, "stdin", Keyboard("hi\nho\n"))
+    code, out, _ = run("chat", "-m", thinks, *CACHE, "--choice", "Hm\n</think>\n\nyes")
+    assert (code, out) == (0, 2 * "Hm\n</think>\n\nyes\n")
+    assert seen[1] == ids(thinks, "[user]hi\n[assistant(Hm)]yes\n[user]ho\n<think>")
+
+
 def test_a_saved_conversation_is_a_request(run, folder, tmp_path, monkeypatch):
     saved = tmp_path / "s"
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n/save {saved}\n"))

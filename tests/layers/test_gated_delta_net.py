@@ -1,5 +1,6 @@
 """The gated DeltaNet layer: eager against transformers' module, Triton against eager, formats, what it states of itself."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def values(*shape: int, seed: int = 1) -> torch.Tensor:
 def state_of(layer: GatedDeltaNet, slots: int = 3) -> Any:
     state = layer.cache_spec.allocate(CacheRoom(0, 64, slots, torch.float32, DEVICE))
     for tensor in state.values():
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 10**6)
     return state
 
 
@@ -119,6 +120,36 @@ def test_triton_is_eager(quantization: Quantization | None) -> None:
         assert states[0][name][1].isnan().all()
 
 
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+@torch.inference_mode()
+def test_steps_are_undone(impl: str) -> None:
+    """Steps of 1 + 2 tokens of which 1 to 3 stay: the next step begins after them, and folds them.
+
+    Only the device's lengths are right; the host's are upper bounds, as in the engine. Catches a layer that asks the host how
+    many tokens stayed, and drafts that leave a trace in the state.
+    """
+    plain, own = layer_of(heads=(1, 2)), layer_of(impl=impl, heads=(1, 2))
+    own.context.undoable = 3
+    kept_counts = (1, 3, 2, 1) if impl == "eager" else (1, 2)
+    x, wrong = values(sum(kept_counts) + 5, H), values(2, H, seed=9)
+    expected = plain(x, batch_of((len(x), 0, 1)), state_of(plain))
+    state, length, outs = state_of(own), 0, []
+    assert {name: tensor.shape[1] for name, tensor in state.items() if name != "recurrent"} == {
+        "conv": 3 + 2 * 3, "gates": 3 + 2 * 3, "folded": 2,
+    }  # fmt: skip
+    for kept in kept_counts:
+        tokens = torch.cat((x[length : length + kept], wrong))[:3]
+        batch = batch_of((3, length, 1))
+        bounds = dataclasses.replace(batch, seq_lens=tuple(n + 2 for n in batch.seq_lens))
+        outs.append(own(tokens, bounds, state)[:kept])
+        length += kept
+    assert state["folded"][1].eq(length - kept_counts[-1]).all()  # the last step's tokens are not in the matrices yet
+    if impl == "eager":  # a part of a prompt folds all its tokens
+        outs.append(own(x[length:], batch_of((5, length, 1)), state))
+        assert state["folded"][1].eq(length + 5).all()
+    torch.testing.assert_close(torch.cat(outs), expected[: sum(map(len, outs))], rtol=1e-4, atol=2e-5)
+
+
 def test_what_is_quantized() -> None:
     """in_proj_qkv, in_proj_z and out_proj; A_log and dt_bias are fp32 in a model of any dtype."""
     model = model_of(Quantization("fp8"))
@@ -149,11 +180,12 @@ def test_joined_projections_are_one_matrix() -> None:
 
 
 def test_state_bytes() -> None:
-    """The convolution's inputs are in the model's dtype, the matrices in fp32."""
+    """The convolution's inputs are in the model's dtype, the matrices in fp32. A step reads the matrices and writes them."""
     model = model_of()
     assert [spec.state_bytes for spec in model.cache_specs] == [4 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
     model.allocate(DEVICE, torch.bfloat16, 64)
     assert [spec.state_bytes for spec in model.cache_specs] == [2 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
+    assert model.step_state_bytes == 2 * 4 * (2 * HK * DK + HV * DV) + 2 * 4 * HV * DK * DV
 
 
 def test_refusals() -> None:

@@ -459,9 +459,9 @@ def test_it_is_compared(hf_folder, layers, kind):
         assert row["state.sum"]["error"]["relative"] <= row["state.sum"]["limit"]["relative"] < 1e-5
         assert (row["k"]["error"]["relative"] is None) == (kind == "memory")
         assert row["out"]["error"]["relative"] < 1e-5
-    read = 2 * 64 * 4 + (2 * 5 * 2 * 2 * 16 * 4 if kind == "both" else 0)
+    read = 2 * 2 * 64 * 4 + (2 * 5 * 2 * 2 * 16 * 4 if kind == "both" else 0)
     weights = 4 * (64 if kind == "memory" else 2 * 64 + 64 * 128 + 64 * 64)  # of `Both`, the norm weight is read twice
-    assert result.rows[-1]["bytes"] == weights + 2 * 2 * 64 * 4 + read, "decode reads two states, and the pages of ten tokens"
+    assert result.rows[-1]["bytes"] == weights + 2 * 2 * 64 * 4 + read, "decode reads and writes two states, and reads ten tokens"
     assert result.model["text"]["agree"] == 20
 
 

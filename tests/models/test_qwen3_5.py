@@ -2,7 +2,10 @@
 
 import gc
 import json
+import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.cli import caller
+from support.tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams
+from minirt import Generator, SamplingParams, StructuredOutputsParams
 from minirt.bench.fp8_error import format_errors
 from minirt.cli.output import load_summary
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError, NumericsError, UnsupportedError
 from minirt.kernels import reference
-from minirt.layers import Attention, GatedDeltaNet
+from minirt.layers import Attention, Embedding, GatedDeltaNet
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
 from minirt.models import build, parse_config, preset
+from minirt.sizes import format_size
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, state_bytes
 
@@ -138,6 +144,59 @@ def test_preempted_sequences_begin_anew(folders: dict[str, Path]) -> None:
         page = generator.memory.page
     with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=6 * page, **options) as generator:
         assert [c.token_ids for c in generator.generate(texts, params)] == expected
+        assert generator._live.stats.num_preemptions > 0
+
+
+def test_nan_in_one_sequence_reaches_no_other(folders: dict[str, Path]) -> None:
+    """A token whose embedding is NaN, in a prompt beside others, and in a slot that another sequence gets afterwards."""
+    texts = prompts(40, 9, 66, 21)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24, "max_num_seqs": 2}
+    with Generator.from_pretrained(folders["2-to-1"], **options) as generator:
+        expected = [generator.generate(text, params).token_ids for text in texts]
+        bad = min(set(range(3, 211)).difference(*texts, *expected))  # none of the others has it, also as a new token
+        next(layer for layer in generator.model.layers if isinstance(layer, Embedding)).table.weight[bad] = torch.nan
+        dirty = [[*texts[0][:20], bad, *texts[0][20:]], [bad]]
+        work = [dirty[0], texts[0], dirty[1], texts[1], texts[2], dirty[0], texts[3]]
+        found = [done for _, done in sorted(generator.completions(work, params), key=lambda pair: pair[0])]
+        errors = [isinstance(done.error, NumericsError) for done in found]
+        assert errors == [prompt in dirty for prompt in work]
+        assert [done.token_ids for done in found if done.error is None] == expected
+
+
+def test_sixteen_threads(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whole answers, streams, closed streams and structured output at once, in five slots and too few pages: each as alone.
+
+    Catches a state that a request leaves to another one, one that is lost with a preemption, and a slot that is not given back.
+    """
+    folder = add_tokenizer(Path(shutil.copytree(folders["3-to-1-bias"], tmp_path / "model")))
+    random, greedy_ = prompts(*([5, 70, 33, 64] * 4), seed=11), SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
+    word = SamplingParams(max_tokens=24, seed=1, structured_outputs=StructuredOutputsParams(regex="[abc]{3,5}x"))
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 5, "max_model_len": 128}
+    with Generator.from_pretrained(folder, kv_cache_memory=1 << 24, **options) as generator:
+        expected = [generator.generate(text, greedy_).token_ids for text in random]
+        words = [generator.generate(text, word).text if i % 4 == 3 else "" for i, text in enumerate(random)]
+        page = generator.memory.page
+
+    def one(i: int) -> None:
+        kind = i % 4
+        if kind == 0:
+            found = generator.generate(random[i], greedy_).token_ids
+        elif kind == 1:
+            found = [token for piece in generator.stream(random[i], greedy_) for token in piece.token_ids]
+        elif kind == 2:
+            with closing(generator.stream(random[i], greedy_)) as pieces:
+                found = [token for _, piece in zip(range(3), pieces, strict=False) for token in piece.token_ids]
+            found += expected[i][len(found) :] if found == expected[i][: len(found)] else []
+        else:
+            assert generator.generate(random[i], word).text == words[i]
+            found = generator.generate(random[i], greedy_).token_ids
+        assert found == expected[i], (i, kind)
+
+    with Generator.from_pretrained(folder, kv_cache_memory=6 * page, **options) as generator, ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(16), timeout=120))
+        again = generator.generate(random, greedy_)
+        assert [done.token_ids for done in again] == expected
         assert generator._live.stats.num_preemptions > 0
 
 
@@ -280,6 +339,19 @@ def test_the_plan_and_the_load_summary_say_that_there_is_no_prefix_cache(folders
         assert "no prefix cache" in load_summary(generator)
     with Generator.from_pretrained(device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
         assert "prefix cache" not in str(generator.plan) + load_summary(generator)
+
+
+def test_the_plan_says_what_states_take(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """By hand for Qwen3.5-0.8B in bf16: 18 layers with 16 matrices of 128 x 128 in fp32, and four rows of 6,144 inputs."""
+    run = caller(capfd, monkeypatch)
+    matrices, ring = 18 * 16 * 128 * 128 * 4, 18 * 4 * 6144 * 2
+    arguments = ("plan", "--model", "Qwen3.5-0.8B", "--gpu", "H100", "--max-model-len", 4096)
+    record = json.loads(run(*arguments, "-o", "json")[1])
+    assert (record["memory"]["state"], record["memory"]["step_state"]) == (matrices + ring, 2 * matrices + ring)
+    text = " ".join(run(*arguments)[1].split())
+    assert f"{format_size(matrices + ring)} are states of recurrent layers, whatever the length" in text
+    assert f"moves {format_size(2 * matrices + ring)} for each sequence" in text
+    assert "are states" not in run("plan", "--model", "Qwen2.5-0.5B", "--gpu", "H100")[1]
 
 
 def test_errors_of_fp8(folders: dict[str, Path]) -> None:

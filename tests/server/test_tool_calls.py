@@ -18,6 +18,10 @@ TOOLS = [WEATHER, NOW]
 USER = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
 NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
 ZURICH = ("weather", '{"city": "Zürich", "days": 3}')
 
 
@@ -89,6 +93,9 @@ ANSWERS = [
     ("thinks", f"<think>\nIt is {NOW_CALL}, no.\n</think>\n\nSo {CALL}", "So ", f"It is {NOW_CALL}, no.", [ZURICH]),
     ("opens", f"Hm, é\n</think>\n{CALL}", "", "Hm, é", [ZURICH]),
     ("special", f"Hm, é\n</think>\n{CALL}", "", "Hm, é", [ZURICH]),
+    ("qwen3_5", f"Hm, é\n</think>\n\nWell:\n\n{CODER}\n{CODER}", "Well:", "Hm, é", [ZURICH, ZURICH]),
+    ("qwen3_5", f"Hm, é\n\n{CODER}", "", "Hm, é", [ZURICH]),
+    ("qwen3_5", "Hm, é\n</think>\n\nNo.", "No.", "Hm, é", []),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', "c", "a b", [("now", '{"x": 1}')]),
 ]  # fmt: skip
 
@@ -254,7 +261,8 @@ def test_calls_and_their_results_reach_the_template(folders):
     run(folders["hermes"], scenario)
 
 
-def test_calls_that_are_forced(folders):
+@pytest.mark.parametrize("model", ["opens", "qwen3_5"])
+def test_calls_that_are_forced(folders, model):
     """By a grammar: a list of calls, or the arguments of the named function. It begins after a block that the prompt opened."""
 
     async def scenario(chats):
@@ -289,7 +297,29 @@ def test_calls_that_are_forced(folders):
         await chats.complete(listed, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
         assert json.loads(chats.last.sampling.structured_outputs.json)["type"] == "array"
 
-    run(folders["opens"], scenario)
+    run(folders[model], scenario)
+
+
+def test_qwen3_5_thinks_unless_it_is_told_not_to(folders):
+    """By `enable_thinking`, or by a reasoning_effort of none; calls and their reasoning reach the next prompt as they were."""
+
+    async def scenario(chats):
+        for fields in ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "none"}):
+            found = whole((await chats.complete("Rain.", tools=TOOLS, **fields)).choices[0])
+            assert found == ("Rain.", "", [], "stop")
+            assert joined(await chats.complete("Rain.", tools=TOOLS, streams=True, **fields)) == found
+            assert chats.prompt.endswith("<think>\n\n</think>\n\n")
+        text = f"Hm, é\n</think>\n\n{CODER}"
+        own = (await chats.complete(text, tools=TOOLS)).choices[0].message
+        assert chats.prompt.endswith("<|im_start|>assistant\n<think>\n")
+        calls = [call.model_dump() for call in own.tool_calls]
+        history = [*USER, {"role": "assistant", "content": own.content, "reasoning": own.reasoning, "tool_calls": calls}]
+        history += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}]
+        await chats.complete("</think>ok", messages=history, tools=TOOLS)
+        turns = f"<think>\n{text}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+        assert chats.prompt.endswith(turns + "<|im_start|>assistant\n<think>\n")
+
+    run(folders["qwen3_5"], scenario)
 
 
 def test_forced_calls_that_are_cut_off_have_no_content(folders):
@@ -321,6 +351,7 @@ WRITTEN = [
     ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
      "</function>\n</tool_call>", None),
     ("llama3_json", '{"name": "now", "parameters": "none"}', None), ("thinks", f"<think>\nHm.</think>\nSo {CALL}", None),
+    ("qwen3_5", f"Hm, é\n</think>\n\nWell:\n\n{CODER}", None),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', None),
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import openai
 from minirt import models
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.text.tokenizer import Tokenizer
+from support.qwen3_5 import TEMPLATE as QWEN3_5
 from support.server import answer, front, message
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -23,6 +24,7 @@ TEMPLATES = {
     "llama3_json": WITH_TOOLS + "{# <|python_tag|> #}",
     "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
     "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS,
+    "qwen3_5": QWEN3_5,
 }
 RESPONSE_TEMPLATE = {
     "start_anchor": "bot:",

@@ -96,3 +96,21 @@ def test_reasoning_then_calls_in_every_cut():
     assert parse(ReplyParser(), "<think>x").content == "<think>x"
     assert parse(ReplyParser(None, tool_call_parser("hermes", tools)), call).tool_calls[0].name == "f"
     assert parse(ReplyParser(ReasoningParser()), "<think>x</think>" + call).content == call
+
+
+CODER = ("<tool_call>\n<function=", "<tool_call><function=")
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), [
+    ("Hm.\n\n<tool_call>\n<function=f>", "Hm.", "<tool_call>\n<function=f>"),
+    ("<tool_call><function=f>", "", "<tool_call><function=f>"),
+    ("A <tool_call> is\n<tool_call>\n{}</think>b", "A <tool_call> is\n<tool_call>\n{}", "b"),
+    ("a</think>b<tool_call>\n<function=f>", "a", "b<tool_call>\n<function=f>"),
+    ("a <tool_call>\n<func", "a <tool_call>\n<func", ""),
+])  # fmt: skip
+def test_a_call_ends_reasoning_that_is_not_closed(text, reasoning, content):
+    """Only a complete beginning of a call does, and it stays in the content. In every cut."""
+    for pieces in cuts(text):
+        parser = ReasoningParser(True, ends=CODER)
+        reply = collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+        assert (reply.reasoning, reply.content) == (reasoning, content), pieces

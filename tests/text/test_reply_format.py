@@ -88,3 +88,13 @@ def test_the_choice_of_tools() -> None:
             form.parser("", [], "required")
         text = '<think>x</think>[{"name": "f", "arguments": {}}]'
         assert read(form, text, choice="required") == ("", "x", [("f", "{}")])
+
+
+def test_calls_that_the_model_makes_before_its_reasoning_ends() -> None:
+    """Qwen3.5 leaves out `</think>` at times. Not where no calls are looked for, nor in other formats."""
+    coder = ReplyFormat.choose(HERMES.replace("<tool_call>", "<tool_call><function=f><parameter=p>"))
+    call, prompt = "<tool_call>\n<function=f>\n</function>\n</tool_call>", "<think>\n"
+    assert read(coder, f"a\n{call}", prompt) == ("", "a", [("f", "{}")])
+    assert read(coder, f"a\n{call}", prompt, choice="none") == ("", f"a\n{call}", [])
+    assert read(coder, f"a\n{call}", prompt, tools=[]) == ("", f"a\n{call}", [])
+    assert read(ReplyFormat.choose(HERMES), f"a\n{CALL}", prompt) == ("", f"a\n{CALL}", [])

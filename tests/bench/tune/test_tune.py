@@ -14,7 +14,7 @@ from support.cli import caller, refused
 
 from minirt.bench.report import machine
 from minirt.bench.tune import tune, whole_steps
-from minirt.cli.tune import linear_shapes
+from minirt.cli.tune import fixed_kernels, linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile import tuning
 from minirt.kernels.compile.tuning import Case, Family, LinearShape
@@ -337,3 +337,17 @@ def test_tuning_a_model(tmp_path, monkeypatch, call):
     stored = tuning.load(gemv.FAMILY, tuning.path(device))
     assert all(config == gemv.FAMILY.find(device, bucket) for bucket, config in stored.items())
     assert shown.count("gemv N=") == len(stored)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_a_hybrid_model(quantization):
+    """Qwen3.5's projections are tuned, a and b with them unless they alone keep 16 bits. The rest is named: nothing to tune."""
+    model = plan_model(LoadOptions(model="Qwen3.5-0.8B", random_weights=True, quantization=quantization))
+    widths = {shape.N for shape in linear_shapes(model) if not shape.residual and not shape.gated and not shape.logits}
+    projections, both, attention = 4 * 16 * 128, 2 * 16, {(8 + 2 * 2) * 256, 8 * 256}  # q, k and v; the gate
+    assert widths == attention | ({projections + both} if quantization is None else {projections, both})
+    fixed = fixed_kernels(model)
+    assert {"gated_delta_decode", "gated_delta_chunk", "decode", "prefill", "rope_write"} <= set(fixed)
+    assert not set(fixed) & set(tuning.registered())
+    plain = fixed_kernels(plan_model(LoadOptions(model="Qwen2.5-0.5B", random_weights=True)))
+    assert not any(name.startswith("gated_delta") for name in plain)

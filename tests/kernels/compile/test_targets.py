@@ -33,7 +33,8 @@ TARGETS = {
 # in FP8, which use no TMA, and scales of blocks are the same on sm_89 and sm_120. The kernels of the table of slots have neither
 # products nor a dtype.
 LEFT_OUT = {
-    89: ["linear", "int4", "attention", "experts", "gated-delta", "attention-few"], 120: ["linear-blocks", "experts-fp8", "experts-blocks"],
+    89: ["linear", "int4", "attention", "experts", "gated-delta", "attention-few"],
+    120: ["linear-blocks", "experts-fp8", "experts-blocks"],
 }  # fmt: skip
 CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
