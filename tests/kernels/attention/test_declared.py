@@ -10,7 +10,7 @@ import torch
 from support.decode import decode64, plan
 
 from minirt.errors import InputError
-from minirt.kernels.attention import decode_few, dispatch, partial, rope_write
+from minirt.kernels.attention import decode_few, dispatch, rope_write
 from minirt.kernels.attention.checks import check_attention, check_decode
 from minirt.kernels.attention.dispatch import DECODE, FEW, PARTIAL, PREFILL
 from minirt.kernels.attention.limits import FORMATS
