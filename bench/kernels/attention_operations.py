@@ -183,7 +183,7 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
 
 
 def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
-    """Attention of `new` new tokens for each of T sequences of `context` tokens, with the new ones, as when drafts are verified."""
+    """Attention of `new` new tokens for each of T sequences of `context` tokens, with the new ones: drafts to verify."""
     from minirt.kernels.attention.decode import splits_before
     from minirt.kernels.attention.decode_few import workspace_floats
     from minirt.kernels.launch import Workspace

@@ -1,4 +1,4 @@
-"""Combines partial results of attention in a fixed order: `combine` those of `decode` and `decode_few`; `merge` also of `partial`.
+"""Combines partial results of attention in a fixed order: `combine` of `decode` and `decode_few`; `merge` also of `partial`.
 
 Flash-Decoding, Dao et al. 2023.
 """
