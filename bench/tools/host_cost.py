@@ -108,10 +108,11 @@ class Cost:
         """`first` and `last` are called in the engine's thread, `steps` steps apart. In between, the requests wait."""
         start = BEFORE + 8  # the requests are added and sorted before
         end = start + self._steps
-        self._nothing.begin({
-            BEFORE: lambda: self._thread.submit(self._waiting, SimpleQueue()), start: first, end: last,
-            end + 1: lambda: self._thread.abort([own.id for own in self._waiting]),
-        })  # fmt: skip
+        acts = {start: first, end: last}
+        if self._waiting:
+            acts[BEFORE] = lambda: self._thread.submit(self._waiting, SimpleQueue())
+            acts[end + 1] = lambda: self._thread.abort([own.id for own in self._waiting])
+        self._nothing.begin(acts)
         kind(self._generator, self._sequences, end + 8)
 
 
