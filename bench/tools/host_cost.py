@@ -108,17 +108,18 @@ class Cost:
         """`first` and `last` are called in the engine's thread, `steps` steps apart. In between, the requests wait."""
         start = BEFORE + 8  # the requests are added and sorted before
         end = start + self._steps
-        self._nothing.begin({
-            BEFORE: lambda: self._thread.submit(self._waiting, SimpleQueue()), start: first, end: last,
-            end + 1: lambda: self._thread.abort([own.id for own in self._waiting]),
-        })  # fmt: skip
+        acts = {start: first, end: last}
+        if self._waiting:
+            acts[BEFORE] = lambda: self._thread.submit(self._waiting, SimpleQueue())
+            acts[end + 1] = lambda: self._thread.abort([own.id for own in self._waiting])
+        self._nothing.begin(acts)
         kind(self._generator, self._sequences, end + 8)
 
 
 def load(sequences: int, steps: int) -> Generator:
     """A generator in which so many sequences can run for so many measured steps."""
-    limits: dict[str, Any] = {"max_num_seqs": sequences, "max_num_batched_tokens": 2 * sequences}
-    limits["max_model_len"] = BEFORE + steps + 24
+    length = BEFORE + steps + 24
+    limits: dict[str, Any] = {"max_num_seqs": sequences, "max_num_batched_tokens": 2 * sequences, "max_model_len": length}
     return Generator.from_pretrained(device="cpu", kv_cache_memory=4 << 30, **limits)
 
 

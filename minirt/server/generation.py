@@ -78,55 +78,52 @@ class Generation:
         return not self._call.open
 
     def put(self, outputs: list[TokenOutput]) -> None:
+        """Take outputs of the requests. Called for each step of each stream."""
         try:
             for output in outputs:
-                self._take_in(output)
+                if output.error is not None:
+                    self.fail(output.error)
+                    continue
+                if (new := self._driver.push(output)) is None:
+                    continue
+                stream, piece = new
+                choice, metrics = self._by_id[output.request_id], self._metrics
+                count = len(piece.token_ids)
+                times = stream.completion.token_times_s
+                now, between = times[-1], count
+                if not choice.last_time:
+                    choice.last_time, between = times[0], count - 1
+                    metrics.time_to_first_token.observe(times[0])
+                    if output.queue_time_s is not None:
+                        metrics.queue_time.observe(output.queue_time_s)
+                        self.queue_time_s = output.queue_time_s
+                if between:
+                    metrics.inter_token_latency.observe((now - choice.last_time) / between, between)
+                first, choice.last_time = between < count, now
+                choice.num_tokens += count
+                if piece.text:
+                    choice.text += piece.text
+                if piece.finish_reason is not None:
+                    choice.finish_reason = piece.finish_reason
+                    metrics.finished[piece.finish_reason] += 1
+                    metrics.e2e_latency.observe(now)
+                    metrics.request_generation_tokens.observe(len(stream.completion.token_ids))
+                interval = self._interval
+                if interval is None:
+                    if self.done:
+                        self._wakeup.wake()
+                    continue
+                self._unsent += count
+                if self._unsent > MAX_UNSENT:
+                    expected, hint = f"at most {MAX_UNSENT} unread tokens", "read faster, or ask for fewer tokens"
+                    self.fail(SlowReaderError("the stream is read too slowly, and is aborted", expected=expected, hint=hint))
+                    self._on_slow()
+                    continue
+                if first or choice.num_tokens >= interval or piece.finish_reason is not None:
+                    self._pending[choice] = None
+                    self._wakeup.wake()
         except Exception as error:  # one call must not end the others
             self.fail(error if isinstance(error, MinirtError) else _unforeseen(error))
-
-    def _take_in(self, output: TokenOutput) -> None:
-        """Take an output of one of the requests. Called for each step of each stream."""
-        if output.error is not None:
-            self.fail(output.error)
-            return
-        if (new := self._driver.push(output)) is None:
-            return
-        stream, piece = new
-        choice, metrics = self._by_id[output.request_id], self._metrics
-        count = len(piece.token_ids)
-        times = stream.completion.token_times_s
-        now, between = times[-1], count
-        if not choice.last_time:
-            choice.last_time, between = times[0], count - 1
-            metrics.time_to_first_token.observe(times[0])
-            if output.queue_time_s is not None:
-                metrics.queue_time.observe(output.queue_time_s)
-                self.queue_time_s = output.queue_time_s
-        if between:
-            metrics.inter_token_latency.observe((now - choice.last_time) / between, between)
-        first, choice.last_time = between < count, now
-        choice.num_tokens += count
-        if piece.text:
-            choice.text += piece.text
-        if piece.finish_reason is not None:
-            choice.finish_reason = piece.finish_reason
-            metrics.finished[piece.finish_reason] += 1
-            metrics.e2e_latency.observe(now)
-            metrics.request_generation_tokens.observe(len(stream.completion.token_ids))
-        interval = self._interval
-        if interval is None:
-            if self.done:
-                self._wakeup.wake()
-            return
-        self._unsent += count
-        if self._unsent > MAX_UNSENT:
-            expected, hint = f"at most {MAX_UNSENT} unread tokens", "read faster, or ask for fewer tokens"
-            self.fail(SlowReaderError("the stream is read too slowly, and is aborted", expected=expected, hint=hint))
-            self._on_slow()
-            return
-        if first or choice.num_tokens >= interval or piece.finish_reason is not None:
-            self._pending[choice] = None
-            self._wakeup.wake()
 
     def fail(self, error: MinirtError) -> None:
         """End all requests with an error, which `wait` raises."""
