@@ -95,6 +95,8 @@ class Generator:
             kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative)
         )
         self.speculative = speculative
+        if options.max_drafts:
+            model.keep_undo(1 + options.max_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0

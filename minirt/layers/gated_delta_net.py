@@ -77,7 +77,7 @@ class GatedDeltaNet(Layer):
         conv = ("conv", (ring, self.channels), self.context.dtype)
         recurrent = ("recurrent", (heads, self.head_k_dim, self.head_v_dim), torch.float32)
         undo = (("gates", (ring, 2, heads), torch.float32), ("folded", (heads,), torch.int32)) if undoable else ()
-        return StateSpec((conv, recurrent, *undo))
+        return StateSpec((conv, recurrent, *undo), undoable)
 
     @property
     def step_state_bytes(self) -> int:

@@ -72,6 +72,11 @@ class Model:
         """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
         return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
+    def keep_undo(self, tokens: int) -> None:
+        """Have recurrent layers keep what takes back the last tokens of a step of at most so many. Before a cache is made."""
+        for layer in self.layers:
+            layer.context.undoable = tokens
+
     @property
     def step_state_bytes(self) -> int:
         """Bytes of the states of one sequence that a decode step reads and writes, summed over all layers."""

@@ -83,9 +83,13 @@ class PagesSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor."""
+    """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor.
+
+    `undoable`: the layer can go on from any new token of a step that has at most so many of the sequence (drafts).
+    """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    undoable: int = 0
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         return 0
@@ -150,6 +154,12 @@ class CombinedCache(tuple[LayerCache, ...]):
         return [tensor for part in self for tensor in part.tensors()]
 
 
+def undoable(specs: Sequence[CacheSpec]) -> int:
+    """How many new tokens of a sequence a step may have if some of them are taken back afterwards; without states, any number."""
+    states = [own for spec in specs for own in (spec.specs if isinstance(spec, CombinedSpec) else (spec,)) if own.state_bytes]
+    return min([getattr(spec, "undoable", 0) for spec in states], default=2**31)
+
+
 def page_bytes(specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
     """Bytes of one page, summed over all layers."""
     return sum(spec.page_bytes(dtype, page_size) for spec in specs)
@@ -181,7 +191,7 @@ class KVCache:
         num_slots: int = 0,
     ) -> None:
         self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
-        self.has_states = state_bytes(specs) > 0
+        self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
         room = CacheRoom(num_pages, page_size, num_slots, dtype, device)
         self.layers = [spec.allocate(room) for spec in specs]
         self.allocator = PageAllocator(num_pages)

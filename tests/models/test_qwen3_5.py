@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engine.test_drafts import Mixed
 from safetensors.torch import load_file, save_file
 from support.cli import caller
 from support.tiny import add_tokenizer
@@ -162,6 +163,24 @@ def test_nan_in_one_sequence_reaches_no_other(folders: dict[str, Path]) -> None:
         errors = [isinstance(done.error, NumericsError) for done in found]
         assert errors == [prompt in dirty for prompt in work]
         assert [done.token_ids for done in found if done.error is None] == expected
+
+
+def test_drafts_change_no_token(folders: dict[str, Path]) -> None:
+    """Right and wrong drafts, also with too few pages for all: states go on from the last right token."""
+    texts = prompts(50, 60, 62, seed=5)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "max_model_len": 256}
+    with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=1 << 24, **options) as generator:
+        expected = [generator.generate(text, params).token_ids for text in texts]
+        page = generator.memory.page
+    for memory in (1 << 24, 4 * page):
+        proposer = Mixed(most=3, right=0.8)
+        proposer.known = {len(text): tokens for text, tokens in zip(texts, expected, strict=True)}
+        with Generator.from_pretrained(folders["2-to-1"], kv_cache_memory=memory, speculative=proposer, **options) as generator:
+            assert [done.token_ids for done in generator.generate(texts, params)] == expected
+            stats = generator._live.stats
+            assert 0 < stats.drafts.num_accepted_tokens < stats.drafts.num_draft_tokens
+            assert (stats.num_preemptions > 0) == (memory < 1 << 24)
 
 
 def test_sixteen_threads(folders: dict[str, Path], tmp_path: Path) -> None:
