@@ -1,10 +1,10 @@
 """`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
 from minirt.speculative.options import SpeculativeOptions, drafts_of
+
+if TYPE_CHECKING:
+    from minirt.engine.runner import Proposer
 
 _DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -68,8 +71,8 @@ class LoadOptions:
             is faster, but kernels are compiled and CUDA graphs captured during generation, at first use.
         cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
             `enforce_eager`). It does not select eager layers: `impl="eager"` does.
-        speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, or a
-            proposer (`minirt.engine.runner.Proposer`). None: each step yields one token of a sequence.
+        speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, a dict
+            of its fields, or a proposer (`minirt.engine.runner.Proposer`). None: each step yields one token of a sequence.
     Raises:
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """
@@ -97,7 +100,7 @@ class LoadOptions:
     layers: Callable[[ModelConfig], list[Layer]] | None = None
     warmup: bool = True
     cuda_graphs: bool = True
-    speculative: SpeculativeOptions | Any | None = None  # or a `Proposer`
+    speculative: "SpeculativeOptions | Proposer | None" = None
 
     def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
         check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
@@ -113,6 +116,8 @@ class LoadOptions:
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
         check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting, self.max_step_ms)
+        if isinstance(self.speculative, Mapping):
+            object.__setattr__(self, "speculative", SpeculativeOptions(**self.speculative))
         self.memory  # noqa: B018  (checks its values)
 
     @property

@@ -47,8 +47,9 @@ def tiny(running):
 
 @pytest.fixture(scope="session")
 def smol(smollm2, tmp_path_factory):
-    """A server of SmolLM2-135M-Instruct."""
+    """A server of SmolLM2-135M-Instruct, with speculative decoding."""
     options = ("--kv-cache-memory", "128MiB", "--max-num-seqs", 4, "--served-model-name", "smol", "--max-model-len", 1024)
+    options += ("--speculate", "ngram")
     server = Server(tmp_path_factory.mktemp("server") / "log", "--model", smollm2, *options).wait()
     yield server
     assert "Traceback" not in server.log, server.log[-5000:]

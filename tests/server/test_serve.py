@@ -315,6 +315,20 @@ def test_metrics(tiny):
         assert f'vllm:{name}{{model_name="tiny"}}' in text
 
 
+def test_metrics_of_drafts(smol, tiny):
+    """A text that repeats its prompt. A server without drafts has no such metrics."""
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    before = [smol.metric(f"vllm:spec_decode_{name}") for name in names]
+    text = "one two three four five six seven eight. " * 4
+    smol.post("/v1/completions", {"prompt": text, "max_tokens": 24, "temperature": 0, "ignore_eos": True})
+    drafts, drafted, accepted = (smol.metric(f"vllm:spec_decode_{name}") - old for name, old in zip(names, before, strict=True))
+    assert drafts > 0
+    assert 0 < accepted <= drafted
+    metrics = smol.request("GET", "/metrics")[2].decode()
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="smol",position="0"}' in metrics
+    assert "spec_decode" not in tiny.request("GET", "/metrics")[2].decode()
+
+
 def test_the_prefix_cache_shows_in_the_usage(tiny):
     body = {"prompt": "a very long word " * 20, "max_tokens": 1}
     tiny.post("/v1/completions", body)
