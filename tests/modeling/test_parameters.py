@@ -72,8 +72,8 @@ def test_parts_of_one_linear(name):
     rows, form = HEADS * D, FORMATS[name]
     (whole, bias), tensors = filled([Part("q", 2 * rows), Part("k", D)], form)
     heads, biases = whole[: 2 * rows].view(HEADS, 2, D, K), bias[: 2 * rows].view(HEADS, 2, D)
-    (gate, gate_bias), _ = filled([Part("q", rows, Interleaved(D, 2, 1))], form, tensors)
-    (q_k, q_k_bias), _ = filled([Part("q", rows, Interleaved(D, 2, 0)), Part("k", D)], form, tensors)
+    (gate, gate_bias), _ = filled([Part("q", rows, Interleaved((D, D), 1))], form, tensors)
+    (q_k, q_k_bias), _ = filled([Part("q", rows, Interleaved((D, D), 0)), Part("k", D)], form, tensors)
     assert torch.equal(gate, heads[:, 1].flatten(0, 1))
     assert torch.equal(gate_bias, biases[:, 1].flatten())
     assert torch.equal(q_k, torch.cat((heads[:, 0].flatten(0, 1), whole[2 * rows :])))
@@ -82,7 +82,7 @@ def test_parts_of_one_linear(name):
 
 def test_blocks_of_several_heads_are_refused():
     """Catches a scale of two parts that is used for one of them."""
-    linear = PackedLinear([Part("q", 4 * 64, Interleaved(64, 2, 0))], K)
+    linear = PackedLinear([Part("q", 4 * 64, Interleaved((64, 64), 0))], K)
     linear.format = formats.StoredFp8Blocks()
     linear.allocate(CPU, torch.float32)
     with pytest.raises(UnsupportedError, match=r"q\.weight_scale_inv: 512 rows are stored in 4 groups"):
