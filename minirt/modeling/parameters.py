@@ -262,18 +262,27 @@ class PackedExperts(PackedLinear):
         self.modules = ()  # a fused tensor is never quantized
 
     @property
+    def no_triton(self) -> str | None:
+        if self.format is not None and not self.format.experts:
+            return f"no kernel computes experts in the format {self.format.name}"
+        return super().no_triton
+
+    @property
     def stacked(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight as [E, N, K], and of the scale as [E, …]."""
-        scale = None if self.scale is None else self.scale.unflatten(0, (self.num_experts, -1))
+        scale = self.scale
+        if scale is not None:
+            rows = 1 if scale.dtype == torch.int32 else 0  # the words of scales have rows of the weight in the second dimension
+            scale = scale.unflatten(rows, (self.num_experts, -1)).movedim(rows, 0)
         return self.weight.unflatten(0, (self.num_experts, -1)), scale
 
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
     def expected(self) -> Iterator[TensorSpec]:
-        if self.format is not None and not self.format.experts:
-            what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
-            raise UnsupportedError(what, where=where, hint="use FP8 weights: --quantize fp8, or a checkpoint in FP8")
+        if self.format is not None and self.format.quantizes and not self.format.experts:
+            what, where = f"no kernel computes experts in the format {self.format.name}", self.parts[0].name
+            raise UnsupportedError(what, where=where, hint="use --quantize fp8")
         if self.fused and self.fused_tensor is not None:
             shape = self.num_experts, self.out_features // self.num_experts, self.in_features
             yield TensorSpec(self.fused_tensor, shape, pieces=True)
