@@ -213,7 +213,8 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     for note in notes:
         warnings.warn(f"{_folder(entries)}: {note}", stacklevel=4)
     return {
-        name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name) for name, entry in changed.items()
+        name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name)
+        for name, entry in changed.items()
     }
 
 

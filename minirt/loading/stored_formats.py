@@ -227,9 +227,9 @@ class _Search:
     def refuse_quantized(self, expected: Iterable[Sequence]) -> None:
         """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
         for name, *_ in expected:
-            prefix = name.rpartition(".")[0]
-            entry = next((self.entries[n] for n in (name, *_weights(prefix)) if n in self.entries), None) if self.entries else None
-            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in (self.entries or {})]
+            prefix, entries = name.rpartition(".")[0], self.entries or {}
+            entry = next((entries[own] for own in (name, *_weights(prefix)) if own in entries), None)
+            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in entries]
             if entry is not None and (entry.dtype in (E4M3, INT32) or scales):
                 what, where = "this weight cannot be quantized", f"{entry.file}: {entry.name}"
                 expected, found = f"{' or '.join(FLOATS)}, without scales", " with ".join((entry.dtype, *scales))
