@@ -172,7 +172,9 @@ def test_preset_size(entry: Any) -> None:
         assert (config.num_parameters - tables) / 1e9 == pytest.approx(inner, rel=0.015)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B"]
+)
 def test_preset_counts_as_transformers_does(name: str) -> None:
     raw = next(raw for key, _, raw in raw_configs() if key == name)
     model = their_model(dict(raw, num_hidden_layers=4))  # every kind of layer
