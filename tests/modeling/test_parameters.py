@@ -87,3 +87,27 @@ def test_blocks_of_several_heads_are_refused():
     linear.allocate(CPU, torch.float32)
     with pytest.raises(UnsupportedError, match=r"q\.weight_scale_inv: 512 rows are stored in 4 groups"):
         linear.load("q.weight_scale_inv", torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_of_several_sizes(name):
+    """q, k, v and z of each key head in turn, as in in_proj_qkvz of Qwen3-Next: all of them in one packed linear, and two alone.
+
+    Catches a block that begins at a wrong row, and a tensor that fills only one of its parts.
+    """
+    blocks, form = (D, D, 2 * D, 2 * D), FORMATS[name]
+    (whole, bias), tensors = filled([Part("qkvz", HEADS * 6 * D)], form)
+    expected = [part.flatten(0, 1) for part in whole.view(HEADS, 6 * D, K).split(blocks, 1)]
+    biases = [part.flatten() for part in bias.view(HEADS, 6 * D).split(blocks, 1)]
+    parts = [Part("qkvz", HEADS * rows, Interleaved(blocks, i)) for i, rows in enumerate(blocks)]
+    (found, found_bias), _ = filled(parts, form, tensors)
+    assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(found_bias, torch.cat(biases))
+    (found, found_bias), _ = filled(parts[3:0:-2], form, tensors)
+    assert torch.equal(found, torch.cat((expected[3], expected[1])))
+    assert torch.equal(found_bias, torch.cat((biases[3], biases[1])))
+    linear = PackedLinear(parts, K)
+    linear.format = form
+    names = [spec[0] for spec in linear.expected()]
+    assert len(set(names)) == len(names)
+    assert linear.modules == ("qkvz",)
