@@ -489,7 +489,7 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "int4": ("fp8 block", lambda t: t.update({f"{DOWN}.weight_packed": torch.ones(2)}), UnsupportedError, "4-bit"),
     "a quantized norm": (
         "fp8 block", lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}), UnsupportedError,
-        r"model\.norm\.weight: only linear layers",
+        r"model\.norm\.weight: this weight cannot be",
     ),
 }  # fmt: skip
 

@@ -348,7 +348,7 @@ TENSORS = {  # what: style, change of the tensors, error, words
     ),
     "a quantized embedding": (
         "awq 128", lambda t: t.update({"model.embed_tokens.scales": torch.ones(1, 144)}), UnsupportedError,
-        r"model\.embed_tokens\.weight: only linear layers.*found F32 with scales",
+        r"model\.embed_tokens\.weight: this weight cannot be.*found F32 with scales",
     ),
     "bitsandbytes": (
         "gptq 128", lambda t: t.update({f"{K}.weight.absmax": torch.ones(4)}), UnsupportedError, "4-bit weights of bitsandbytes",
