@@ -19,7 +19,9 @@ from minirt.models import (
     qwen2_moe,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl,
     smollm3,
 )
@@ -41,8 +43,11 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "qwen3_vl": qwen3_vl,
     "smollm3": smollm3,
 }

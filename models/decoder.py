@@ -118,8 +118,10 @@ def decoder_config(
     return config
 
 
-def moe_config(fields: Fields, *, shared_expert: bool = False) -> MoEConfig:
+def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool = False) -> MoEConfig:
     """Read a `MoEConfig`. The sizes are required; other absent fields take the defaults of transformers.
+
+    `normalize` is the default of `norm_topk_prob`.
 
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
@@ -134,10 +136,19 @@ def moe_config(fields: Fields, *, shared_expert: bool = False) -> MoEConfig:
         experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
         intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE),
         shared_intermediate_size=shared,
-        normalize=fields.boolean("norm_topk_prob", default=False),
+        normalize=fields.boolean("norm_topk_prob", default=normalize),
         sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS),
-        dense_layers=frozenset(fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or ()),
+        dense_layers=_dense_layers(fields),
     )
+
+
+def _dense_layers(fields: Fields) -> frozenset[int]:
+    found = fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or ()
+    layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    if absent := [number for number in found if number >= layers]:
+        what, where = "the list names a layer that the model does not have", fields.place("mlp_only_layers")
+        raise ConfigError(what, where=where, expected=f"numbers from 0 to {layers - 1}", found=absent[0])
+    return frozenset(found)
 
 
 def _dtype(fields: Fields) -> str:

@@ -40,6 +40,12 @@ QWEN35 = {
         "mrope_section": [11, 11, 10],
     },
 }  # fmt: skip
+QWEN35_MOE = QWEN35 | {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}
+QWEN3_NEXT = QWEN3_MOE | {
+    "model_type": "qwen3_next", "max_position_embeddings": 262144, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    "num_experts": 512, "num_experts_per_tok": 10, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
 SMOLLM3 = {"model_type": "smollm3", "max_position_embeddings": 65536, "rope_theta": 5e6, "rms_norm_eps": 1e-6}
 MISTRAL = {
     "model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None,
@@ -53,6 +59,7 @@ MINISTRAL3 = {
 }  # fmt: skip
 
 MOE_30B, MOE_235B = {"moe_intermediate_size": 768}, {"moe_intermediate_size": 1536}
+MOE_512, MOE_1024 = ({"moe_intermediate_size": n, "shared_expert_intermediate_size": n} for n in (512, 1024))
 CODER = {"max_position_embeddings": 262144, "rope_theta": 1e7}
 SHORT = {"max_position_embeddings": 32768}
 EPS5, EPS6 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}
@@ -93,12 +100,37 @@ ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dic
     ("Qwen3.5-4B", "Qwen", QWEN35, (2560, 32, 16, 4, 256, 9216, 248320, True), {"linear_num_value_heads": 32}, None),
     ("Qwen3.5-9B", "Qwen", QWEN35, (4096, 32, 16, 4, 256, 12288, 248320, False), {"linear_num_value_heads": 32}, None),
     ("Qwen3.5-27B", "Qwen", QWEN35, (5120, 64, 24, 4, 256, 17408, 248320, False), {"linear_num_value_heads": 48}, None),
+    (
+        "Qwen3.5-35B-A3B",
+        "Qwen",
+        QWEN35_MOE,
+        (2048, 40, 16, 2, 256, None, 248320, False),
+        MOE_512 | {"linear_num_value_heads": 32},
+        None,
+    ),
+    (
+        "Qwen3.5-122B-A10B",
+        "Qwen",
+        QWEN35_MOE,
+        (3072, 48, 32, 2, 256, None, 248320, False),
+        MOE_1024 | {"linear_num_value_heads": 64},
+        None,
+    ),
+    (
+        "Qwen3-Next-80B-A3B",
+        "Qwen",
+        QWEN3_NEXT,
+        (2048, 48, 16, 2, 256, 5120, 151936, False),
+        MOE_512 | {"linear_num_value_heads": 32},
+        None,
+    ),
     ("SmolLM3-3B", "HuggingFaceTB", SMOLLM3, (2048, 36, 16, 4, 128, 11008, 128256, True), {}, None),
     ("Ministral-3-8B", "mistralai", MINISTRAL3, (4096, 34, 32, 8, 128, 14336, 131072, False), {}, {}),
     ("Mistral-7B", "mistralai", MISTRAL, (4096, 32, 32, 8, 128, 14336, 32768, False), {}, {}),
 )
 # Names on the Hub that differ from the preset's.
 HUB_NAMES = {
+    "Qwen3-Next-80B-A3B": "Qwen3-Next-80B-A3B-Instruct",
     "Ministral-3-8B": "Ministral-3-8B-Base-2512", "Ministral-3-8B-Instruct": "Ministral-3-8B-Instruct-2512",
     "Mistral-7B": "Mistral-7B-v0.3", "Mistral-7B-Instruct": "Mistral-7B-Instruct-v0.3",
 }  # fmt: skip

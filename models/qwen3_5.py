@@ -4,6 +4,7 @@ Official files are those of a model that also sees images (`Qwen3_5ForConditiona
 `text_config`, its tensors below `model.language_model.`. The vision encoder and the multi-token prediction are skipped.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from minirt.modeling.config import (
     Fields,
     GatedDeltaNetConfig,
     ModelConfig,
+    MoEConfig,
     shown,
 )
 from minirt.models.decoder import decoder_config, decoder_layers
@@ -32,22 +34,27 @@ _HANDLED = (
 # Fields that have one value in every file, and the only one that is computed.
 _ONLY = {
     "attn_output_gate": True, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "mamba_ssm_dtype": "float32",
-    "output_gate_type": "swish",
+    "output_gate_type": "swish", "use_sliding_window": False,
 }  # fmt: skip
 
 
 def config(fields: Fields) -> ModelConfig:
     """The config of the decoder, alone (`qwen3_5_text`) or in `text_config`."""
     classes = "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"
-    return text_config(fields, decoder_fields(fields), classes, _decoder)
+    return text_config(fields, decoder_fields(fields), classes, lambda text: hybrid_config(text, model_type="qwen3_5"))
 
 
 def decoder_fields(fields: Fields) -> Fields:
     return text_fields(fields, flat=True)
 
 
-def _decoder(fields: Fields) -> ModelConfig:
-    """As in transformers, a quarter of a head's channels is rotated if nothing else is stated."""
+def hybrid_config(
+    fields: Fields, *, model_type: str, classes: Collection[str] = (), moe: MoEConfig | None = None, grouped: bool = False
+) -> ModelConfig:
+    """The config of a decoder with gated DeltaNet layers. `grouped`: see `GatedDeltaNetConfig`; the others: `decoder_config`.
+
+    As in transformers, a quarter of a head's channels is rotated if nothing else is stated.
+    """
     ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
     if not any("partial_rotary_factor" in level for level in (fields.raw, *ropes)):
         fields = Fields({**fields.raw, "partial_rotary_factor": 0.25}, fields.where, fields.prefix, fields.outer)
@@ -59,8 +66,8 @@ def _decoder(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", default=False)
     found = decoder_config(
         fields,
-        model_type="qwen3_5",
-        classes=(),
+        model_type=model_type,
+        classes=classes,
         max_positions=32768,
         kv_heads=4,
         head_dim=256,
@@ -71,9 +78,10 @@ def _decoder(fields: Fields) -> ModelConfig:
         attention_gate="q_proj",
         partial_rotary=True,
         rope_keys=MROPE_KEYS,
+        moe=moe,
         handled=_HANDLED,
     )
-    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers))
+    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped))
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
@@ -93,12 +101,13 @@ def layers(config: ModelConfig) -> "list[Layer]":
                     num_v_heads=linear.num_v_heads,
                     head_k_dim=linear.head_k_dim,
                     head_v_dim=linear.head_v_dim,
+                    grouped=linear.grouped,
                 )
             number += 1
     return found
 
 
-def _gated_delta_net(fields: Fields, num_layers: int) -> GatedDeltaNetConfig:
+def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
     kinds = fields.strings_or_none("layer_types")
     if kinds is None:
         interval = fields.integer("full_attention_interval", default=4, maximum=MAX_LAYERS)
@@ -117,4 +126,4 @@ def _gated_delta_net(fields: Fields, num_layers: int) -> GatedDeltaNetConfig:
         fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
     )
     linear = frozenset(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
-    return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear)
+    return GatedDeltaNetConfig(keys, values, key_dim, value_dim, linear, grouped)

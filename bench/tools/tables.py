@@ -726,6 +726,8 @@ def telling(kernel: str) -> Telling:
         return Telling((16, 32752), (8192, 0))
     if kernel.startswith("attention_decode"):
         return Telling((1, 8000), (64, 1000))
+    if kernel.startswith("attention_few"):
+        return Telling((1, 8000), (32, 1000))
     if kernel.startswith(("lm_head", "sample_", "gated_delta_decode")):
         return Telling((1, None), (64, None))
     return Telling((512 if kernel.startswith(("gemm_", "gated_delta_prefill")) else 1, None), (2048, None))

@@ -60,7 +60,7 @@ class Attention(Layer):
         q_rows, kv_rows = own.num_heads * d, own.num_kv_heads * d
         self.cache_spec = PagesSpec(own.num_kv_heads, d)
         self.norm = NormWeight(norm, h, centered)
-        of_q, of_gate = (Interleaved(d, 2, i) if own.gate == "q_proj" else None for i in range(2))
+        of_q, of_gate = (Interleaved((d, d), i) if own.gate == "q_proj" else None for i in range(2))
         self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, own.qkv_bias)
         self.gate: PackedLinear | None = None
         if own.gate is not None:

@@ -18,7 +18,7 @@ from minirt.kernels.gated_delta.operands import (
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import TensorSpec
-from minirt.modeling.parameters import NormWeight, PackedLinear, Parameter, Part
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Parameter, Part
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerState, StateSpec
 
@@ -32,6 +32,7 @@ class GatedDeltaNet(Layer):
     Args:
         num_k_heads, num_v_heads: Hk and Hv; head_k_dim, head_v_dim: their channels Dk and Dv.
         norm: checkpoint name of the norm of the layer's input. The others are below `prefix` (`….linear_attn`).
+        grouped: see `GatedDeltaNetConfig`.
     """
 
     kind = "gated_delta_net"
@@ -48,6 +49,7 @@ class GatedDeltaNet(Layer):
         num_v_heads: int,
         head_k_dim: int,
         head_v_dim: int,
+        grouped: bool = False,
     ) -> None:
         super().__init__(config, name)
         if num_v_heads % num_k_heads:
@@ -57,8 +59,15 @@ class GatedDeltaNet(Layer):
         h, values = config.hidden_size, num_v_heads * head_v_dim
         self.channels = 2 * num_k_heads * head_k_dim + values  # of the convolution
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
-        self.in_proj_ba = _Beside([Part(f"{prefix}.in_proj_b", num_v_heads), Part(f"{prefix}.in_proj_a", num_v_heads)], h)
-        parts = [Part(f"{prefix}.in_proj_qkv", self.channels), Part(f"{prefix}.in_proj_z", values)]
+        if grouped:
+            group = num_v_heads // num_k_heads
+            qkvz = head_k_dim, head_k_dim, group * head_v_dim, group * head_v_dim
+            parts = _grouped(f"{prefix}.in_proj_qkvz", num_k_heads, qkvz)
+            beside = _grouped(f"{prefix}.in_proj_ba", num_k_heads, (group, group))
+        else:
+            parts = [Part(f"{prefix}.in_proj_qkv", self.channels), Part(f"{prefix}.in_proj_z", values)]
+            beside = [Part(f"{prefix}.in_proj_b", num_v_heads), Part(f"{prefix}.in_proj_a", num_v_heads)]
+        self.in_proj_ba = _Beside(beside, h)
         self.in_proj = _Joined(parts, h, self.in_proj_ba)
         self.conv = _Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
         self.A_log = _Values(f"{prefix}.A_log", (num_v_heads,), (-4.6, 2.7), torch.float32)
@@ -113,6 +122,11 @@ class GatedDeltaNet(Layer):
         if kv is None:
             raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
         return GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
+
+
+def _grouped(name: str, heads: int, blocks: tuple[int, ...]) -> list[Part]:
+    """The parts of a linear that has, for each key head, a block of rows of each of them."""
+    return [Part(name, heads * rows, Interleaved(blocks, i)) for i, rows in enumerate(blocks)]
 
 
 class _Joined(PackedLinear):

@@ -62,13 +62,19 @@ ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the checkpoint, as its file's header describes it. `start`: its place in the file, in bytes."""
+    """One tensor of the checkpoint, as its file's header describes it.
+
+    Attributes:
+        start: its place in the file, in bytes.
+        stored_name: its name in the file, if `name` is not; see `_usual_names`.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+    stored_name: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +212,10 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
         notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
     for note in notes:
         warnings.warn(f"{_folder(entries)}: {note}", stacklevel=4)
-    return {name: replace(entry, name=name) for name, entry in changed.items()}
+    return {
+        name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name)
+        for name, entry in changed.items()
+    }
 
 
 def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:

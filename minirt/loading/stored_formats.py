@@ -133,6 +133,11 @@ def _notes(
         yield f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
 
 
+def _weights(module: str) -> list[str]:
+    """The names that a linear's weight may have."""
+    return [f"{module}.{last}" for last in ("weight", *_PACKED)]
+
+
 class _Search:
     """The scheme of each linear, from its tensors and from config.json."""
 
@@ -152,7 +157,7 @@ class _Search:
 
     def scheme(self, module: str) -> Scheme | Int4Scheme | None:
         """How a linear is stored; None: not quantized."""
-        said = self.stated.scheme(module) if self.stated else None
+        said = self.stated.scheme(module, self.stored_name(module)) if self.stated else None
         silent = self.stated is not None and module in self.stated.silent
         if self.entries is None:
             return None if silent else said
@@ -191,6 +196,12 @@ class _Search:
             raise CheckpointError("the scale is not that of the stated format", where=where, expected=expected, found=found)
         return said
 
+    def stored_name(self, module: str) -> str | None:
+        """The prefix of a linear's tensors in the files; None: as in the model."""
+        found = (self.entries[name] for name in _weights(module) if name in self.entries) if self.entries else iter(())
+        own = next(found, None)
+        return None if own is None or own.stored_name is None else own.stored_name.rpartition(".")[0]
+
     def packed(self, module: str, said: Scheme | Int4Scheme | None, entries: Mapping[str, Entry]) -> Int4Scheme:
         """The scheme of a linear with 4-bit weights."""
         names = [name for name in ("weight", *_PACKED) if f"{module}.{name}" in entries]
@@ -216,11 +227,11 @@ class _Search:
     def refuse_quantized(self, expected: Iterable[Sequence]) -> None:
         """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
         for name, *_ in expected:
-            entry = (self.entries or {}).get(name)
-            prefix = name.rpartition(".")[0]
-            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in (self.entries or {})]
-            if entry is not None and (entry.dtype == E4M3 or scales):
-                what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
+            prefix, entries = name.rpartition(".")[0], self.entries or {}
+            entry = next((entries[own] for own in (name, *_weights(prefix)) if own in entries), None)
+            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in entries]
+            if entry is not None and (entry.dtype in (E4M3, INT32) or scales):
+                what, where = "this weight cannot be quantized", f"{entry.file}: {entry.name}"
                 expected, found = f"{' or '.join(FLOATS)}, without scales", " with ".join((entry.dtype, *scales))
                 raise UnsupportedError(what, where=where, expected=expected, found=found, hint=_HINT)
 

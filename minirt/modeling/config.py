@@ -133,13 +133,18 @@ class AttentionSettings:
 
 @dataclass(frozen=True)
 class GatedDeltaNetConfig:
-    """Layers of linear attention with a recurrent state: which layers have it instead of attention, and its heads."""
+    """Layers of linear attention with a recurrent state: which layers have it instead of attention, and its heads.
+
+    `grouped`: the checkpoint has one linear for q, k, v and z, and one for b and a, each with the rows of one key head after the
+    other.
+    """
 
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
     head_v_dim: int
     layers: frozenset[int]
+    grouped: bool = False
 
     def num_parameters(self, hidden_size: int) -> int:
         """Number of weights of a layer, without the norm of its input."""

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,11 +19,18 @@ from minirt.modeling.formats import LinearFormat, TensorSpec
 
 @dataclass(frozen=True)
 class Interleaved:
-    """One of several linears in a checkpoint's linear, which has `block` rows of each of them in turn: `count` of them."""
+    """One of several linears in a checkpoint's linear, which has blocks of rows of each of them in turn, for each head.
 
-    block: int
-    count: int
+    Attributes:
+        blocks: the rows of each linear in its block. `index`: which of them this is.
+    """
+
+    blocks: tuple[int, ...]
     index: int
+
+    def stored_rows(self, rows: int) -> int:
+        """Rows of the checkpoint's linear, of which this one has `rows`."""
+        return rows // self.blocks[self.index] * sum(self.blocks)
 
     def take(self, source: Tensor, rows: int, name: str) -> Tensor:
         """The part of a tensor of the linear, which has `rows` rows. They are in one of its dimensions, alone or in groups."""
@@ -30,11 +38,13 @@ class Interleaved:
         if source.numel() == 1:  # a scale of the whole weight
             return source
         group = rows // source.shape[dimension]
-        if group * source.shape[dimension] != rows or self.block % group:
+        if group * source.shape[dimension] != rows or gcd(*self.blocks) % group:
             what = f"{rows} rows are stored in {source.shape[dimension]} groups, and each group must be of one head"
-            raise UnsupportedError(what, where=name, expected=f"groups of at most {self.block} rows, and a divisor of it")
-        own = source.unflatten(dimension, (-1, self.count, self.block // group)).select(dimension + 1, self.index)
-        return own.flatten(dimension, dimension + 1)
+            most = gcd(*self.blocks)
+            raise UnsupportedError(what, where=name, expected=f"groups of at most {most} rows, and a divisor of it")
+        start, own = sum(self.blocks[: self.index]) // group, self.blocks[self.index] // group
+        heads = source.unflatten(dimension, (-1, sum(self.blocks) // group))
+        return heads.narrow(dimension + 1, start, own).flatten(dimension, dimension + 1)
 
 
 _WHOLE = ("weight_shape", "g_idx")  # tensors that have no rows
@@ -45,7 +55,8 @@ _TRANSPOSED = ("qweight", "scales", "qzeros")  # tensors of 4-bit weights whose 
 class Part:
     """One linear layer of the checkpoint inside a packed one: its name prefix (`….q_proj`) and its number of rows.
 
-    `of`: the checkpoint's linear of that name holds others too, and this is one of them; None: it is this one.
+    `of`: the checkpoint's linear of that name holds others too, and this is one of them; None: it is this one. Several parts of a
+    packed linear may be of one linear.
     """
 
     name: str
@@ -55,7 +66,7 @@ class Part:
     @property
     def stored_rows(self) -> int:
         """Rows of the checkpoint's linear."""
-        return self.rows if self.of is None else self.rows * self.of.count
+        return self.rows if self.of is None else self.of.stored_rows(self.rows)
 
 
 class Parameter(ABC):
@@ -129,9 +140,10 @@ class PackedLinear(Parameter):
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
         self.rows = tuple(part.rows for part in self.parts)
-        self.modules = tuple(part.name for part in self.parts)
-        starts = accumulate(self.rows, initial=0)
-        self._places = {name: place for name, *place in zip(self.modules, range(len(self.rows)), starts, strict=False)}
+        self.modules = tuple(dict.fromkeys(part.name for part in self.parts))
+        self._places: dict[str, list[tuple[int, int]]] = {name: [] for name in self.modules}  # index and first row of each part
+        for i, (part, start) in enumerate(zip(self.parts, accumulate(self.rows, initial=0), strict=False)):
+            self._places[part.name].append((i, start))
         self.in_features = in_features
         self.has_bias = bias
         self.weight: Tensor = torch.empty(0)
@@ -156,7 +168,7 @@ class PackedLinear(Parameter):
         return self.out_features, self.in_features, self.has_bias, kept
 
     def expected(self) -> Iterator[TensorSpec]:
-        for part in self.parts:
+        for part in {part.name: part for part in self.parts}.values():
             rows, whole = part.stored_rows, part.of is not None  # blocks of rows are not taken from pieces
             if self.format is None:
                 yield TensorSpec(f"{part.name}.weight", (rows, self.in_features), pieces=not whole)
@@ -175,7 +187,10 @@ class PackedLinear(Parameter):
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         prefix, _, what = name.rpartition(".")
-        i, start = self._places[prefix]
+        for i, start in self._places[prefix]:
+            self._load_part(i, start, name, what, source, first)
+
+    def _load_part(self, i: int, start: int, name: str, what: str, source: Tensor, first: int) -> None:
         part = self.parts[i]
         if part.of is not None and what not in _WHOLE:
             source = part.of.take(source, part.stored_rows, name)
@@ -234,18 +249,27 @@ class PackedExperts(PackedLinear):
         self.modules = ()  # a fused tensor is never quantized
 
     @property
+    def no_triton(self) -> str | None:
+        if self.format is not None and not self.format.experts:
+            return f"no kernel computes experts in the format {self.format.name}"
+        return super().no_triton
+
+    @property
     def stacked(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight as [E, N, K], and of the scale as [E, …]."""
-        scale = None if self.scale is None else self.scale.unflatten(0, (self.num_experts, -1))
+        scale = self.scale
+        if scale is not None:
+            rows = 1 if scale.dtype == torch.int32 else 0  # the words of scales have rows of the weight in the second dimension
+            scale = scale.unflatten(rows, (self.num_experts, -1)).movedim(rows, 0)
         return self.weight.unflatten(0, (self.num_experts, -1)), scale
 
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
     def expected(self) -> Iterator[TensorSpec]:
-        if self.format is not None and not self.format.experts:
-            what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
-            raise UnsupportedError(what, where=where, hint="use FP8 weights: --quantize fp8, or a checkpoint in FP8")
+        if self.format is not None and self.format.quantizes and not self.format.experts:
+            what, where = f"no kernel computes experts in the format {self.format.name}", self.parts[0].name
+            raise UnsupportedError(what, where=where, hint="use --quantize fp8")
         if self.fused and self.fused_tensor is not None:
             shape = self.num_experts, self.out_features // self.num_experts, self.in_features
             yield TensorSpec(self.fused_tensor, shape, pieces=True)

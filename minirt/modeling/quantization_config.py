@@ -99,11 +99,14 @@ class Modules:
     patterns: tuple[str, ...] = ()
     linears: bool = False
 
-    def rank(self, module: str) -> int | None:
-        """How specific the entry is that matches a module, 0 being most specific; None: there is none."""
-        if module in self.names:
+    def rank(self, module: str, stored: str) -> int | None:
+        """How specific the entry is that matches a module, 0 being most specific; None: there is none.
+
+        `stored` is its name in the files, for which patterns are meant. Full names may be of either kind.
+        """
+        if module in self.names or stored in self.names:
             return 0
-        if any(matches(p[3:], module) if p.startswith("re:") else fnmatchcase(module, p) for p in self.patterns):
+        if any(matches(p[3:], stored) if p.startswith("re:") else fnmatchcase(stored, p) for p in self.patterns):
             return 1
         return 2 if self.linears else None
 
@@ -126,11 +129,15 @@ class QuantizationConfig:
     ignore: Modules
     silent: frozenset[str] = frozenset()
 
-    def scheme(self, module: str) -> "Scheme | Int4Scheme | None":
-        """The stated scheme of a linear, by its checkpoint prefix; None: not quantized."""
-        if self.ignore.rank(module) is not None:
+    def scheme(self, module: str, stored: str | None = None) -> "Scheme | Int4Scheme | None":
+        """The stated scheme of a linear, by its checkpoint prefix; None: not quantized.
+
+        `stored`: the prefix in the files, if it is another: in a model with a vision encoder, they say where the decoder is.
+        """
+        stored = stored or module
+        if self.ignore.rank(module, stored) is not None:
             return None
-        ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module)) is not None]
+        ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module, stored)) is not None]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
 
@@ -378,11 +385,12 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
     if fields.raw.get("pack_dtype") is not None:
         fields.choice("pack_dtype", ("int32",))
     skipped = []
-    for pattern in fields.nested("dynamic").raw:
-        if not pattern.startswith("-:"):
+    for pattern, settings in fields.nested("dynamic").raw.items():
+        if pattern.startswith("-:"):
+            skipped.append(f"re:{pattern[2:]}")
+        elif settings != {}:  # an entry without settings changes nothing: Qwen's releases have some
             where, hint = fields.place("dynamic"), "only '-:' entries, which exclude modules, are supported"
             raise UnsupportedError("settings of single modules are not supported", where=where, found=shown(pattern), hint=hint)
-        skipped.append(f"re:{pattern[2:]}")
     scheme = Int4Scheme("gptq", group, fields.boolean("sym", default=True), versions[version], ordered)
     ignore = _modules(Fields({"dynamic": skipped}, fields.where, fields.prefix), "dynamic")
     return QuantizationConfig("gptq", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))

@@ -361,6 +361,7 @@ BAD_MOE: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: .*a list of integers from 0"),
     ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 99]}, "mlp_only_layers: .*does not have; expected numbers from 0 to .*found 99"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
     ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
@@ -380,7 +381,7 @@ def test_which_layers_are_mixtures() -> None:
 
     assert mixtures() == [0, 1, 2, 3, 4, 5]
     assert mixtures(decoder_sparse_step=2) == [1, 3, 5]
-    assert mixtures(decoder_sparse_step=2, mlp_only_layers=[0, 3, 99]) == [1, 5]
+    assert mixtures(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == [1, 5]
     assert mixtures(decoder_sparse_step=7) == []
     assert not parse_config(raw_config("qwen3")).is_mixture(1)
 

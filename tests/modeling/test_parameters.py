@@ -72,8 +72,8 @@ def test_parts_of_one_linear(name):
     rows, form = HEADS * D, FORMATS[name]
     (whole, bias), tensors = filled([Part("q", 2 * rows), Part("k", D)], form)
     heads, biases = whole[: 2 * rows].view(HEADS, 2, D, K), bias[: 2 * rows].view(HEADS, 2, D)
-    (gate, gate_bias), _ = filled([Part("q", rows, Interleaved(D, 2, 1))], form, tensors)
-    (q_k, q_k_bias), _ = filled([Part("q", rows, Interleaved(D, 2, 0)), Part("k", D)], form, tensors)
+    (gate, gate_bias), _ = filled([Part("q", rows, Interleaved((D, D), 1))], form, tensors)
+    (q_k, q_k_bias), _ = filled([Part("q", rows, Interleaved((D, D), 0)), Part("k", D)], form, tensors)
     assert torch.equal(gate, heads[:, 1].flatten(0, 1))
     assert torch.equal(gate_bias, biases[:, 1].flatten())
     assert torch.equal(q_k, torch.cat((heads[:, 0].flatten(0, 1), whole[2 * rows :])))
@@ -82,8 +82,32 @@ def test_parts_of_one_linear(name):
 
 def test_blocks_of_several_heads_are_refused():
     """Catches a scale of two parts that is used for one of them."""
-    linear = PackedLinear([Part("q", 4 * 64, Interleaved(64, 2, 0))], K)
+    linear = PackedLinear([Part("q", 4 * 64, Interleaved((64, 64), 0))], K)
     linear.format = formats.StoredFp8Blocks()
     linear.allocate(CPU, torch.float32)
     with pytest.raises(UnsupportedError, match=r"q\.weight_scale_inv: 512 rows are stored in 4 groups"):
         linear.load("q.weight_scale_inv", torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_of_several_sizes(name):
+    """q, k, v and z of each key head in turn, as in in_proj_qkvz of Qwen3-Next: all of them in one packed linear, and two alone.
+
+    Catches a block that begins at a wrong row, and a tensor that fills only one of its parts.
+    """
+    blocks, form = (D, D, 2 * D, 2 * D), FORMATS[name]
+    (whole, bias), tensors = filled([Part("qkvz", HEADS * 6 * D)], form)
+    expected = [part.flatten(0, 1) for part in whole.view(HEADS, 6 * D, K).split(blocks, 1)]
+    biases = [part.flatten() for part in bias.view(HEADS, 6 * D).split(blocks, 1)]
+    parts = [Part("qkvz", HEADS * rows, Interleaved(blocks, i)) for i, rows in enumerate(blocks)]
+    (found, found_bias), _ = filled(parts, form, tensors)
+    assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(found_bias, torch.cat(biases))
+    (found, found_bias), _ = filled(parts[3:0:-2], form, tensors)
+    assert torch.equal(found, torch.cat((expected[3], expected[1])))
+    assert torch.equal(found_bias, torch.cat((biases[3], biases[1])))
+    linear = PackedLinear(parts, K)
+    linear.format = form
+    names = [spec[0] for spec in linear.expected()]
+    assert len(set(names)) == len(names)
+    assert linear.modules == ("qkvz",)

@@ -193,6 +193,19 @@ def test_auto_round():
     assert read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE) == Int4Scheme("awq", 128, False, 0)
 
 
+def test_names_of_a_decoder_inside_a_wrapper():
+    """Lists name modules as the files do. Catches a pattern for the files' names that is matched with the model's, and a full
+    name of either kind that is not found."""
+    own, stored = "model.layers.4.mlp.up_proj", "model.language_model.layers.4.mlp.up_proj"
+    for entry in (own, stored, r"re:model\.language_model\..*up_proj", "model.language_model.*up_proj"):
+        found = read({"quantization_config": INT4_STYLES["packed 128"].config([entry])})
+        assert found.scheme(own, stored) is None, entry
+        assert found.scheme(own.replace("up", "down"), stored.replace("up", "down")) is not None
+    outside = read({"quantization_config": INT4_STYLES["packed 128"].config([r"re:^(?!.*language_model).*$"])})
+    assert outside.scheme(own, stored) is not None
+    assert outside.scheme(own) is None
+
+
 def test_older_names_of_awq():
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "format": "GEMM"}
     assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme("awq", 64, False)

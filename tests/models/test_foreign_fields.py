@@ -18,14 +18,17 @@ REAL = json.loads((Path(__file__).parents[1] / "modeling" / "real_configs.json")
 FIELDS = {name: neutral for table in FOREIGN_FIELDS.values() for name, neutral in table.items()}
 
 
+SHARED = ("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")  # with a shared expert
+
+
 def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     raw = {
         "model_type": model_type, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6,
         "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "head_dim": 16,
     }  # fmt: skip
-    if model_type.endswith("_moe"):
+    if model_type in (*SHARED, "qwen3_moe"):
         raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-    if model_type == "qwen2_moe":
+    if model_type in SHARED:
         raw["shared_expert_intermediate_size"] = 56
     return as_file(raw | fields)
 
@@ -35,9 +38,11 @@ OF_QWEN3_5 = {
     "attn_output_gate", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim",
     "text_config",
 }  # fmt: skip
+OF_SHARED = {"shared_expert_intermediate_size"}
 OWN = {
-    "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5,
-    "qwen2_moe": {"shared_expert_intermediate_size"}, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
+    "qwen3_5": OF_QWEN3_5, "qwen3_5_text": OF_QWEN3_5, "qwen3_5_moe": OF_QWEN3_5 | OF_SHARED,
+    "qwen3_5_moe_text": OF_QWEN3_5 | OF_SHARED, "qwen3_next": OF_QWEN3_5 - {"text_config"} | OF_SHARED,
+    "qwen2_moe": OF_SHARED, "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
 }  # fmt: skip
 
 

@@ -36,9 +36,15 @@ RECURRENT = {
 }  # fmt: skip
 
 
+MIXTURES = ("qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+
+
 def tiny(kind: str, **options: Any) -> dict[str, Any]:
-    experts = {k: v for k, v in EXPERTS.items() if kind == "qwen2_moe" or (kind == "qwen3_moe" and "shared" not in k)}
-    recurrent = RECURRENT if kind.startswith("qwen3_5") else {}
+    experts = EXPERTS if kind in MIXTURES else {}
+    if kind == "qwen3_moe":
+        experts = {name: value for name, value in EXPERTS.items() if "shared" not in name}
+    recurrent = RECURRENT if kind in HYBRIDS else {}
     return as_file(TINY | experts | recurrent | options | {"model_type": kind})
 
 
@@ -52,6 +58,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3_5_text", {}),
     ("qwen3_5_text", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_moe_text", {}),
+    ("qwen3_next", {"mlp_only_layers": [0], "tie_word_embeddings": True}),
+    ("qwen3_next", {"decoder_sparse_step": 2, "attention_bias": True}),
     ("mistral", {}),
     ("smollm3", {"attention_bias": True, "pad_token_id": 0}),
     ("ministral3", {"tie_word_embeddings": True}),
@@ -98,8 +107,8 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_order_and_names_of_layers(kind: str) -> None:
     layers = build(parse_config(tiny(kind)))
-    mixer, first = ("gated_delta_net", GatedDeltaNet) if kind.startswith("qwen3_5") else ("attention", Attention)
-    mlp, block = ("moe", MoE) if kind.endswith("_moe") else ("mlp", MLP)
+    mixer, first = ("gated_delta_net", GatedDeltaNet) if kind in HYBRIDS else ("attention", Attention)
+    mlp, block = ("moe", MoE) if kind in MIXTURES else ("mlp", MLP)
     assert [layer.name for layer in layers] == [
         "embedding",
         f"layers.0.{mixer}",
@@ -133,6 +142,9 @@ PUBLISHED = {
     "Qwen3.5-4B": (4.206, None),
     "Qwen3.5-9B": (8.954, None),
     "Qwen3.5-27B": (26.896, None),  # 53.8 GB in bf16
+    "Qwen3.5-35B-A3B": (34.66, None),
+    "Qwen3.5-122B-A10B": (122.1, None),
+    "Qwen3-Next-80B-A3B": (79.7, 79.0),
     "Llama-3.1-8B": (8.03, None),
     "Llama-3.1-70B": (70.55, None),
     "Llama-3.2-1B": (1.236, None),
@@ -160,11 +172,13 @@ def test_preset_size(entry: Any) -> None:
         assert (config.num_parameters - tables) / 1e9 == pytest.approx(inner, rel=0.015)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B"]
+)
 def test_preset_counts_as_transformers_does(name: str) -> None:
     raw = next(raw for key, _, raw in raw_configs() if key == name)
-    model = their_model(dict(raw, num_hidden_layers=2))
-    count = parse_config(raw | {"num_hidden_layers": 2}).num_parameters
+    model = their_model(dict(raw, num_hidden_layers=4))  # every kind of layer
+    count = parse_config(raw | {"num_hidden_layers": 4}).num_parameters
     assert count == sum(p.numel() for p in model.parameters())
 
 
@@ -208,7 +222,7 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 46
+    assert len(set(names)) == len(names) == 49
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -121,22 +121,27 @@ STYLES: dict[str, Style] = {
 }  # fmt: skip
 
 
+LINEARS = ("_proj.weight", "lm_head.weight")
+
+
 def write(
-    source: Path, folder: Path, style: str, *, skip: tuple[str, ...] = ("lm_head",), listed: bool = True, shards: int = 1
+    source: Path, folder: Path, style: str, *, skip: tuple[str, ...] = ("lm_head",), listed: bool = True, shards: int = 1,
+    linears: tuple[str, ...] = LINEARS,
 ) -> Written:
     """Quantize the linears of the model in `source` (one safetensors file) into `folder`.
 
     Args:
         skip: modules that are not quantized, by the end of their names. `listed`: whether the config names them.
         shards: how many files hold the tensors.
+        linears: how the names of the weights of linears end.
     """
     own, result = STYLES[style], Written(folder)
     folder.mkdir(parents=True, exist_ok=True)
     skipped = []
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not name.endswith(("_proj.weight", "lm_head.weight")) or module.endswith(skip):
-            skipped += [module] if name.endswith(("_proj.weight", "lm_head.weight")) else []
+        if not name.endswith(linears) or module.endswith(skip):
+            skipped += [module] if name.endswith(linears) else []
             result.tensors[name], result.exact[name] = tensor, tensor.double()
             continue
         values, scale, factor = own.quantize(tensor.float(), own.dtype)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from support.quantized import Written, save
+from support.quantized import LINEARS, Written, save
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the column AWQ_ORDER[i] of eight
 
@@ -161,13 +161,19 @@ STYLES: dict[str, Style] = {
 }
 
 
-def write(source: Path, folder: Path, style: str, *, skip: tuple[str, ...] = ("lm_head",), shards: int = 1) -> Written:
-    """Quantize the linears of the model in `source` (one safetensors file) into `folder`, except those that end with `skip`."""
+def write(
+    source: Path, folder: Path, style: str, *, skip: tuple[str, ...] = ("lm_head",), shards: int = 1,
+    linears: tuple[str, ...] = LINEARS,
+) -> Written:
+    """Quantize the linears of the model in `source` (one safetensors file) into `folder`, except those that end with `skip`.
+
+    `linears`: how the names of the weights of linears end.
+    """
     own, result, skipped = STYLES[style], Written(folder), []
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        linear = name.endswith(("_proj.weight", "lm_head.weight"))
+        linear = name.endswith(linears)
         if not linear or module.endswith(skip):
             skipped += [module] if linear else []
             result.tensors[name], result.exact[name] = tensor, tensor.double()

@@ -306,7 +306,7 @@ def test_the_command(run, folder, tmp_path):
     assert (record["faults"], record["slower"], record["backend"]) == ([], [], "CPU")
     assert record["commit"]
     assert record["versions"]["torch"] == torch.__version__
-    assert "10/10" in err
+    assert "14/14" in err
     assert (tmp_path / "sweep.svg").stat().st_size > 5000
     assert not (tmp_path / "roofline.svg").exists()
     for row in record["results"]:
@@ -314,7 +314,7 @@ def test_the_command(run, folder, tmp_path):
     (tmp_path / "old.json").write_text(json.dumps(record))
     code, out, err = run(*base, "--baseline", tmp_path / "old.json", "--quiet", "-o", "md")
     assert code == 1
-    assert "bench kernels: slower than the baseline (and 9 more): rms_norm" in err
+    assert "bench kernels: slower than the baseline (and 13 more): rms_norm" in err
     assert "**No figure here is a speed" in out
     assert "since the baseline" in out
     assert "Every kernel is within its bound." in out

@@ -1,0 +1,37 @@
+"""Qwen3.5-MoE and 3.6-MoE (35B-A3B, 122B-A10B): Qwen3.5 with a mixture of experts and a shared expert in every layer.
+
+As in Qwen3.5, official files are those of a model that also sees images, with the decoder's fields in `text_config`.
+"""
+
+from minirt.errors import UnsupportedError
+from minirt.modeling.config import Fields, ModelConfig, shown
+from minirt.models.decoder import moe_config
+from minirt.models.qwen3_5 import decoder_fields as decoder_fields
+from minirt.models.qwen3_5 import hybrid_config
+from minirt.models.qwen3_5 import layers as layers
+from minirt.models.vision import text_config
+
+# Fields of other mixtures, with the only value that is computed: every layer is a mixture, and weights are normalized.
+_ONLY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def config(fields: Fields) -> ModelConfig:
+    """The config of the decoder, alone (`qwen3_5_moe_text`) or in `text_config`."""
+    classes = "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"
+    return text_config(fields, decoder_fields(fields), classes, _decoder)
+
+
+def _decoder(fields: Fields) -> ModelConfig:
+    """No layer has a dense MLP, so files have no `intermediate_size`."""
+    for name, only in _ONLY.items():
+        if fields.raw.get(name) not in (None, only):
+            expected = "no field" if only == [] else f"no field or {shown(only)}"
+            raise UnsupportedError(
+                "every layer of this architecture is a mixture whose weights are normalized", where=fields.place(name),
+                expected=expected, found=shown(fields.raw[name]),
+            )  # fmt: skip
+    moe = moe_config(fields, shared_expert=True, normalize=True)
+    if fields.raw.get("intermediate_size") is None:
+        raw = {**fields.raw, "intermediate_size": moe.intermediate_size}
+        fields = Fields(raw, fields.where, fields.prefix, fields.outer)
+    return hybrid_config(fields, model_type="qwen3_5_moe", moe=moe)

@@ -1,0 +1,276 @@
+"""Qwen3.5-MoE and Qwen3-Next against transformers, in fp32: logits, greedy tokens, chunks, preemption, files, refusals."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import quantized, quantized_int4
+from support.hybrids import CASES, TEXT, make, prompts, truth
+from support.quantized import LINEARS
+
+from minirt import Generator, SamplingParams
+from minirt.errors import CheckpointError, ConfigError, UnsupportedError
+from minirt.layers import MLP, GatedDeltaNet, MoE
+from minirt.models import build, parse_config
+from minirt.step.batch import Batch, Chunk
+from minirt.step.kv_cache import KVCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MOE_TEXT = TEXT | {"model_type": "qwen3_5_moe_text"}
+NEXT = TEXT | {"model_type": "qwen3_next", "intermediate_size": 56}
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def load(folder: Path, **options: Any) -> Generator:
+    return Generator.from_pretrained(folder, **{"device": "cpu", "kv_cache_memory": 1 << 24} | options)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity(case: str, tmp_path: Path) -> None:
+    """Logits of prompts in chunks, and greedy tokens of a ragged batch for which there are too few pages.
+
+    Catches a row of another head or part in the grouped projections, an expert's weight that is not normalized, a shared expert
+    without its gate, a dense layer in the place of a mixture, and a state that preemption or the next chunk loses.
+    """
+    model, texts = make(case, tmp_path), prompts(1, 17, 60, 65, 70)
+    exact = truth(model, texts[-1])
+    with load(tmp_path) as generator:
+        own = generator.model
+        for size in (1, 17, 64, 65):
+            cache = KVCache(own.cache_specs, 4, own.device, own.kv_dtype, num_slots=3)
+            outs = []
+            for start in range(0, 70, size):
+                chunk = Chunk(texts[-1][start : start + size], start, range(4), num_logits=1, slot=2)
+                outs.append(own(Batch.build([chunk], cache.page_size).to(own.device), cache)[0])
+            rows = [min(start + size, 70) - 1 for start in range(0, 70, size)]
+            assert (torch.stack(outs) - exact[rows]).norm() < 1e-4 * exact[rows].norm(), size
+        page = generator.memory.page
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0) for count in (30, 12, 20, 6, 9)]
+    with load(tmp_path, kv_cache_memory=5 * page, max_num_seqs=4, max_model_len=256) as generator:
+        found = [completion.token_ids for completion in generator.generate(texts, params)]
+        assert generator._live.stats.num_preemptions
+    for prompt, tokens, own_params in zip(texts, found, params, strict=True):
+        assert len(tokens) == own_params.max_tokens
+        assert truth(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "qwen3_next"])
+def test_kernels(case: str, tmp_path: Path) -> None:
+    """Catches a projection, a gate or a shared expert that the calls of the kernels leave out."""
+    model = make(case, tmp_path, head_dim=64, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, linear_value_head_dim=16)
+    (tokens,) = prompts(3)
+    impl = ["eager", "layers.*.gated_delta_net=triton", "layers.*.moe=triton"]
+    options = {"device": DEVICE, "dtype": "float32", "impl": impl, "warmup": False}
+    with load(tmp_path, **options, max_num_batched_tokens=2, max_num_seqs=1) as generator:
+        expected = truth(model, tokens)
+        assert (generator.logits(tokens).cpu() - expected).norm() < 1e-4 * expected.norm()
+
+
+def wrap(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a decoder as official files are: inside a model that sees images, with MTP layers."""
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    renamed |= {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 1}}
+    own |= {name: config.pop(name) for name in ("tie_word_embeddings", "quantization_config") if name in config}
+    for name in ("architectures", "transformers_version"):
+        config.pop(name, None)
+    config |= {"mamba_ssm_dtype": "float32", "attn_output_gate": True, "mtp_num_hidden_layers": 1, "output_gate_type": "swish"}
+    config |= {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}
+    (folder / "config.json").write_text(json.dumps(own | {"text_config": config}))
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_in_one_tensor(case: str, tmp_path: Path) -> None:
+    """The same weights one by one, fused, and fused as official files of Qwen3.5 are, whose extras are told: the same bits."""
+    (tokens,) = prompts(9)
+    folders = [tmp_path / name for name in ("single", "fused", "official")]
+    for folder, fused in zip(folders, (False, True, True), strict=True):
+        make(case, folder, fused)
+    if case == "qwen3_5_moe":
+        wrap(folders[2], load_file(folders[2] / "model.safetensors"))
+    found = []
+    for folder in folders:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with load(folder) as generator:
+                found.append(generator.logits(tokens))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folders[1] / "model.safetensors")
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    skipped = [str(own.message).split(": ")[-2] for own in said]
+    wrapped = [f"1 tensors {start}.* are not used" for start in ("mtp", "model.visual")]
+    assert skipped == (wrapped if case == "qwen3_5_moe" else [])
+
+
+def told(said: list[warnings.WarningMessage]) -> list[str]:
+    """The warnings beside those that a quantized decoder inside a wrapper always has."""
+    texts = [str(own.message) for own in said]
+    return [text for text in texts if "are not used" not in text and not text.startswith("on a CPU, quantized weights")]
+
+
+SIZES = {
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+ENDS = ("qkv", "z", "qkvz", "a", "b", "ba")
+NAMES = (*LINEARS, *(f".in_proj_{end}.weight" for end in ENDS), "mlp.gate.weight", "shared_expert_gate.weight")
+KEPT = ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "shared_expert_gate")  # in 16 bits in every release
+PACKERS = {
+    "fp8 block": quantized, "compressed-tensors channel": quantized, "packed 128": quantized_int4, "packed 32": quantized_int4,
+    "gptq 128": quantized_int4, "awq 128": quantized_int4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose heads have 128 channels, so that no block of FP8 has rows of two parts."""
+    folders = {}
+    for case in ("qwen3_5_moe", "qwen3_next"):
+        folders[case] = tmp_path_factory.mktemp("plain")
+        make(case, folders[case], **SIZES | ({"mlp_only_layers": [0]} if case == "qwen3_next" else {}))
+    return folders
+
+
+def exact_logits(written: quantized.Written, source: Path, folder: Path, tokens: list[int]) -> torch.Tensor:
+    """The logits of a checkpoint in 32 bits with the numbers that quantized weights stand for."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file({name: tensor.float() for name, tensor in written.exact.items()}, folder / "model.safetensors", {"format": "pt"})
+    with load(folder, dtype="float32") as generator:
+        return torch.stack([generator.logits([token])[0] for token in tokens])
+
+
+@pytest.mark.parametrize(("case", "style"), [
+    ("qwen3_5_moe", "fp8 block"), ("qwen3_5_moe", "compressed-tensors channel"), ("qwen3_5_moe", "packed 128"),
+    ("qwen3_next", "fp8 block"), ("qwen3_next", "packed 32"), ("qwen3_next", "gptq 128"), ("qwen3_next", "awq 128"),
+])  # fmt: skip
+def test_quantized_files(case: str, style: str, plain: dict[str, Path], tmp_path: Path) -> None:
+    """Files of an independent packer give the logits of the numbers that they stand for; those of Qwen3.5 as they are published.
+
+    Catches scales or zero points of other rows of a grouped projection, of another expert, and lists that name the modules as
+    they are inside the model with a vision encoder and that are not understood: there would be a warning.
+    """
+    written = PACKERS[style].write(plain[case], tmp_path / "q", style, skip=KEPT, linears=NAMES)
+    tokens = [5, 99, 170]  # one at a time: activations are not rounded
+    expected = exact_logits(written, plain[case], tmp_path / "exact", tokens)
+    if case == "qwen3_5_moe":
+        wrap(written.folder, written.tensors)
+        config = (written.folder / "config.json").read_text()
+        (written.folder / "config.json").write_text(config.replace('"model.layers.', '"model.language_model.layers.'))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generator = load(written.folder, dtype="float32")
+    with generator:
+        assert told(said) == []
+        formats = {name: own for row in generator.plan.rows for name, own in [(row.layer, row.formats)]}
+        assert all(formats[name] for name in ("layers.0.gated_delta_net", "layers.1.attention", "layers.1.moe"))
+        found = torch.stack([generator.logits([token])[0] for token in tokens])
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_gptq_as_qwen_publishes_it(plain: dict[str, Path], tmp_path: Path) -> None:
+    """4-bit routed experts beside 16-bit attention and shared experts; entries of `dynamic` without settings change nothing."""
+    skip = (*KEPT, *(f"{part}_proj" for part in "qkvo"), "in_proj_qkv", "in_proj_z", "out_proj")
+    skip += tuple(f"shared_expert.{part}_proj" for part in ("gate", "up", "down"))
+    written = quantized_int4.write(plain["qwen3_5_moe"], tmp_path / "q", "gptq 128", skip=skip, linears=NAMES)
+    expected = exact_logits(written, plain["qwen3_5_moe"], tmp_path / "exact", [5, 99])
+    wrap(written.folder, written.tensors)
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    stated = config["quantization_config"]
+    stated["dynamic"] = {"lm_head": {}, "model.language_model.embed_tokens": {}}
+    stated["dynamic"] |= {f"-:.*{part}.*": {} for part in ("attn", "shared_expert", "mtp", "visual")}
+    path.write_text(json.dumps(config))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generator = load(written.folder, dtype="float32")
+    with generator:
+        assert told(said) == []
+        found = torch.stack([generator.logits([token])[0] for token in (5, 99)])
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+        triton = "no kernel computes experts in the format int4"
+        assert {layer.gate_up.no_triton for layer in generator.model.layers if isinstance(layer, MoE)} == {triton}
+    stated["dynamic"]["lm_head"] = {"bits": 8}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"dynamic: settings of single modules are not supported; found 'lm_head'"):
+        load(written.folder)
+
+
+@pytest.mark.parametrize("style", ["fp8 block", "gptq 128"])
+@pytest.mark.parametrize("name", ["in_proj_ba", "mlp.gate"])
+def test_a_quantized_weight_that_has_16_bits_elsewhere(name: str, style: str, plain: dict[str, Path], tmp_path: Path) -> None:
+    """Catches a weight without a quantized form that is read as plain numbers, or called missing."""
+    kept = tuple(own for own in KEPT if own != name)
+    written = PACKERS[style].write(plain["qwen3_next"], tmp_path, style, skip=kept, linears=NAMES)
+    last = "weight" if style == "fp8 block" else "qweight"
+    with pytest.raises(UnsupportedError, match=rf"{name}\.{last}: this weight cannot be quantized"):
+        load(written.folder)
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_5_moe", {"num_experts": 8}, r"are missing; .*experts\.7\."),
+    ("qwen3_next", {"num_experts": 6}, r"mlp\.gate\.weight: wrong shape; expected \[6, 64\]; found \[7, 64\]"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 48}, r"shared_expert\.\w+\.weight: wrong shape"),
+    ("qwen3_next", {"mlp_only_layers": []}, r"layers\.1\.mlp\."),
+    ("qwen3_next", {"linear_num_key_heads": 4}, r"linear_attn\.\w+.*wrong shape"),
+]
+
+
+@pytest.mark.parametrize(("case", "fields", "message"), WRONG, ids=str)
+def test_files_of_another_shape(case: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Catches weights of a model with other experts, or other layers, that load."""
+    make(case, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """Catches a shared expert that is left out without a word, and fused experts of another number."""
+    make("qwen3_5_moe", tmp_path, fused=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({GATE_UP: tensors[GATE_UP][:-1]}))
+    with pytest.raises(CheckpointError, match=rf"{GATE_UP}: wrong shape; expected \[7, 48, 64\]; found \[6, 48, 64\]"):
+        load(tmp_path)
+    make("qwen3_5_moe", tmp_path)
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1.mlp.shared_expert" in name])
+    with pytest.raises(CheckpointError, match=r"4 of \d+ tensors are missing; .*layers\.1\.mlp\.shared_expert"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("raw", "field", "value", "kind"), [
+    (MOE_TEXT, "norm_topk_prob", False, UnsupportedError), (MOE_TEXT, "decoder_sparse_step", 2, UnsupportedError),
+    (MOE_TEXT, "mlp_only_layers", [1], UnsupportedError), (MOE_TEXT, "output_gate_type", "sigmoid", UnsupportedError),
+    (MOE_TEXT, "num_experts_per_tok", 8, ConfigError), (MOE_TEXT, "architectures", ["Qwen3_5ForCausalLM"], UnsupportedError),
+    (NEXT, "mlp_only_layers", [0, 3], ConfigError), (NEXT, "decoder_sparse_step", 0, ConfigError),
+    (NEXT, "shared_expert_intermediate_size", 0, ConfigError), (NEXT, "use_sliding_window", True, UnsupportedError),
+    (NEXT, "linear_num_value_heads", 5, ConfigError), (NEXT, "architectures", ["Qwen3MoeForCausalLM"], UnsupportedError),
+    (TEXT | {"model_type": "qwen3_5_text", "intermediate_size": 56}, "num_experts", 7, UnsupportedError),
+], ids=str)  # fmt: skip
+def test_other_values_are_refused_by_name(raw: dict[str, Any], field: str, value: Any, kind: type[Exception]) -> None:
+    """Nothing that would change the result is ignored."""
+    with pytest.raises(kind, match=field):
+        parse_config(raw | {field: value})
+
+
+def test_layers_follow_the_config() -> None:
+    """Catches a mixture in every layer of a model that names dense ones."""
+    kinds = [type(layer) for layer in build(parse_config(NEXT | {"mlp_only_layers": [0], "num_hidden_layers": 4}))]
+    assert [kind for kind in kinds if kind in (MLP, MoE)] == [MLP, MoE, MoE, MoE]
+    assert [kind for kind in kinds if kind is GatedDeltaNet] == [GatedDeltaNet] * 2
+    assert parse_config(MOE_TEXT).moe == parse_config(NEXT).moe
