@@ -321,8 +321,13 @@ class Scheduler:
             slot = int(slots[i])
             sequence = own.sequences[slot]
             while sequence is not None and sequence.slot >= 0 and not self._reserve(sequence, int(plain[i])):
+                if own.unread[slot] > own.steps[slot]:  # it waits until the host knows how many of its drafts are right
+                    counts[i] = 0
+                    break
                 self._preempt_last()
-        if self.limits.max_drafts:  # they preempt nobody
+        if self.limits.max_drafts:  # drafts preempt nobody
+            runs = counts > 0
+            slots, counts, lens, plain = slots[runs], counts[runs], lens[runs], plain[runs]
             for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
                 sequence = own.sequences[int(slots[i])]
                 if sequence is not None and not self._reserve(sequence, int(lens[i])):
