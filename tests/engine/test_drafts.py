@@ -440,3 +440,26 @@ def test_drafts_leave_tokens_of_a_step_to_others():
     while first.id in it:
         counts.append({output.request_id: len(output.token_ids) for output in it.step()})
     assert all(len(own) == 3 for own in counts), "each one goes on in each step"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_prompt_with_unusable_logits_beside_bad_words(drafts):
+    """The next step computes a token of that prompt again. Catches its place before the first generated token being written."""
+    words = ((3, 90), (0, 0))
+    (wanted,) = run(engine(), [([10], settings(temperature=0.0))], words)
+    it = engine(oracle([10], wanted[0]) if drafts else None, lookahead=1)
+    model = it._runner._model
+    it._runner._model = lambda batch, cache: torch.where(
+        (batch.input_ids[batch.logits_indices] == 91)[:, None], float("nan"), model(batch, cache)
+    )
+    good, bad = (
+        Request(next(IDS), prompt, resolve(settings(temperature=0.0), None), (5,), bad_words=own)
+        for prompt, own in (([10], words), ([20] * 30 + [91], ()))
+    )
+    it.add(good)
+    it.add(bad)
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    assert [output.finish_reason for output in outputs if output.request_id == bad.id] == ["error"]
+    assert [token for output in outputs if output.request_id == good.id for token in output.token_ids] == wanted[0]
