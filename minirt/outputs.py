@@ -193,7 +193,6 @@ class CompletionStream:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
-        done.num_draft_tokens, done.num_accepted_tokens = output.num_draft_tokens, output.num_accepted_tokens
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
         now, text, i = time.perf_counter() - self.started, "", 0
@@ -209,6 +208,8 @@ class CompletionStream:
                 finish_reason = "stop"
                 break
         done.finish_reason = finish_reason
+        # What a stop string leaves out are right drafts: an output has at least one other token.
+        done.num_draft_tokens, done.num_accepted_tokens = output.num_draft_tokens, output.num_accepted_tokens - (last - i)
         if done.logprobs is not None:
             done.logprobs += output.logprobs[:i]
         done.text += text

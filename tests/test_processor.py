@@ -10,7 +10,7 @@ import pytest
 from support.vocabularies import bert_like, gpt2_like, llama_like, save
 
 from minirt import SamplingParams
-from minirt.engine.request import TokenOutput
+from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import InputError
 from minirt.processor import Call, Processor
 from minirt.text.tokenizer import Tokenizer
@@ -174,3 +174,17 @@ def test_a_part_of_a_text_is_encoded_as_in_a_text(tmp_path):
             assert any(whole[i : i + len(ids)] == ids for i in range(len(whole))), (name, part, ids)
     bert = Tokenizer.load(tmp_path / "bert")
     assert bert.spellings("there") == [(bert.token_id("##there"),), (bert.token_id("there"),)]
+
+
+def test_a_stop_string_inside_the_tokens_of_a_step(llama):
+    """Four tokens in one output, three of them drafts. Catches tokens, log-probabilities or drafts behind the stop string."""
+    there, upon = (prepared(llama, f"Once {text}").requests[0].prompt_token_ids[-1] for text in ("there", "upon"))
+    call = prepared(llama, "Once", stop=" there", logprobs=0)
+    (request,) = call.start()
+    tokens = (upon, there, upon, upon)
+    rows = tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
+    _, piece = call.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))
+    assert (piece.token_ids, piece.text, piece.finish_reason) == ((upon, there), " upon", "stop")
+    done = call.result()
+    assert (done.token_ids, [row.token_id for row in done.logprobs]) == ([upon, there], [upon, there])
+    assert (done.num_draft_tokens, done.num_accepted_tokens, done.acceptance_length) == (4, 1, 2.0)

@@ -133,14 +133,14 @@ def _ban_kernel(
 def _record_kernel(tokens_ptr, slots_ptr, step_ptr, meta_ptr, counts_ptr, history_ptr, V, HISTORY_LEN):
     """Counts a row's token and appends it to the slot's history."""
     b = tl.program_id(0)
-    slot, token = tl.load(slots_ptr + b), tl.load(tokens_ptr + b)
-    if (slot >= 0) & (token >= 0):
+    slot, token, step = tl.load(slots_ptr + b), tl.load(tokens_ptr + b), tl.load(step_ptr + b)
+    if (slot >= 0) & (token >= 0) & (step >= 0):  # a sequence whose first draw was unusable computes a token of its prompt again
         flags = tl.load(meta_ptr + 4 * slot)
         if (flags & _PENALTIES) != 0:
             count_ptr = counts_ptr + slot.to(tl.int64) * V + token
             tl.atomic_add(count_ptr, 2, sem="relaxed")  # a step may draw a token of a sequence several times
         if (flags & _HISTORY) != 0:
-            tl.store(history_ptr + slot.to(tl.int64) * HISTORY_LEN + tl.load(step_ptr + b), token.to(tl.int32))
+            tl.store(history_ptr + slot.to(tl.int64) * HISTORY_LEN + step, token.to(tl.int32))
 
 
 def process(

@@ -277,8 +277,8 @@ def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
 
 
 @prepared
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
-def _report_kernel(table_ptr, slots_ptr, out_ptr, C):
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["slots_ptr"])
+def _report_kernel(table_ptr, slots_ptr, out_ptr, vocab, C):
     """One sequence."""
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
@@ -290,6 +290,8 @@ def _report_kernel(table_ptr, slots_ptr, out_ptr, C):
     tl.store(to_ptr, matched)
     tl.store(to_ptr + 1, following)
     tl.store(to_ptr + 2 + i, drafts, mask=i < C.DRAFTS)
+    wrong = (i < C.DRAFTS) & ((drafts < 0) | (drafts >= vocab))
+    tl.store(row_ptr + _NEXT_TOKENS + 1 + i, 0, mask=wrong)
 
 
 def edit_table(table: Tensor, edits: Tensor, values: Tensor, count: Tensor) -> None:
@@ -320,8 +322,8 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         _commit_kernel[(B,)](table, rows, seq_lens, drawn, result, C, num_warps=1, num_stages=1)
 
 
-def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor) -> None:
+def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor, vocab: int) -> None:
     """`table.report`, for tensors at multiples of 16 bytes."""
     B = rows.slots.shape[0]
     if B:
-        _report_kernel[(B,)](table, rows.slots, out, _constants(columns), num_warps=1, num_stages=1)
+        _report_kernel[(B,)](table, rows.slots, out, vocab, _constants(columns), num_warps=1, num_stages=1)

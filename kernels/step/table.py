@@ -297,13 +297,17 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         words[slots[room], columns.tokens + cached[room]] = token[room]
 
 
-def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor) -> None:
+def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor, vocab: int) -> None:
     """Write what the host is to know of a step's drafts to `out` [B, 2 + drafts] int32.
 
-    For each sequence: MATCHED, NUM_NEXT, and its drafts, with 0 behind them. Of padding, all is 0.
+    For each sequence: MATCHED, NUM_NEXT, and its drafts, with 0 behind them. Of padding, all is 0. In the table, a draft outside
+    [0, vocab) becomes 0: the next step may be queued before the host sees what a proposer has done.
     """
     words, to, slots = _array(table), _array(out), _array(rows.slots)
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     valid, inside = slots >= 0, np.arange(1, 1 + columns.drafts) < head[:, NUM_NEXT, None]
     to[:, 0], to[:, 1] = head[:, MATCHED] * valid, head[:, NUM_NEXT] * valid
-    to[:, 2:] = head[:, NEXT_TOKENS + 1 :] * (inside & valid[:, None])
+    drafts = head[:, NEXT_TOKENS + 1 :] * (inside & valid[:, None])
+    to[:, 2:] = drafts
+    b, i = ((drafts < 0) | (drafts >= vocab)).nonzero()
+    words[slots[b], NEXT_TOKENS + 1 + i] = 0

@@ -15,6 +15,7 @@ import numpy as np
 from minirt.engine.limits import EngineLimits
 from minirt.engine.request import DraftStats
 from minirt.engine.slots import HostSlots
+from minirt.errors import EngineError
 
 _PRIOR_RIGHT, _PRIOR_TRIALS = 1.2, 2.0  # of a sequence whose drafts were never compared
 _KEPT = 0.9  # of the evidence, with each step that adds to it
@@ -59,13 +60,14 @@ class DraftLengths:
 
     Args:
         times: None: each sequence with drafts has as many as possible verified.
+        vocab: number of token ids.
     """
 
-    def __init__(self, limits: EngineLimits, slots: HostSlots, times: StepTimes | None) -> None:
+    def __init__(self, limits: EngineLimits, slots: HostSlots, times: StepTimes | None, vocab: int) -> None:
         count, most = limits.max_num_seqs, limits.max_drafts
         self.times, self._slots, self._sizes = times, slots, draft_sizes(most)
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-        self._drafts = np.zeros((count, most), np.int32)
+        self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab
         self._right, self._trials = np.zeros(count), np.zeros(count)
         self._num_drafts = 0
         self._verified, self._accepted = np.zeros(most, np.int64), np.zeros(most, np.int64)  # by position
@@ -128,8 +130,11 @@ class DraftLengths:
             planned: [N], the most tokens that the step computed.
             counts, tokens: [N] and [N, 1 + drafts], what it yields.
             proposed: [N, 2 + drafts]: `report` of `kernels/step/table.py`.
+        Raises:
+            EngineError: the proposer breaks its protocol (`Proposer` in `engine/runner.py`).
         """
         own, most = self._slots, self._drafts.shape[1]
+        self._check(counts, proposed)
         new = self._epochs[slots] != own.epochs[slots]
         if new.any():
             fresh = slots[new]
@@ -152,5 +157,21 @@ class DraftLengths:
             self._accepted += (each < accepted[:, None]).sum(0)
             own.num_drafted[slots] += verified
             own.num_accepted[slots] += accepted
-        self._counts[slots] = np.where(proposed[:, 0] > 0, proposed[:, 1] - 1, 0)
+        self._counts[slots] = np.where(proposed[:, 0] > 0, np.maximum(proposed[:, 1] - 1, 0), 0)
         self._drafts[slots] = proposed[:, 2:]
+
+    def _check(self, counts: np.ndarray, proposed: np.ndarray) -> None:
+        """Raise EngineError unless each sequence has gone on, and has drafts that a step can verify."""
+        most, matched, following, drafts = self._drafts.shape[1], proposed[:, 0], proposed[:, 1], proposed[:, 2:]
+        if not counts.all():
+            what, expected, found = "NUM_NEXT of a sequence that goes on", "1 + the number of drafts", "0"
+        elif len(following) and not 0 <= following.min() <= following.max() <= 1 + most:
+            what, expected = "NUM_NEXT", f"1 to {1 + most}, max_drafts and the next token"
+            found = f"{following.min()} to {following.max()}"
+        elif (matched[following > 1] <= 0).any():
+            what, expected, found = "MATCHED of a sequence with drafts", "a positive number", f"{matched[following > 1].min()}"
+        elif len(drafts) and not 0 <= drafts.min() <= drafts.max() < self._vocab:
+            what, expected, found = "a draft", f"a token id below {self._vocab}", f"{drafts.min()} to {drafts.max()}"
+        else:
+            return
+        raise EngineError(f"the proposer has written a wrong value: {what}", where="speculative", expected=expected, found=found)

@@ -124,7 +124,7 @@ class Engine:
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._step_times = OnlineStepTimes() if adaptive_drafts and device.type != "cuda" else None
         self._adaptive_drafts = adaptive_drafts
-        self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times) if limits.max_drafts else None
+        self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
         self._scheduler.draft_lengths = self._drafts
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, Sequence] = {}
@@ -402,23 +402,23 @@ class Engine:
             values = own[told].tolist(), where.tolist(), counts[told].tolist(), reasons[told].tolist()
             for slot, row, count, reason, new in zip(*values, result.tokens[where].tolist(), strict=True):
                 sequence = slots.sequences[slot]
-                if sequence is not None and (output := self._tell(sequence, new[:count], reason, result, work, row)) is not None:
-                    outputs.append(output)
+                if sequence is not None:
+                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
         if not same.all():
             for row in (~same & draws).nonzero()[0].tolist():
-                if (output := self._collect_preempted(result, work, row, now)) is not None:
-                    outputs.append(output)
+                outputs += self._collect_preempted(result, work, row, now)
         return _Drawn(own, planned.num_draws[rows], reasons != Reason.NO_TOKEN, same)
 
     def _tell(
         self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
-    ) -> TokenOutput | None:
-        """What the caller of a sequence gets after it has taken the tokens of a step, if anything."""
-        if reason == Reason.NO_TOKEN:
-            if sequence.constraint is not None:  # it says which token was missing
-                sequence.constraint.accept(tokens)
-            return TokenOutput(sequence.id, (), "error", no_token(sequence, self._constraints, self._vocab_size))
-        request = sequence.request
+    ) -> list[TokenOutput]:
+        """What the caller of a sequence gets after it has taken the tokens of a step."""
+        if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts
+            before = sequence.watched and tokens
+            outputs = self._tell(sequence, tokens, Reason.RUNS, result, work, row) if before else []
+            error = no_token(sequence, self._constraints, self._vocab_size)  # its constraint says which token was missing
+            return [*outputs, TokenOutput(sequence.id, (), "error", error)]
+        request, count = sequence.request, len(tokens)
         if sequence.constraint is not None and reason == Reason.RUNS:
             sequence.constraint.accept(tokens)
         if result.logprobs is not None and request.sampling.logprobs is not None:
@@ -427,34 +427,36 @@ class Engine:
         times: tuple[float, ...] = ()
         if request.final_only:
             if reason == Reason.RUNS:
-                return None
+                return []
             tokens, times = sequence.tokens[sequence.prompt_len :].tolist(), tuple(sequence.times.tolist())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.logprobs:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        drafts = (0, 0) if self._drafts is None else sequence.num_drafts
+        drafted, accepted = (0, 0) if self._drafts is None else sequence.num_drafts
+        if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
+            accepted -= int(result.counts[row]) - count
         output = TokenOutput(
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
-            num_draft_tokens=drafts[0], num_accepted_tokens=drafts[1],
+            num_draft_tokens=drafted, num_accepted_tokens=accepted,
         )  # fmt: skip
         if sequence.queue_time_s is None:
-            return output
+            return [output]
         # The first output of the request, and the only one with these.
         scores, sequence.scores = sequence.scores, None
         queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
-        return output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)
+        return [output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)]
 
-    def _collect_preempted(self, result: StepResult, work: Work, row: int, now: float) -> TokenOutput | None:
+    def _collect_preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
         """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
         sequence = self._scheduler.away(int(work.planned.slots[row]), int(work.epochs[row]))
         if sequence is None or self._requests.get(sequence.id) is not sequence:
-            return None
+            return []
         tokens = result.tokens[row, : result.counts[row]].tolist()
         sequence.drafted = sequence.drafted[0] + len(tokens) - 1, sequence.drafted[1] + len(tokens) - 1
         count, reason = sequence.append(tokens, now)
         self._num_generated += count
         if not sequence.watched and reason == Reason.RUNS:
-            return None
+            return []
         return self._tell(sequence, tokens[:count], reason, result, work, row)
 
     def _collect_few(self, result: StepResult, work: Work, outputs: list[TokenOutput], now: float) -> "_Drawn":
@@ -467,17 +469,15 @@ class Engine:
             if not draws:
                 continue
             if sequence is None:
-                output = self._collect_preempted(result, work, row, now)
+                outputs += self._collect_preempted(result, work, row, now)
             else:
                 count, reason = slots.extend_one(slot, count, new, now)
                 self._num_generated += count
                 own.append(slot)
                 own_draws.append(draws)
                 usable.append(reason != Reason.NO_TOKEN)
-                watched = sequence.watched or reason != Reason.RUNS
-                output = self._tell(sequence, new[:count], reason, result, work, row) if watched else None
-            if output is not None:
-                outputs.append(output)
+                if sequence.watched or reason != Reason.RUNS:
+                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
         return _Drawn(own, own_draws, usable, same)
 
     def _register(self, work: Work, drawn: "_Drawn") -> None:

@@ -272,11 +272,12 @@ def unpacked(mask: Tensor, vocab: int) -> Tensor:
 def record(tokens: Tensor, rows: Tensor, step: Tensor, slots: Slots) -> None:
     """The eager form of `LogitsProcessors.record`."""
     at = rows.clamp(min=0).long()
-    flags = torch.where((rows >= 0) & (tokens >= 0), slots.meta[at, 0], 0)
+    # Before step 0: a sequence whose first draw was unusable computes a token of its prompt again, until the host knows.
+    flags = torch.where((rows >= 0) & (tokens >= 0) & (step >= 0), slots.meta[at, 0], 0)
     if vocab := slots.counts.shape[1]:
         counted = (flags & PENALTIES > 0).int() * 2
         slots.counts.view(-1).index_add_(0, at * vocab + tokens.clamp(min=0), counted)
     if length := slots.history.shape[1]:
-        where = at * length + step.clamp(max=length - 1)
+        where = at * length + step.clamp(0, length - 1)
         history = slots.history.view(-1)
         history.index_add_(0, where, torch.where(flags & HISTORY > 0, tokens.int() - history[where], 0))

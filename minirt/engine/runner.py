@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirt.device import on_device
+from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
 from minirt.engine.cuda_graphs import CudaGraphs
 from minirt.engine.limits import EngineLimits, max_splits
@@ -25,7 +25,7 @@ from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
-from minirt.errors import UnsupportedError
+from minirt.errors import EngineError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 from minirt.modeling.model import Model
@@ -221,7 +221,7 @@ class Runner:
         if plan.sampling.any_rules:
             self._stages.record(drawn, tensors)
         if self._proposer is not None:
-            self._proposer.propose(self._buffers.table, self.columns, self._buffers.rows(len(tensors.seq_lens)))
+            self._propose(self._proposer, len(tensors.seq_lens))
             if self._limits.max_drafts:
                 self._buffers.report(len(tensors.seq_lens))
         result, proposed = self._buffers.to_host(len(plan.sequences))
@@ -230,6 +230,16 @@ class Runner:
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
         ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
+
+    def _propose(self, proposer: Proposer, seqs: int) -> None:
+        """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again."""
+        try:
+            proposer.propose(self._buffers.table, self.columns, self._buffers.rows(seqs))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found, hint = str(error).strip().partition("\n")[0], "allocate the proposer's memory when it is made"
+            raise EngineError("the proposer runs out of memory", where="speculative", found=found, hint=hint) from error
 
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling

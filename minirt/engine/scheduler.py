@@ -293,7 +293,11 @@ class Scheduler:
         if len(slots) <= FEW and self.draft_lengths is None and budget >= FEW:
             return self._schedule_few(splits)
         known, final = own.lengths[slots], own.final_lens[slots]
-        new = 1 if self.draft_lengths is None else self.draft_lengths.choose(slots, len(slots) + rows)
+        new: int | np.ndarray = 1
+        if self.draft_lengths is not None:
+            left = budget - len(slots)  # drafts take none of the tokens that others go on with, and half of what prompts may have
+            left = left // 2 if self._prefilling or self.waiting else left
+            new = self.draft_lengths.choose(slots, len(slots) + min(rows, max(0, left)))
         counts = np.minimum(final - known - own.steps[slots], new)  # ≤ 0: its last token is in a step
         if counts.min() <= 0:
             runs = counts > 0
@@ -304,19 +308,30 @@ class Scheduler:
             slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
         if self.limits.max_drafts:
             self._return_pages(slots)
-        lens = np.minimum(known + own.unread[slots] - 1 + counts, final)
+        plain = np.minimum(known + own.unread[slots], final)  # the lengths without drafts
+        lens = np.minimum(plain - 1 + counts, final)
         complete = _splits(lens)
         if int(complete.sum()) > splits:  # as many as fit, in order
             fits = list[bool]()
             for count in complete.tolist():
                 fits.append(count <= splits)
                 splits -= count * fits[-1]
-            slots, counts, lens = slots[fits], counts[fits], lens[fits]
-        for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
+            slots, counts, lens, plain = slots[fits], counts[fits], lens[fits], plain[fits]
+        for i in (plain > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
             slot = int(slots[i])
             sequence = own.sequences[slot]
-            while sequence is not None and sequence.slot >= 0 and not self._reserve(sequence, int(lens[i])):
+            while sequence is not None and sequence.slot >= 0 and not self._reserve(sequence, int(plain[i])):
+                if own.unread[slot] > own.steps[slot]:  # it waits until the host knows how many of its drafts are right
+                    counts[i] = 0
+                    break
                 self._preempt_last()
+        if self.limits.max_drafts:  # drafts preempt nobody
+            runs = counts > 0
+            slots, counts, lens, plain = slots[runs], counts[runs], lens[runs], plain[runs]
+            for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
+                sequence = own.sequences[int(slots[i])]
+                if sequence is not None and not self._reserve(sequence, int(lens[i])):
+                    counts[i], lens[i] = 1, plain[i]
         if self._decoding_slots is None:  # some were preempted
             kept = np.array([own.sequences[slot] is not None for slot in slots.tolist()], bool)
             slots, counts, lens = slots[kept], counts[kept], lens[kept]

@@ -43,7 +43,7 @@ class StepBuffers:
         self, cache: KVCache, limits: EngineLimits, device: torch.device, vocab_size: int, max_seqs: int, max_tokens: int,
         max_draws: int, row_maxima_tiles: int = 0, logits_rows: int = 0,
     ) -> None:  # fmt: skip
-        self._page_size, self._device, self._kernels = cache.page_size, device, None
+        self._page_size, self._device, self._kernels, self._vocab_size = cache.page_size, device, None, vocab_size
         if is_nvidia(device):
             from minirt.kernels.step import kernels
 
@@ -175,9 +175,10 @@ class StepBuffers:
     def report(self, seqs: int) -> None:
         """Copy the drafts of a step's sequences, for `to_host`."""
         if self._kernels is not None:
-            self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs])
+            self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs], self._vocab_size)
         else:
-            eager.report(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], self._result[1, :seqs])
+            rows = self._kept(self._row_arrays, seqs)[1]
+            eager.report(self.table, self.columns, rows, self._result[1, :seqs], self._vocab_size)
 
     def to_host(self, seqs: int) -> tuple[Tensor, Tensor | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.

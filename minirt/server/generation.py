@@ -82,7 +82,8 @@ class Generation:
         try:
             for output in outputs:
                 if output.error is not None:
-                    self.fail(output.error)
+                    if output.request_id in self._call.open:  # else it has ended at a stop string before
+                        self.fail(output.error)
                     continue
                 if (new := self._driver.push(output)) is None:
                     continue

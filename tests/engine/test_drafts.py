@@ -16,6 +16,7 @@ from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes, draft_siz
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.slots import HostSlots
+from minirt.errors import EngineError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.kv_cache import KVCache, PagesSpec
@@ -188,7 +189,7 @@ def test_rows_of_logits_are_bounded():
 def lengths(count=8, most=4, times=None):
     slots = HostSlots(EngineLimits(64, count, max_drafts=most), 16)
     slots.final_lens[:], slots.lengths[:] = 60, 10
-    own = DraftLengths(EngineLimits(64, count, max_drafts=most), slots, times)
+    own = DraftLengths(EngineLimits(64, count, max_drafts=most), slots, times, VOCAB)
     return own, slots
 
 
@@ -274,3 +275,191 @@ def test_step_times_of_a_cpu():
         times.observe(1, 3.0)
         times.observe(5, 3.4)
     assert times.seconds(1, 5) == pytest.approx(3.4, rel=1e-3), "older steps count less"
+
+
+def request_of(prompt, **options):
+    return Request(next(IDS), prompt, resolve(settings(**options), None), (5,))
+
+
+def outputs_of(it, request):
+    it.add(request)
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    return [output for output in outputs if output.request_id == request.id]
+
+
+def oracle(prompt, tokens, most=4):
+    proposer = Mixed(most, right=1.0)
+    proposer.known = {len(prompt): tokens}
+    proposer._draw.randint = lambda _, end: end
+    return proposer
+
+
+@pytest.mark.parametrize("beside", [0, 4])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_tokens_before_unusable_logits_are_delivered(lookahead, beside):
+    """The logits are NaN behind accepted drafts. Catches accepted tokens and log-probabilities that the error replaces."""
+    prompt, broken = [7, 8, 9], 3 + 8
+    found = []
+    for proposer in (None, "oracle"):
+        if proposer:
+            proposer = oracle(prompt, [token for output in found[0] for token in output.token_ids] + [1] * 9)
+        it = engine(proposer, lookahead=lookahead, prefix_cache=False)
+        model = it._runner._model
+
+        def call(batch, cache, model=model):
+            logits, rows = model(batch, cache), []
+            for length, count in zip(batch.seq_lens, batch.query_lens, strict=True):
+                rows += [length - count + j + 1 for j in range(count)]
+            return logits.masked_fill((torch.tensor(rows)[batch.logits_indices] == broken)[:, None], float("nan"))
+
+        it._runner._model = call
+        for i in range(beside):
+            it.add(request_of([40 + i] * 20, temperature=0.0))
+        found.append(outputs_of(it, request_of(prompt, logprobs=1)))
+    plain, drafted = found
+    tokens = [token for output in plain for token in output.token_ids]
+    assert len(tokens) == 8
+    assert [token for output in drafted for token in output.token_ids] == tokens
+    assert [row for output in drafted for row in output.logprobs] == [row for output in plain for row in output.logprobs]
+    for outputs in found:
+        assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["error"]
+        assert outputs[-1].token_ids == ()
+        assert "generated token 8" in str(outputs[-1].error)
+    assert len(drafted) < len(plain)
+
+
+def test_right_drafts_behind_the_end_are_not_accepted_tokens():
+    """A stop token in the middle of right drafts. Catches an acceptance length by tokens that the request has not yielded."""
+    prompt = [7, 8, 9]
+    ((tokens, *_),) = run(engine(), [(prompt, settings(temperature=0.0))])
+    end = next(i for i in range(2, 30) if tokens[i] not in tokens[:i] and i % 5 == 2)  # a step's tokens: 1 … 5, 6 … 10, …
+    it = engine(oracle(prompt, tokens), lookahead=0)
+    *_, last = outputs_of(it, request_of(prompt, temperature=0.0, stop_token_ids=[tokens[end]]))
+    assert last.finish_reason == "stop"
+    assert end + 1 - last.num_accepted_tokens == 1 + -(-end // 5)  # steps
+
+
+def steps(it, count):
+    for _ in range(count):
+        it.step()
+
+
+class Wrong(Mixed):
+    """Writes a value that the protocol of proposers does not allow, in the third step."""
+
+    def __init__(self, column, value):
+        super().__init__(4, right=1.0)
+        self.column, self.value, self.steps = column, value, 0
+
+    def propose(self, table, columns, rows):
+        super().propose(table, columns, rows)
+        self.steps += 1
+        if self.steps == 3:
+            slot = int(rows.slots[0])
+            table[slot, NUM_NEXT], table[slot, MATCHED] = 3, 1
+            table[slot, self.column] = self.value
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (NUM_NEXT, 6, "NUM_NEXT.*1 to 5.*6"),
+        (NUM_NEXT, 2**31 - 1, "NUM_NEXT.*2147483647"),
+        (NUM_NEXT, -7, "NUM_NEXT.*-7"),
+        (NUM_NEXT, 0, "NUM_NEXT of a sequence that goes on"),
+        (MATCHED, 0, "MATCHED.*positive"),
+        (NEXT_TOKENS + 1, VOCAB, f"a draft.*below {VOCAB}.*{VOCAB}"),
+        (NEXT_TOKENS + 2, -1, "a draft.*-1"),
+    ],
+)
+def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahead):
+    """No token outside the vocabulary reaches the model, nothing hangs, and what is drafted by mistake is not ignored."""
+    it = engine(Wrong(column, value), lookahead=lookahead)
+    model, ids = it._runner._model, []
+
+    def call(batch, cache):
+        ids.extend(batch.input_ids.tolist())
+        return model(batch, cache)
+
+    it._runner._model = call
+    request = request_of([7, 8, 9], presence_penalty=1.0)
+    it.add(request)
+    with pytest.raises(EngineError, match=message):
+        steps(it, 20)
+    assert all(0 <= token < VOCAB for token in ids)
+    it.recover()
+    assert request.id not in it
+    again = outputs_of(it, request_of([7, 8, 9], temperature=0.0))
+    assert sum(len(output.token_ids) for output in again) == 30
+
+
+def test_a_proposer_without_memory_is_an_error():
+    """The step's tokens are committed by then. Catches a step that is tried again after that, which loses them."""
+    it = engine(Mixed())
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+    it._runner._proposer.propose = fails
+    it.add(request_of([7, 8, 9]))
+    with pytest.raises(EngineError, match=r"the proposer runs out of memory.*7\.00 GiB"):
+        it.step()
+    it.recover()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_drafts_preempt_nobody(lookahead):
+    """The pages are enough for the tokens. Catches a sequence that is computed again for another one's drafts."""
+    requests = [([10, 20, 30], settings(temperature=0.0, max_tokens=20)), ([40], settings(temperature=0.0, max_tokens=11))]
+    plain = engine(pages=7, lookahead=lookahead)
+    wanted = run(plain, requests)
+    it = engine(Mixed(7, right=0.0, seed=2), pages=7, lookahead=lookahead)
+    assert run(it, requests) == wanted
+    assert it.stats.num_preemptions == plain.stats.num_preemptions == 0
+    assert it.stats.drafts.num_draft_tokens
+
+
+def test_drafts_leave_tokens_of_a_step_to_others():
+    """A step has room for 6 tokens. Catches drafts for which others that decode wait, and prompts that wait for their ends."""
+    requests = [([10 + i], settings(temperature=0.0, max_tokens=20)) for i in range(3)]
+    wanted = run(engine(), requests)
+    proposer = oracle([10], wanted[0][0])
+    it = engine(proposer, budget=6, lookahead=0)
+    first, *others = (request_of(prompt, temperature=0.0, max_tokens=20) for prompt, _ in requests)
+    it.add(first)
+    it.step()
+    it.step()
+    for request in others:
+        it.add(request)
+    seen = {output.request_id for _ in range(3) for output in it.step()}
+    assert seen == {first.id, *(request.id for request in others)}
+    counts = []
+    while first.id in it:
+        counts.append({output.request_id: len(output.token_ids) for output in it.step()})
+    assert all(len(own) == 3 for own in counts), "each one goes on in each step"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_prompt_with_unusable_logits_beside_bad_words(drafts):
+    """The next step computes a token of that prompt again. Catches its place before the first generated token being written."""
+    words = ((3, 90), (0, 0))
+    (wanted,) = run(engine(), [([10], settings(temperature=0.0))], words)
+    it = engine(oracle([10], wanted[0]) if drafts else None, lookahead=1)
+    model = it._runner._model
+    it._runner._model = lambda batch, cache: torch.where(
+        (batch.input_ids[batch.logits_indices] == 91)[:, None], float("nan"), model(batch, cache)
+    )
+    good, bad = (
+        Request(next(IDS), prompt, resolve(settings(temperature=0.0), None), (5,), bad_words=own)
+        for prompt, own in (([10], words), ([20] * 30 + [91], ()))
+    )
+    it.add(good)
+    it.add(bad)
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    assert [output.finish_reason for output in outputs if output.request_id == bad.id] == ["error"]
+    assert [token for output in outputs if output.request_id == good.id for token in output.token_ids] == wanted[0]

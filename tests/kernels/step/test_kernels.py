@@ -208,7 +208,35 @@ def test_report(drafts, device):
         expected.append(own if slot >= 0 else [0] * (2 + drafts))
     theirs, own_words = torch.full((33, 2 + drafts), -77, dtype=torch.int32), words.clone().to(device)
     ours = theirs.clone().to(device)
-    table.report(words, columns, step, theirs)
-    kernels.report(own_words, columns, on(device, step), ours)
+    table.report(words, columns, step, theirs, 1 << 30)
+    kernels.report(own_words, columns, on(device, step), ours, 1 << 30)
     assert theirs.tolist() == ours.tolist() == expected
     assert torch.equal(own_words.cpu(), words)
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 7])
+def test_report_leaves_no_draft_that_is_no_token(drafts, device):
+    """A draft outside the vocabulary is reported, but the table has 0: the embedding would read memory beyond its table."""
+    columns, vocab = Columns(drafts, 1, 5, 8), 50
+    words, step, _ = problem(drafts, 33, columns, 4)
+    ids = torch.tensor([0, 49, 50, -1, 2**31 - 1, 7, -(2**31)], dtype=torch.int32)
+    own = slice(table.NEXT_TOKENS + 1, table.NEXT_TOKENS + 1 + drafts)
+    for slot in range(len(words)):
+        words[slot, table.NUM_NEXT] = slot % (2 + drafts)
+        words[slot, own] = ids.roll(slot)[:drafts]
+    expected, reported = words.clone(), torch.zeros(33, 2 + drafts, dtype=torch.int32)
+    for row, slot in enumerate(step.slots.tolist()):
+        if slot >= 0:
+            count = max(int(words[slot, table.NUM_NEXT]) - 1, 0)
+            reported[row, :2] = words[slot, [table.MATCHED, table.NUM_NEXT]]
+            reported[row, 2 : 2 + count] = words[slot, own][:count]
+            for i in range(count):
+                if not 0 <= words[slot, own.start + i] < vocab:
+                    expected[slot, own.start + i] = 0
+    own_words, out = words.clone().to(device), torch.full((33, 2 + drafts), -77, dtype=torch.int32)
+    ours = out.clone().to(device)
+    table.report(words, columns, step, out, vocab)
+    kernels.report(own_words, columns, on(device, step), ours, vocab)
+    assert out.tolist() == ours.tolist() == reported.tolist()
+    assert torch.equal(words, expected)
+    assert torch.equal(own_words.cpu(), expected)
