@@ -109,7 +109,7 @@ def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]
     if effective.temperature > 0:
         record["seed"] = effective.seed
     if completion.num_draft_tokens:
-        record |= {name: getattr(completion, name) for name in ("num_draft_tokens", "num_accepted_tokens")}
+        record |= {name: getattr(completion, name) for name in ("num_draft_tokens", "num_accepted_tokens", "acceptance_length")}
     if verbose:
         record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
         if effective.structured_outputs is not None:

@@ -26,7 +26,7 @@ PAGE, CPU = 16, torch.device("cpu")
 
 def buffers(seqs=4, tokens=40, length=400, max_seqs=None):
     cache = KVCache([PagesSpec(1, 1)], 99, page_size=PAGE)
-    return StepBuffers(cache, EngineLimits(length, seqs, tokens), CPU, 97, max_seqs or seqs, tokens)
+    return StepBuffers(cache, EngineLimits(length, seqs, tokens), CPU, 97, max_seqs or seqs, tokens, max_seqs or seqs)
 
 
 def ints(*values):
@@ -127,7 +127,7 @@ def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     limits = EngineLimits(512, 64, 2048)
     own = object.__new__(Runner)
     own._statics, own._graphs, own._limits, own._cache = {}, object(), limits, KVCache([PagesSpec(1, 64)], 70)
-    own._buffers = StepBuffers(own._cache, limits, CPU, 211, 64, 2048, row_maxima_tiles=7, logits_rows=64)
+    own._buffers = StepBuffers(own._cache, limits, CPU, 211, 64, 2048, 64, row_maxima_tiles=7, logits_rows=64)
     own._row_maxima = lambda rows: own._buffers.row_maxima_of(rows, 7)
     assert bucket in Buckets(limits).all()
     step, batch = own._static(bucket)
@@ -146,7 +146,7 @@ from minirt.step.kv_cache import KVCache, PagesSpec
 from minirt.step.plan import Edit, PlannedSequences, StepPlan
 torch.set_num_threads(1)  # large buffers of zeros would start threads
 cache = KVCache([PagesSpec(1, 1)], 1, page_size=64)
-own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, 256, 40000)
+own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, 256, 40000, 256)
 own._message.copy, own._tokens.copy = lambda count: None, lambda count: None  # the copy to a device is not the host's work
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))

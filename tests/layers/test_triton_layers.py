@@ -178,7 +178,7 @@ def test_a_padded_batch(tokens, seqs):
         model(Batch.build(cached, cache.page_size), cache)
         batch = Batch.build(chunks, cache.page_size)
         if padded:
-            buffers = StepBuffers(cache, EngineLimits(256, seqs, tokens), DEVICE, 211, seqs, tokens)
+            buffers = StepBuffers(cache, EngineLimits(256, seqs, tokens), DEVICE, 211, seqs, tokens, seqs)
             step = buffers.tensors(tokens, seqs, seqs, 0)
             for tensor in step:
                 tensor.fill_(8)
