@@ -30,10 +30,13 @@ def calls(generator, kind, waiting):
 
 @pytest.mark.parametrize("kind", [host_cost.generate, host_cost.streams])
 def test_a_step_costs_the_same_whatever_waits(generator, kind):
-    """Also the prefix cache, the callers' queues and the queue of those that wait: 5 and 5,000 requests."""
+    """Also the prefix cache, the callers' queues and the queue of those that wait: 5 and 5,000 requests.
+
+    How many calls a stream takes varies a little with its threads; one call for each waiting request would be thousands.
+    """
     few, many = (calls(generator, kind, waiting) for waiting in (5, 5000))
     assert 50 < few < 1000
-    assert abs(many - few) < 2, "a step looks at requests that wait"
+    assert abs(many - few) < 50, "a step looks at requests that wait"
     assert not generator._engine.call(lambda engine: engine.has_work)
 
 
