@@ -32,7 +32,8 @@ STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of tw
 class MockModel(Mock):
     """The mock model of test_engine.py, with what `Generator` asks of a model."""
 
-    config, plan, capturable = SimpleNamespace(vocab_size=VOCAB), None, False
+    config = SimpleNamespace(vocab_size=VOCAB, max_context_len=256, sliding_window=None)
+    plan, capturable = None, False
     decode_read_bytes = step_state_bytes = 0
     dtype, weight_bytes, rope_bytes = torch.float32, staticmethod(lambda dtype: 0), staticmethod(lambda length: [])
     device, cache_specs, kv_dtype, max_model_len = torch.device("cpu"), [PagesSpec(1, 1)], torch.float32, 256
