@@ -109,7 +109,8 @@ def synthetic(model: str, quantization: str | None, rate: float) -> tuple[torch.
     return generators["plain"].device, rows
 
 
-def texts(model: str, dtype: str, files: Sequence[Path]) -> tuple[torch.device, list[dict[str, Any]]]:
+def texts(model: str, dtype: str, files: Sequence[Path], max_tokens: int) -> tuple[torch.device, list[dict[str, Any]]]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     prompts = [prompt for file in files for prompt in json.loads(file.read_text())]
     kinds: dict[str, Any] = {"plain": None, "ngram": SpeculativeOptions()}
     generators = {name: Generator.from_pretrained(model, dtype=dtype, speculative=own) for name, own in kinds.items()}
@@ -119,7 +120,6 @@ def texts(model: str, dtype: str, files: Sequence[Path]) -> tuple[torch.device, 
         found: dict[str, Any] = {}
         for pair in range(2):
             for name in list(kinds)[:: 1 if pair % 2 else -1]:
-                params = SamplingParams(max_tokens=prompt.get("max_tokens", 120), temperature=0.0)
                 found[name] = generators[name].chat([{"role": "user", "content": prompt["content"]}], params)
                 own = found[name].token_times_s
                 seconds[name].append((own[-1] - own[0]) / max(1, len(own) - 1))
@@ -141,12 +141,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--synthetic", type=float, metavar="RATE")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--max-tokens", type=int, default=80, help="of each text")
     options = parser.parse_args()
     quantization = "fp8" if options.fp8 else None
     if (options.synthetic is None) == (options.text is None):
         parser.error("give either --synthetic or --text")
     if options.text:
-        device, rows = texts(options.model, options.dtype, options.text)
+        device, rows = texts(options.model, options.dtype, options.text, options.max_tokens)
     else:
         device, rows = synthetic(options.model, quantization, options.synthetic)
     shared = machine("speculation", device, ["python", "bench/tools/speculation.py", *sys.argv[1:]], None)

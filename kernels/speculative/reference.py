@@ -17,9 +17,10 @@ from minirt.kernels.step.table import FINAL_LEN, MATCHED, NEXT_TOKENS, NUM_CACHE
 def propose(table: Tensor, columns: Columns, rows: Rows, *, most: int, shortest: int, longest: int) -> None:
     """Write drafts of the sequences in `rows` into the table [S, words] int32, after a step's `commit`.
 
-    Of a sequence that yields more tokens (NUM_NEXT is not 0), the longest suffix that also ends before its last token is looked
-    up; of several such places, the last one. The drafts are the tokens that follow there. If fewer than `most` follow, the copy
-    goes on with the drafts themselves, so that periodic text continues. No draft is beyond the sequence's last token.
+    A sequence is skipped if it yields no more tokens (NUM_NEXT is 0). The match is the longest suffix that also occurs before the
+    last token; of several places, the last one counts. The drafts are the tokens that follow there. If fewer than `most`
+    follow, the copy goes on with the drafts themselves, so that periodic text continues. No draft is beyond the sequence's last
+    token.
 
     NUM_NEXT becomes 1 + the number of drafts, and MATCHED the length of the match; without drafts, 0. Words behind the drafts
     stay as they are.

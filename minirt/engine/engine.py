@@ -122,8 +122,8 @@ class Engine:
             proposer=proposer,
         )  # fmt: skip
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
-        self._step_times = OnlineStepTimes() if adaptive_drafts and device.type != "cuda" else None
-        self._adaptive_drafts = adaptive_drafts
+        learns = adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
+        self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, adaptive_drafts
         self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
         self._scheduler.draft_lengths = self._drafts
         self._in_flight: deque[_InFlight] = deque()
@@ -314,7 +314,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             return str(error)
-        if self._step_times is not None and self._drafts is not None and not work.prompts and not plan.sampling.masked:
+        if self._step_times is not None and not work.prompts and not plan.sampling.masked:
             self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)
         self._in_flight.append(_InFlight(step, work))

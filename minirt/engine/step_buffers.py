@@ -165,12 +165,15 @@ class StepBuffers:
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
-        result = self._result[0, :seqs]
+        result = self._kept(self._result_of, seqs)
         if self._kernels is not None:
             self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
         else:
             eager.commit(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], step.seq_lens, drawn, result)
         return result
+
+    def _result_of(self, seqs: int) -> Tensor:
+        return self._result[0, :seqs]
 
     def report(self, seqs: int) -> None:
         """Copy the drafts of a step's sequences, for `to_host`."""
@@ -187,7 +190,7 @@ class StepBuffers:
         """
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
         if len(self._result) == 1:
-            return self._result_host[0][0, :seqs].copy_(self._result[0, :seqs], non_blocking=True), None
+            return self._result_host[0][0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True), None
         both = self._result_host[0].copy_(self._result, non_blocking=True)
         return both[0, :seqs], both[1, :seqs]
 

@@ -15,6 +15,7 @@ import transformers
 from engine.test_drafts import Mixed
 from safetensors.torch import load_file, save_file
 from support.cli import caller
+from support.hybrids import prompts, randomize
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams, StructuredOutputsParams
@@ -53,19 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def randomize(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "linear_attn.norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif "norm" in name:  # these are stored minus 1
-                parameter.uniform_(-0.5, 0.5)
-            elif name.endswith(("bias", "A_log")):
-                parameter.normal_(0, 0.7)
-            else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each of VARIANTS, as a decoder alone."""
@@ -89,11 +77,6 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()
-
-
-def prompts(*lengths: int, seed: int = 7) -> list[list[int]]:
-    random = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 211, (n,), generator=random).tolist() for n in lengths]
 
 
 @pytest.mark.slow

@@ -27,6 +27,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def randomize(model: torch.nn.Module) -> None:
+    """Values that make each part of a hybrid model matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_attn.norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:  # these are stored minus 1
+                parameter.uniform_(-0.5, 0.5)
+            elif name.endswith(("bias", "A_log")):
+                parameter.normal_(0, 0.7)
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+
+
 def make(case: str, folder: Path, fused: bool = False, **changes: Any) -> Any:
     """Write a model, and return transformers' one.
 
@@ -38,16 +52,7 @@ def make(case: str, folder: Path, fused: bool = False, **changes: Any) -> Any:
     torch.manual_seed(len(case))
     config = getattr(transformers, config_class)(**TEXT | own | changes)
     model = getattr(transformers, model_class)(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "linear_attn.norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif "norm" in name:  # these are stored minus 1
-                parameter.uniform_(-0.5, 0.5)
-            elif name.endswith(("bias", "A_log")):
-                parameter.normal_(0, 0.7)
-            else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+    randomize(model)
     model.save_pretrained(folder, **({"save_original_format": False} if fused else {}))
     return model
 
