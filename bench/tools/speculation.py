@@ -78,7 +78,7 @@ def synthetic(model: str, quantization: str | None, rate: float) -> tuple[torch.
     kinds["synthetic"].adaptive = False
     times: dict[tuple[int, str], list[float]] = {}
     lengths: dict[int, list[float]] = {batch: [] for batch in BATCHES}
-    options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": 2048}
+    options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": PROMPT + TOKENS}
     options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB"}
     generators = {name: Generator.from_pretrained(model, speculative=own, **options) for name, own in kinds.items()}
     kinds["synthetic"].force(generators["synthetic"])
