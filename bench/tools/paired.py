@@ -4,7 +4,8 @@ python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--quantize int4] [--p
 
 OLD and NEW are folders made by `pip install --target FOLDER`. Each build runs in its own process, and both keep their model on
 the GPU. They measure in turns, and each goes first in every second pair. A result is NEW's time divided by OLD's: the median of
-all pairs, with a 95% confidence interval of the median from order statistics.
+all pairs, with a 95% confidence interval of the median from order statistics. The ratios of each pair go to stderr, so that a run
+that is cut leaves something.
 """
 
 import argparse
@@ -115,6 +116,8 @@ def main() -> None:
     for pair in range(options.pairs):
         order = ("old", "new") if pair % 2 == 0 else ("new", "old")
         runs.append({name: ask(builds[name]) for name in order})
+        ratios = {name: round(runs[-1]["new"][name] / runs[-1]["old"][name], 4) for name in runs[-1]["old"]}
+        print(f"pair {pair + 1} of {options.pairs}: {json.dumps(ratios)}", file=sys.stderr, flush=True)
     for process in builds.values():
         process.stdin.close()  # type: ignore[union-attr]
     rows = []

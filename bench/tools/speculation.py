@@ -55,7 +55,9 @@ class Synthetic:
             drawn, packed = draw(logits, row_maxima, step, plan, proposed)
             if proposed is not None and plan.num_draws > len(plan.sequences):  # rows of a sequence have the same draft
                 draft = proposed[:, 0].index_select(0, step.seq_slots.clamp(min=0).long())
-                counts = torch.as_tensor(plan.sequences.num_draws, device=drawn.device)
+                counts = torch.from_numpy(plan.sequences.num_draws)
+                if drawn.is_cuda:  # from pageable memory, the host would wait for the step
+                    counts = counts.pin_memory().to(drawn.device, non_blocking=True)
                 draft = draft[: len(counts)].repeat_interleave(counts, output_size=plan.num_draws)
                 right = torch.rand(len(drawn), device=drawn.device) < self._rate
                 drawn.copy_(torch.where(right, draft, (draft + 1) % logits.shape[1]))

@@ -1,6 +1,6 @@
 """What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates, the search for a sequence."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,7 +25,8 @@ class Constants(NamedTuple):
         BLOCK_B: sequences that are searched at once.
         BLOCK_V: channels of v of a program.
         CHUNK: tokens of a chunk.
-        PRECISION: of products of fp32 matrices: "ieee" or "tf32".
+        PRECISION: of products of two fp32 matrices: "ieee" or "tf32".
+        SPLIT: a product of bf16 and fp32 splits the fp32 matrix into two of bf16. Otherwise both become fp32.
     """
 
     HK: int
@@ -39,14 +40,13 @@ class Constants(NamedTuple):
     BLOCK_V: int = 0
     CHUNK: int = 0
     PRECISION: str = "ieee"
+    SPLIT: bool = False
 
     @classmethod
-    def of(
-        cls, a: GatedDeltaInput, BLOCK_B: int = 0, BLOCK_V: int = 0, CHUNK: int = 0, PRECISION: str = "ieee"
-    ) -> "Constants":
-        """The constants of a launch on these operands."""
+    def of(cls, a: GatedDeltaInput, **others: Any) -> "Constants":
+        """The constants of a launch on these operands. `others`: from BLOCK_B on, what its kernels need."""
         drafts = a.state.drafts
-        return cls(*a.head_shape, a.state.conv.shape[1], drafts, max(1, drafts), BLOCK_B, BLOCK_V, CHUNK, PRECISION)
+        return cls(*a.head_shape, a.state.conv.shape[1], drafts, max(1, drafts), **others)
 
 
 @triton.jit
@@ -58,20 +58,24 @@ def raw_input(x_ptrs, ring_ptrs, position, start, inside):
 
 
 @triton.jit
-def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C):
+def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C, ALL_NEW: tl.constexpr = False):
     """SiLU of the causal convolution at `position`, for `channels`; the two broadcast with each other.
 
     Args:
         x_ptr: the row of the sequence's first new token, which is at position `start`.
         ring_ptr: of the sequence's slot.
+        ALL_NEW: `inside` has only positions from start + WIDTH − 1 on, so the ring is not read.
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     y = position * 0.0 + channels * 0.0
     for j in tl.static_range(WIDTH):
         before = position - (WIDTH - 1 - j)
         x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
-        ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
-        value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
+        if ALL_NEW:
+            value = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+        else:
+            ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
+            value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
         y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
     return y * tl.sigmoid(y)
 
@@ -107,11 +111,25 @@ def _round_to_tf32(x):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """a · b of fp32 matrices. With "tf32", both are rounded first: tensor cores cut the lower bits off, and that adds up."""
-    if PRECISION == "tf32":
-        a, b = _round_to_tf32(a), _round_to_tf32(b)
-    return tl.dot(a, b, input_precision=PRECISION)
+def product(a, b, C):
+    """a · b in fp32.
+
+    Tensor cores cut the lower bits of TF32 operands off, and that adds up, so they are rounded first. An fp32 matrix beside one
+    of bf16 is split into high and low parts of bf16, which together hold 16 of its 24 bits.
+    """
+    if C.SPLIT and a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        return tl.dot(a, b)
+    elif C.SPLIT and a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        return tl.dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), tl.dot(a, high))
+    elif C.SPLIT and b.dtype == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        return tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, tl.dot(high, b))
+    else:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if C.PRECISION == "tf32":
+            a, b = _round_to_tf32(a), _round_to_tf32(b)
+        return tl.dot(a, b, input_precision=C.PRECISION)
 
 
 @triton.jit

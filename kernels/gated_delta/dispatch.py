@@ -30,6 +30,7 @@ CASES = [  # contexts: tokens of each sequence before its new ones
     {"Hk": 2, "Hv": 4, "Dk": 32, "Dv": 16, "lens": (1, 1, 1), "contexts": (0, 5, 131)},
     {"Hk": 2, "Hv": 6, "Dk": 16, "Dv": 32, "lens": (3, 1, 65), "contexts": (2, 17, 0)},
     {"Hk": 1, "Hv": 4, "Dk": 16, "Dv": 16, "lens": (64, 2, 129), "contexts": (1, 0, 70)},
+    {"Hk": 1, "Hv": 2, "Dk": 32, "Dv": 64, "lens": (70,), "contexts": (2,)},
     {"Hk": 1, "Hv": 2, "Dk": 128, "Dv": 128, "lens": (1, 70), "contexts": (3, 0)},
 ]
 

@@ -35,6 +35,7 @@ static float from_f16(u16 x) { return bits<_Float16>(x); }
 static u16 to_f16(float x) { return bits<u16>((_Float16)x); }
 static float from_bf16(u16 x) { return real((u32)x << 16); }
 static u16 to_bf16(float x) { u32 b = bits<u32>(x); return std::isnan(x) ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16; }
+static u32 to_tf32(u32 x) { return (x + 0x1000) & ~0x1fffu; }  // rounds to nearest, halves away from zero
 static float from_e4m3(u8 x) {
   int e = x >> 3 & 15, m = x & 7;
   float v = e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
@@ -323,21 +324,27 @@ static void store_tile(int t, u32 from, u64 descriptor, s32 column, s32 row, int
 
 // Matrices. A Kind is the type of an operand's values.
 
-enum Kind { F16, BF16, E4M3 };
-static float from(Kind kind, u32 x) { return kind == E4M3 ? from_e4m3(x) : kind == BF16 ? from_bf16(x) : from_f16(x); }
+enum Kind { F16, BF16, E4M3, TF32 };  // of TF32, the lower 13 bits are cut off
+static u32 size_of(Kind kind) { return kind == E4M3 ? 1 : kind == TF32 ? 4 : 2; }
+static float from(Kind kind, u32 x) {
+  return kind == E4M3 ? from_e4m3(x) : kind == BF16 ? from_bf16(x) : kind == TF32 ? real(x & ~0x1fffu) : from_f16(x);
+}
 typedef u32* const Registers;  // of a warp: the values of 32 lanes for each
 
-static void mma(Kind kind, Registers* d, Registers* a, Registers* b, Registers* c) {  // m16n8k16
+static u32 part(u32 x, int i, u32 size) { return size == 4 ? x : x >> 8 * size * i & ((1u << 8 * size) - 1); }  // the i-th value
+static void mma(Kind kind, Registers* d, Registers* a, Registers* b, Registers* c) {  // m16n8k16, of TF32 m16n8k8
+  const u32 size = size_of(kind);
+  const int K = 32 / size, values = 4 / size;
   float x[16][16], y[16][8], z[16][8];
   for (int l = 0; l < 32; l++) {
-    int g = l / 4, q = l % 4 * 2;
-    for (int h = 0; h < 2; h++) {
-      for (int i = 0; i < 4; i++) x[g + i % 2 * 8][q + h + i / 2 * 8] = from(kind, (u16)(a[i][l] >> 16 * h));
-      for (int i = 0; i < 2; i++) y[q + h + i * 8][g] = from(kind, (u16)(b[i][l] >> 16 * h));
+    int g = l / 4, q = l % 4;
+    for (int h = 0; h < values; h++) {
+      for (int i = 0; i < 4; i++) x[g + i % 2 * 8][q * values + h + i / 2 * K / 2] = from(kind, part(a[i][l], h, size));
+      for (int i = 0; i < 2; i++) y[q * values + h + i * K / 2][g] = from(kind, part(b[i][l], h, size));
     }
-    for (int i = 0; i < 4; i++) z[g + i / 2 * 8][q + i % 2] = real(c[i][l]);
+    for (int i = 0; i < 4; i++) z[g + i / 2 * 8][q * 2 + i % 2] = real(c[i][l]);
   }
-  for (auto& row : z) { int i = &row - z; for (int j = 0; j < 8; j++) for (int k = 0; k < 16; k++) row[j] += x[i][k] * y[k][j]; }
+  for (auto& row : z) { int i = &row - z; for (int j = 0; j < 8; j++) for (int k = 0; k < K; k++) row[j] += x[i][k] * y[k][j]; }
   for (int l = 0; l < 32; l++) for (int i = 0; i < 4; i++) d[i][l] = bits<u32>(z[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2]);
 }
 static void move_matrices(Registers* r, const u32* rows, int n, bool transposed, bool stores, int line) {  // 8 × 8, of 16 bits
@@ -352,44 +359,54 @@ static void move_matrices(Registers* r, const u32* rows, int n, bool transposed,
   }
   maybe_give_way();
 }
-// wgmma computes at once. Its reads last until its group has been waited for.
+// wgmma computes at once. Its reads last until its group has been waited for, and so long its results are NaN to others.
+struct Result { u32* at; u32 value, product; };
 static std::vector<u32> products;
+static std::vector<std::map<u32*, Result>> results;
 static std::vector<std::deque<u32>> groups;
 static float element(Kind kind, u64 descriptor, int row, int k, bool rows_first, int line) {  // PTX ISA, "Matrix descriptor"
-  u32 size = kind == E4M3 ? 1 : 2, base = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+  u32 size = size_of(kind), base = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
   u32 stride = (descriptor >> 32 & 0x3fff) << 4, width = 256 >> (descriptor >> 62), span = width / size;
   if (width == 256) find("wgmma without swizzle is not emulated", base, line);
+  if (rows_first && size != 2) find("wgmma takes rows of 16-bit values only", base, line);
   u32 of_rows = base + row / span * leading + row % span * size + k % 8 * width + k / 8 * stride;
   u32 at = swizzled(rows_first ? of_rows : base + row / 8 * stride + row % 8 * width + k * size, width);
   // Values copied by cp.async reach wgmma after a barrier, without a fence, as libraries use it.
   int t = thread(0);
   Word& word = words[std::min(at, SHARED - 2) / 2];
   bool copied = word.writer >= COPY && word.writer < TMA;
-  read(threads + warp->id, MMA + warp->id, products[warp->id] + 1, copied ? seen[t] : fenced[t], at & ~1u, 2, line);
-  u16 x = 0;
+  read(threads + warp->id, MMA + warp->id, products[warp->id] + 1, copied ? seen[t] : fenced[t], at & ~1u, std::max(2u, size), line);
+  u32 x = 0;
   if (at + size <= SHARED) memcpy(&x, shared + at, size);
   return from(kind, x);
 }
 static void wgmma(Kind kind, Registers* d, int n, u64 a, Registers* a_registers, u64 b, bool adds, bool a_rows_first,
                   bool b_rows_first, int line) {
-  const int K = kind == E4M3 ? 32 : 16, values = K / 8, width = 32 / values;
+  const int K = 32 / size_of(kind), values = K / 8;
   static float x[16][32], y[256][32];
   if (!a_registers)
     for (int i = 0; i < 16; i++) for (int k = 0; k < K; k++) x[i][k] = element(kind, a, warp->id % 4 * 16 + i, k, a_rows_first, line);
   if (a_registers)
     for (int l = 0; l < 32; l++) for (int i = 0; i < 4; i++) for (int h = 0; h < values; h++)
-      x[l / 4 + i % 2 * 8][l % 4 * values + h + i / 2 * K / 2] = from(kind, a_registers[i][l] >> width * h & ((1u << width) - 1));
+      x[l / 4 + i % 2 * 8][l % 4 * values + h + i / 2 * K / 2] = from(kind, part(a_registers[i][l], h, size_of(kind)));
   for (int j = 0; j < n; j++) for (int k = 0; k < K; k++) y[j][k] = element(kind, b, j, k, b_rows_first, line);
+  auto& own = results[warp->id];
   for (int l = 0; l < 32; l++) for (int i = 0; i < n / 2; i++) {
-    float sum = adds ? real(d[i][l]) : 0;
+    auto earlier = own.find(&d[i][l]);
+    float sum = !adds ? 0 : real(earlier == own.end() ? d[i][l] : earlier->second.value);
     for (int k = 0; k < K; k++) sum += x[l / 4 + i / 2 % 2 * 8][k] * y[i / 4 * 8 + l % 4 * 2 + i % 2][k];
-    d[i][l] = bits<u32>(sum);
+    own[&d[i][l]] = {&d[i][l], bits<u32>(sum), products[warp->id] + 1};
+    d[i][l] = 0x7fffffff;
   }
 }
 static void commit_group() { groups[warp->id].push_back(++products[warp->id]); }
 static void wait_for_groups(size_t left) {
-  for (auto& own = groups[warp->id]; own.size() > left; own.pop_front())
+  for (auto& own = groups[warp->id]; own.size() > left; own.pop_front()) {
     for (int l = 0; l < 32; l++) seen[thread(l)][MMA + warp->id] = fenced[thread(l)][MMA + warp->id] = own.front();
+    auto& made = results[warp->id];
+    for (auto it = made.begin(); it != made.end();)
+      if (it->second.product <= own.front()) { *it->first = it->second.value; it = made.erase(it); } else ++it;
+  }
   maybe_give_way();
 }
 
@@ -401,6 +418,7 @@ static void enter() { kernel(); warp->done = true; give_way(); }
 static void start_block() {
   barriers.clear(); mbarriers.clear(); fetches.clear(); num_copies = 0;
   copies.assign(threads, {}); copied.assign(threads, 0); copy_groups.assign(threads, {}); products.assign(warps.size(), 0); groups.assign(warps.size(), {});
+  results.assign(warps.size(), {});
   memset(shared, 0xff, SHARED);  // NaN
   seen.assign(threads, Clocks(ACTORS)); fenced = seen;
   for (u32 t = 0; t < threads; t++) seen[t][t] = 1;

@@ -18,14 +18,14 @@ OPERATIONS = {  # on operands of the instruction's type
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "rem": "{0} % {1}", "and": "{0} & {1}",
     "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "neg": "-{0}", "abs": "std::abs({0})", "fma": "fmaf({0}, {1}, {2})",
     "rcp": "1.f / {0}", "ex2": "exp2f({0})", "lg2": "log2f({0})", "sqrt": "sqrtf({0})", "rsqrt": "1.f / sqrtf({0})",
-    "popc": "__builtin_popcount({0})",
+    "popc": "__builtin_popcount({0})", "copysign": "copysignf({1}, {0})",
 }  # fmt: skip
 NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.bulk.commit_group",
            "cp.async.bulk.wait_group", "createpolicy", "prefetch", ".pragma")  # fmt: skip
 SPECIAL = {"%tid.x": "thread(l)", "%laneid": "l", "%warpid": "warp->id", "%tid.y": "0", "%tid.z": "0"}
 for _i, _axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{_axis}": f"block[{_i}]", f"%nctaid.{_axis}": f"blocks[{_i}]"}
-KINDS = {"f16": "F16", "bf16": "BF16", "e4m3": "E4M3"}
+KINDS = {"f16": "F16", "bf16": "BF16", "e4m3": "E4M3", "tf32": "TF32"}
 
 
 class UnknownPTXError(Exception):
@@ -296,8 +296,10 @@ Registers_& r = *(Registers_*)warp->registers.data();
         return self._assign(operands[0], text, "pred")
 
     def _convert(self, words: list[str], operands: list[str]) -> str:
-        kinds = [word for word in words if re.fullmatch(r"[busf]\d+|bf16|\w+x2", word)]
+        kinds = [word for word in words if re.fullmatch(r"[busf]\d+|bf16|tf32|\w+x2", word)]
         to, of = kinds
+        if to == "tf32":
+            return self._assign(operands[0], f"to_tf32({self._value(operands[1], 'u32')})", "u32")
         if to in ("f16x2", "bf16x2", "e4m3x2") and of == "f32":
             low, high = (f"to_{to[:-2]}({self._value(x, 'f32')})" for x in reversed(operands[1:]))
             size = 8 if to == "e4m3x2" else 16
@@ -417,7 +419,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
         return f"warp:{{ {rows} {self._array('m', registers)} move_matrices(m, rows, {n}, {flags}, {self._line}); }}"
 
     def _mma(self, words: list[str], operands: list[str]) -> str:
-        if "m16n8k16" not in words or words[-1] != "f32":
+        if words[-1] != "f32" or ("m16n8k8" if words[-2] == "tf32" else "m16n8k16") not in words:
             raise UnknownPTXError("unknown shape of MMA")
         arrays = " ".join(map(self._array, "dabc", operands))
         return f"warp:{{ {arrays} mma({KINDS[words[-2]]}, d, a, b, c); }}"

@@ -36,11 +36,12 @@ pytestmark = [
 
 
 def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
-    """pytest's output for the selected tests under emulation."""
+    """pytest's output for the selected tests under emulation, which needs no GPU and must find none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"MINIRT_EMULATE": "1", "MINIRT_EMULATE_WITHOUT": without}
+    environment |= {"MINIRT_EMULATE": "1", "MINIRT_EMULATE_WITHOUT": without, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)]
-    return subprocess.run([*command, "-k", selection], capture_output=True, text=True, env=environment, check=False).stdout
+    done = subprocess.run([*command, "-k", selection], capture_output=True, text=True, env=environment, check=False)
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,12 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["moe/test_experts_sm90.py"], BLOCKS, 2),
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
+        (["gated_delta/test_gated_delta.py"], "against_reference and bfloat16 and (70 and 64)", 1),
         (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140))", 6),
     ],
     ids=[
         "decode", "decode of long sequences", "decode in 16 bits", "settings", "prompts", "experts", "experts in blocks",
-        "linear", "int4",
+        "linear", "gated delta", "int4",
     ],
 )
 def test_kernels(files, selection, count):

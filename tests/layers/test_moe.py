@@ -311,7 +311,8 @@ def test_compare_with_triton(hf_folder: Any) -> None:
 
     sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
     folder = hf_folder("Qwen3Moe", seed=3, **sizes)
-    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=triton"], kv_cache_memory=1 << 22) as generator:
+    options = {"device": DEVICE.type, "impl": ["eager", "*.moe=triton"], "kv_cache_memory": 1 << 22}
+    with Generator.from_pretrained(folder, **options) as generator:
         model = generator.model
         places = compare.places(model)
         place = next(place for place in places if place.layer.kind == "moe")

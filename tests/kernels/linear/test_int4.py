@@ -8,7 +8,7 @@ from support.linear import product
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.launch import Gpu, Workspace
+from minirt.kernels.launch import Gpu, Workspace, capability
 from minirt.kernels.linear import dispatch, int4
 from minirt.kernels.linear.gemv_int4 import GemvInt4Config, gemv_int4
 from minirt.kernels.linear.gemv_int4 import rule as gemv_rule
@@ -272,7 +272,7 @@ def test_large(case, half_dtype, make, nan, agrees, device):
     rows = N if activation is None else 2 * N
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias, out = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype), nan(T, N, dtype=half_dtype)
-    pdl = int4.capability(device) >= 90
+    pdl = capability(device) >= 90
     made = product(x, words, out, bias, None, activation, scale, workspace=Workspace(device), pdl=pdl)
     dispatch.launch(made)
     agrees(out, *expected(x, words, scale, exact, bias, None, activation))
