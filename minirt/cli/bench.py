@@ -28,6 +28,7 @@ from minirt.cli.options import (
     to_load_options,
 )
 from minirt.cli.output import emit, note
+from minirt.cli.suggestions import Commands
 from minirt.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ _measure_options = option_group(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def bench() -> None:
     """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; its kernels
     alone, or in transformers; or a server.

@@ -22,6 +22,7 @@ from minirt.cli.options import (
     to_load_options,
 )
 from minirt.cli.output import write
+from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
 from minirt.progress import LoadProgress, load_bars
 from minirt.sizes import format_size
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _PAGES = 64 << 20  # bytes for KV pages; hardly used, because the measurement allocates its own
 
 
-@click.group("eval")
+@click.group("eval", cls=Commands)
 def evaluate() -> None:
     """Measure a model's quality with the layers, dtype and device that it runs with."""
 
