@@ -48,6 +48,9 @@ class AsyncGenerator:
         Args:
             max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
         """
+        if not isinstance(generator, Generator):
+            hint, found = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
+            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=found, hint=hint)
         if type(max_unread) is not int or max_unread < 1:
             expected, found = "an integer >= 1", repr(max_unread)[:80]
             raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)

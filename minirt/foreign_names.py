@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
-from minirt.errors import InputError, MinirtError
+from minirt.errors import InputError, MinirtError, shortened
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -160,9 +160,13 @@ def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:
 
 def check_names(
     given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError,
-    elsewhere: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None, unnamed: Sequence[object] = (),
 ) -> None:
-    """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others."""
+    """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others.
+    `unnamed`: arguments without a name, all of which are refused."""
+    if unnamed:
+        what, expected = "an argument without its name", f"{where}({known[0]}=…), or another name"
+        raise error(what, where=where, expected=expected, found=shortened(repr(unnamed[0]), 80))
     for name in given:
         if name in known:
             continue

@@ -188,8 +188,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     n: int = 1
 
-    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "SamplingParams":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, unnamed=unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,15 @@ from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 from support.vocabularies import llama_like, save
 
-from minirt import AsyncGenerator, Generator, LoadOptions, Samples, SamplingParams
+from minirt import (
+    AsyncGenerator,
+    Generator,
+    LoadOptions,
+    Samples,
+    SamplingParams,
+    SpeculativeOptions,
+    StructuredOutputsParams,
+)
 from minirt.engine.request import TokenOutput
 from minirt.errors import (
     CheckpointError,
@@ -815,6 +823,17 @@ def test_options_that_do_not_exist(name, words, folder):
         assert words in str(error.value)
     with pytest.raises(ConfigError, match=f"LoadOptions: no such argument.*found {name}"):
         LoadOptions(**{name: 1})
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (LoadOptions, ConfigError, r"LoadOptions: an argument without its name; expected LoadOptions\(model=…\).*found 'x'"),
+    (SpeculativeOptions, ConfigError, r"SpeculativeOptions\(method=…\)"), (SamplingParams, InputError, r"SamplingParams\("),
+    (StructuredOutputsParams, InputError, r"StructuredOutputsParams\("),
+])  # fmt: skip
+def test_arguments_without_their_names(call, error, words):
+    """A TypeError said that `__init__` takes one argument and two were given."""
+    with pytest.raises(error, match=words):
+        call("x")
 
 
 def test_the_kv_cache_memory_may_be_a_text(folder):

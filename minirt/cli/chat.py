@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.options import (
+    CHAT_MODEL,
     debug_option,
     load_options,
     model_argument,
@@ -50,7 +51,7 @@ def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **op
     from minirt.models import EMBEDDED
 
     if options["model"] in (None, EMBEDDED):
-        hint = "name a chat model, for example --model SmolLM2-135M-Instruct, or use minirt generate"
+        hint = f"name a chat model, such as --model {CHAT_MODEL}, or use minirt generate"
         raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
     params = sampling_params(options)
     with open_model(options, quiet, chat=True) as generator:

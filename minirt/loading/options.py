@@ -102,8 +102,8 @@ class LoadOptions:
     cuda_graphs: bool = True
     speculative: "SpeculativeOptions | Proposer | None" = None
 
-    def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "LoadOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, unnamed=unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

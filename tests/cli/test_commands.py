@@ -500,9 +500,11 @@ def test_a_conversation_in_latin_1(run, folder, monkeypatch):
 
 
 def test_no_chat_template(run, hf_folder):
+    """The error says what to do: it said "use a plain prompt" to who had given one, with --chat."""
     folder = add_tokenizer(hf_folder("Llama"), template=None)
-    refused(run("chat", "-m", folder, *CACHE), "no chat template")
-    refused(run("generate", "-m", folder, *CACHE, "--chat", "hello"), "no chat template", "plain prompt")
+    refused(run("chat", "-m", folder, *CACHE), "no chat template", "conversations need a chat model")
+    words = ("--chat: the model has no chat template", "leave --chat out", "--model SmolLM2-135M-Instruct")
+    refused(run("generate", "-m", folder, *CACHE, "--chat", "hello"), *words, code=2)
 
 
 # plan and env
@@ -676,6 +678,17 @@ def test_an_unknown_model_is_told_what_there_is(run):
     accepted = "(give a folder, a Hub id org/name, or a preset; minirt models lists the presets)"
     refused(run("plan", "-m", "nobodys-model"), accepted)
     refused(run("plan", "-m", "SmolLM2"), "did you mean SmolLM2-135M, SmolLM2-135M-Instruct, ", "? Otherwise give a folder")
+
+
+@pytest.mark.parametrize(("name", "family"), [
+    ("gemma-3-4b", "gemma"), ("Mixtral-8x7B-v0.1", "mixtral"), ("gpt-oss-20b", "gpt-oss"), ("google/gemma-3-4b-it", "gemma"),
+])  # fmt: skip
+def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, family):
+    """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = run("plan", "-m", name)
+    refused(out, f"minirt does not support {family} models; expected a model of one of the types llama, ", "minirt models lists")
+    assert ("HF_HUB_OFFLINE is set" in out[2]) == ("/" in name), "the name of a family proves nothing about a Hub model"
 
 
 def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
