@@ -222,6 +222,11 @@ class Engine:
         """Whether a request is open: added, and neither ended nor aborted."""
         return request_id in self._requests
 
+    def num_tokens(self, request_id: int) -> int:
+        """How many tokens an open request has generated; 0 if it is not open."""
+        sequence = self._requests.get(request_id)
+        return 0 if sequence is None else len(sequence.tokens) - sequence.prompt_len
+
     def abort(self, request_id: int) -> None:
         """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
         sequence, compiling = self._requests.pop(request_id, None), self._compiling.pop(request_id, None)
