@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 _INPUT_LENS = (128, 512, 2048)  # default of `prefill`
+_SPEED_INPUT = 512  # default of `speed`
 
 
 _measure_options = option_group(
@@ -96,7 +97,8 @@ def speed(
 ) -> None:
     """Time a prompt, and the decode steps of one sequence: tokens per second of both, as llama-bench prints them.
 
-    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`).
+    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "Of the
+    limit" is the share of the roofline: of what this run's memory bandwidth and matrix products allow.
     """
     from minirt.bench import decode, prefill
     from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
@@ -106,7 +108,7 @@ def speed(
     ceiling, products = read_ceiling(device), _products(options, device)
 
     def lengths(generator: "Generator") -> Sequence[int]:
-        return input_len or [max(1, min(512, generator.max_len - 1))]
+        return input_len or [max(1, min(_SPEED_INPUT, generator.max_len - 1))]
 
     def check(generator: "Generator") -> int:
         prefill.check(generator, lengths(generator), 0)
@@ -114,6 +116,9 @@ def speed(
         return max(*lengths(generator), *context_len)
 
     def measure(generator: "Generator") -> Rows:
+        if input_len is None and generator.max_len <= _SPEED_INPUT:
+            (length,), positions = lengths(generator), generator.max_len
+            progress(f"the prompt has {length} tokens, not {_SPEED_INPUT}: the model has {positions} positions")
         rows = prefill.run(generator, lengths(generator), **_common(options), ceiling=products, progress=progress)
         return rows + decode.run(
             generator, [1], context_len, **_common(options), ceiling=ceiling, products=products,

@@ -185,8 +185,10 @@ def test_speed_measures_a_prompt_and_decode_steps(run, folder):
     assert "|" not in out
     assert re.search(r"^model +\w+ float32$", out, re.MULTILINE)
     assert re.search(r"^test +t/s +ms of a prompt or step", out, re.MULTILINE)
-    assert "of the limit" in out  # a column, or a line above the table if all its values are equal
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(("pp", "tg"))] == ["pp9", "tg3", "tg3"]
+    assert "of the limit" in out.partition("\nppN: ")[0]  # a column, or a line above the table if all its values are equal
+    assert re.search(r"^ppN: a prompt of N tokens, .*^of the limit: the least time that ", out, re.MULTILINE | re.DOTALL)
+    assert "the prompt has 255 tokens, not 512: the model has 256 positions" in run(*base[:-1], "-n", 1)[2]
+    assert [line.split()[0] for line in out.splitlines() if re.match("(pp|tg)[0-9]", line)] == ["pp9", "tg3", "tg3"]
     refused(run(*base, "-p", 256), "found 257", "the model itself takes at most 256")
 
 
