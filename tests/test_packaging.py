@@ -204,7 +204,10 @@ def demo_folder(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     site = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
-    tools = {"pip": 'echo "$@" >> pip.log', "uv": 'echo "uv $@" >> pip.log; exit ${NO_INDEX:-0}', "python": f'PYTHONPATH={site} exec {sys.executable} -S "$@"'}
+    tools = {
+        "pip": 'echo "$@" >> pip.log', "uv": 'echo "uv $@" >> pip.log; exit ${NO_INDEX:-0}',
+        "python": f'PYTHONPATH={site} exec {sys.executable} -S "$@"',
+    }  # fmt: skip
     (tmp_path / ".venv" / "bin").mkdir()
     for name, command in tools.items():
         tool = tmp_path / ".venv" / "bin" / name
