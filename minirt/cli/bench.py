@@ -66,7 +66,7 @@ _measure_options = option_group(
 )
 
 
-@click.group(cls=Commands)
+@click.group(cls=Commands, short_help="Measure speed: tokens/s, steps, prompts, a server.")
 def bench() -> None:
     """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; its kernels
     alone, or in transformers; or a server.
@@ -81,7 +81,7 @@ bench.add_command(patch)
 bench.add_command(serve)
 
 
-@bench.command()
+@bench.command(short_help="Tokens per second of a prompt and of decode steps.")
 @click.option(
     "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
     help="Tokens of a prompt; several: 128,512.",
@@ -167,7 +167,7 @@ def decode(
     _run(ctx, options, batch_size, check, measure, ceiling, products)
 
 
-@bench.command()
+@bench.command(short_help="Time one prompt to its first token.")
 @click.option(
     "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, up to the model's context length",
     help="Tokens of a prompt; several: 128,2048.",
@@ -207,7 +207,7 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     _run(ctx, options, [1], check, measure, products=ceiling)
 
 
-@bench.command()
+@bench.command(short_help="Time a batch of prompts to its last token.")
 @click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once.")
 @click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each.")
@@ -229,7 +229,7 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
     _run(ctx, options, [batch_size], check, measure)
 
 
-@bench.command()
+@bench.command(short_help="Time many prompts of random lengths at once.")
 @click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts.")
 @click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")

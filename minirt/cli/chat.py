@@ -23,7 +23,7 @@ from minirt.cli.options import (
     speculative_options,
     template_option,
 )
-from minirt.cli.output import completion_summary, note, one_line, warn_incomplete, write
+from minirt.cli.output import completion_summary, counted, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
 
@@ -141,7 +141,9 @@ class _Conversation:
         self._last = completion
         warn_incomplete([completion])
         if not self._quiet:
-            note(f"{len(completion.token_ids)} tokens, {completion.decode_tokens_per_s:.1f} tokens/s" + _why(completion))
+            rate = completion.decode_tokens_per_s
+            speed = f", {rate:.1f} tokens/s" if rate else ""
+            note(counted(len(completion.token_ids), "token") + speed + _why(completion))
 
     def _help(self, _: str) -> None:
         width = max(len(f"{name} {argument}") for name, (argument, _, _) in _COMMANDS.items())

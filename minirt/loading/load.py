@@ -74,7 +74,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
             raise ModelNotFoundError(what, where=error.where, expected=expected, hint=hint) from error
         known = preset or next((own for own in models.presets() if own.hub_id == name), None)
         if known is not None and error.hint and revision is None:
-            hint = f"{error.hint}; --model {known.name} --random-weights needs no download, and takes token ids in place of text"
+            hint = f"{error.hint}; --model {known.name} --random-weights measures without a download, with token ids as prompts"
             raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
         if "/" in name or "gguf" in name.lower():
             raise

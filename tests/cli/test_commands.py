@@ -170,6 +170,28 @@ def test_samples_have_one_summary_and_numbers_on_a_terminal(run, folder, monkeyp
     assert lines[1::2] == plain.splitlines()
 
 
+def test_the_summary_counts_the_drafts_of_all_samples(run, folder, monkeypatch):
+    """It counted those of the first sample."""
+    monkeypatch.setattr("minirt.cli.output.drafts_summary", lambda generator, samples: f"drafts of {len(samples)} samples")
+    options = ("--n", 3, "--seed", 4, "--max-tokens", 4, "--speculate", "ngram", "hello")
+    assert "drafts of 3 samples" in run("generate", "-m", folder, *CACHE, *options)[2]
+
+
+def test_one_token_has_no_rate(run, folder):
+    """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
+    err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
+    assert "decode 1 token · peak memory" in err
+    assert "drafts: none were verified\n" in err
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("eval",)])
+def test_the_list_of_commands_has_whole_sentences(run, group):
+    """On 80 columns they were cut: "Measure a model: its speed with prompts and decode steps;..."."""
+    lines = run(*group, "--help")[1].partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 1
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
     refused(run(*base, "--n", 2, "--temperature", 0), "--n", "greedy decoding has one sample", code=2)
@@ -695,7 +717,7 @@ def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
     """Offline, `--model Qwen3-4B` was told to give the name of a preset. Other Hub models have no random weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("qwen3-4B", "Qwen/Qwen3-4B"):
-        hint = "give the folder; --model Qwen3-4B --random-weights needs no download, and takes token ids in place of text)"
+        hint = "give the folder; --model Qwen3-4B --random-weights measures without a download, with token ids as prompts)"
         refused(run("generate", "-m", name, "hi"), "Hub model Qwen/Qwen3-4B: is missing", hint)
     refused(run("generate", "-m", "nobody/model", "hi"), "download it elsewhere and give the folder)")
 
