@@ -506,6 +506,19 @@ def test_cross_origin():
     run(scenario, allowed_origins=("https://a.example",))
 
 
+def test_a_path_that_does_not_exist():
+    """A client whose base URL lacks /v1 gets the path that it meant: it was told that its path does not exist."""
+    async def scenario(this, engine, ask):
+        for path, hint in (("/chat/completions", " (did you mean /v1/chat/completions or "), ("/v1/embeddings", None)):
+            reader, _ = await ask(message({}, path))
+            status, _, body = await answer(reader)
+            text = json.loads(body)["error"]["message"]
+            assert (status, text.partition(f"found {path}")[2][:len(hint or "")]) == (404, hint or "")
+            assert ("did you mean" in text) == (hint is not None)
+
+    run(scenario)
+
+
 def test_no_cross_origin_by_default():
     async def scenario(this, engine, ask):
         reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
