@@ -71,8 +71,8 @@ class Report:
         notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
         above = any((row.get(name) or 0) > 1 for row in self.results for name in _MEASURED_SHARES)
         notes += [_CEILING_TOO_LOW] if above else []
-        shown = table(columns, [shared | row for row in self.results], left=5)
-        return "\n".join([*lines, *shown, *(line for note in notes for line in ("", note))]) + "\n"
+        lines += table(columns, [shared | row for row in self.results], left=5)
+        return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:

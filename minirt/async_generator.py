@@ -20,11 +20,11 @@ from minirt.engine.request import Request, TokenOutput
 from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
-from minirt.generator import OF_SAMPLING, Generator
+from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
-from minirt.sampling_params import SamplingParams
+from minirt.sampling_params import OF_SAMPLING, SamplingParams
 
 _check_names = checks_names(OF_SAMPLING)
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`

@@ -40,6 +40,7 @@ from minirt.errors import (
     NumericsError,
     QueueFullError,
     TokenizerError,
+    UnsupportedError,
 )
 from minirt.modeling.plan import Plan, PlanRow
 
@@ -813,6 +814,7 @@ def test_options_that_would_be_ignored(folder, options):
     ("torch_dtype", "here dtype=…"), ("enable_prefix_caching", "vLLM's name; here prefix_cache=…"),
     ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
     ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not supported"), ("trust_remote_code", "not needed"),
+    ("max_tokens", "generate takes params=SamplingParams"),
     ("Device", "did you mean device"), ("nothing_like_it", "one of model, revision, device"),
 ])  # fmt: skip
 def test_options_that_do_not_exist(name, words, folder):
@@ -834,6 +836,14 @@ def test_arguments_without_their_names(call, error, words):
     """A TypeError said that `__init__` takes one argument and two were given."""
     with pytest.raises(error, match=words):
         call("x")
+
+
+def test_speculative_options_may_be_a_text(folder):
+    """As on the command line. "ngram" was refused, with what a proposer must have; errors of a dict did not say where."""
+    assert LoadOptions(speculative="ngram:3").speculative == SpeculativeOptions(num_speculative_tokens=3)
+    for value in ("eagle", {"method": "eagle"}):
+        with pytest.raises(UnsupportedError, match=r"^speculative.* this method of speculative decoding.*found 'eagle'"):
+            LoadOptions(speculative=value)
 
 
 def test_the_kv_cache_memory_may_be_a_text(folder):
