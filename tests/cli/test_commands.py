@@ -631,6 +631,7 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
     assert {row["implementation"] for row in record["layers"]} == {"triton"}
     refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
+    refused(run(*base, "--gpu", "a100"), "found a100 (did you mean A100-80GB or A100-40GB?)", code=2)
     refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
 
 
