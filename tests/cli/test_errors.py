@@ -73,7 +73,8 @@ def test_options_of_other_programs(arguments, words, run):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ("plan --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate and minirt serve) (see minirt plan"),
+    ("score --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate"),
+    ("plan --host x", "'--host' (an option of minirt serve) (see minirt plan"),
     ("bench decode --input-len 3", "(an option of minirt bench patch, minirt bench speed, minirt bench prefill and others)"),
     ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt generate --speculate"),
     ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
