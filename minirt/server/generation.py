@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.request import TokenOutput
@@ -14,7 +13,7 @@ from minirt.server.errors import status_of
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
 
-_COUNT_SECONDS = 5
+_COUNT_SECONDS = 1.0  # that an answer which is given up waits for its number of tokens
 MAX_UNSENT = 4096  # tokens of a stream that may wait for its reader
 
 
@@ -80,14 +79,16 @@ class Generation:
         self._running.discard(self)
         self._metrics.finished["abort"] += self._driver.abort()
 
-    async def count_unread(self, engine: RemoteEngine) -> int:
+    async def count_unread(self, engine: RemoteEngine) -> int | None:
         """How many tokens the engine has made of the requests that still run, beside those that came. Call it before they are
-        aborted: tokens of requests without a stream come when they end."""
-        running, counts, unread = dict(self._call.open), list[int](), 0
-        with suppress(MinirtError, TimeoutError):  # the engine has ended, or a step takes very long
+        aborted: tokens of requests without a stream come when they end. None: the engine does not answer soon, or has ended."""
+        running, unread = dict(self._call.open), 0
+        try:
             async with asyncio.timeout(_COUNT_SECONDS):
                 counts = await engine.num_tokens(list(running))
-        for (request_id, stream), count in zip(running.items(), counts, strict=False):
+        except (MinirtError, TimeoutError):
+            return None
+        for (request_id, stream), count in zip(running.items(), counts, strict=True):
             unread += max(0, count - len(stream.completion.token_ids))
             if count and not self._by_id[request_id].last_time:
                 self._metrics.prompt_tokens += len(stream.completion.prompt_token_ids)

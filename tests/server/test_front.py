@@ -597,21 +597,25 @@ def test_each_sample_of_a_prompt_counts():
     run(scenario)
 
 
-def test_the_log_of_an_answer_without_a_stream_that_is_aborted(capfd):
-    """It has the tokens that the engine has made, which come with the end only: it had 0. The prompt counts, too."""
+@pytest.mark.parametrize("made", [17, None])
+def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monkeypatch):
+    """It has the tokens that the engine has made, which come with the end only, or null if the engine does not say: it had 0.
+    The prompt counts, too."""
+    monkeypatch.setattr(generation, "_COUNT_SECONDS", 20 if made else 0.01)
+
     async def scenario(this, engine, ask):
         _, writer = await ask(stream(stream=False))
         await engine.until(lambda e: e.requests)
-        engine.made = 17
+        engine.made = made
         writer.transport.abort()
         await engine.until(lambda e: e.aborted)
         while this.exchanges:
             await asyncio.sleep(0)
-        assert counted(this) == (len(engine.requests[0].prompt_token_ids), 0, {"abort": 1})
+        assert counted(this) == (len(engine.requests[0].prompt_token_ids) if made else 0, 0, {"abort": 1})
 
     run(scenario, quiet=False)
     line = json.loads(capfd.readouterr().err.splitlines()[-1])
-    assert (line["status"], line["finish"], line["completion_tokens"]) == (499, "abort", 17)
+    assert (line["status"], line["finish"], line["completion_tokens"]) == (499, "abort", made)
 
 
 def test_a_model_without_a_tokenizer():

@@ -120,12 +120,13 @@ class FakeEngine:
     Attributes:
         requests: those that the front has submitted, in order.
         aborted: ids of aborted requests, in order.
-        made: tokens that it says to have made of each request, when it is asked.
+        made: tokens that it says to have made of each request, when it is asked; None: it does not answer.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.requests, self.aborted, self.made = [], [], 0
+        self.requests, self.aborted = [], []
+        self.made: int | None = 0
         self._changed = asyncio.Event()
 
     async def run(self, folder: Path | None, max_len: int) -> None:
@@ -140,7 +141,7 @@ class FakeEngine:
                         self.requests += requests
                     case Abort(request_ids=ids):
                         self.aborted += ids
-                    case AskTokens(request_ids=ids):
+                    case AskTokens(request_ids=ids) if self.made is not None:
                         self._writer.write(frame(Tokens([self.made] * len(ids))))
             self._changed.set()
 
