@@ -68,7 +68,8 @@ class Report:
         if any(row.get("experts") for row in self.results):
             columns += _EXPERT_COLUMNS
         notes = [_TESTS] if shared["benchmark"] in ("speed", "decode", "prefill") else []
-        notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
+        shares = [cell(row) for title, cell in columns if title == "of the limit" for row in self.results]
+        notes += [LIMIT] if {*shares} - {"-"} else []
         above = any((row.get(name) or 0) > 1 for row in self.results for name in _MEASURED_SHARES)
         notes += [_CEILING_TOO_LOW] if above else []
         lines += table(columns, [shared | row for row in self.results], left=5)
