@@ -8,10 +8,12 @@ TORCH  := 2.13.0
 .PHONY: demo dev test lint clean again
 
 # A torch that is in $(VENV) already and new enough stays. Otherwise the torch that was tested goes in first, so that nothing after it
-# picks another. The demo needs no Triton. For the tests it is not pinned: unless torch asks for one, the newest of the index is
-# installed, and tests/kernels/compile compiles every kernel with it.
+# picks another: without a GPU the CPU build, which uv finds and pip does not. The demo needs no Triton. For the tests it is not
+# pinned: unless torch asks for one, the newest of the index is installed, and tests/kernels/compile compiles every kernel with it.
 HAS_TORCH := $(BIN)/python -c 'import sys; from importlib.metadata import version; \
   sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))' 2>/dev/null
+
+PIP_TORCH := $(BIN)/pip install --disable-pip-version-check "torch==$(TORCH)"
 
 # minirt is installed in editable form. This runs again if pip has replaced it since, as `pip install .` does.
 EDITABLE := $(wildcard $(VENV)/lib/python3*/site-packages/__editable__.minirt-*.pth)
@@ -19,9 +21,13 @@ EDITABLE := $(wildcard $(VENV)/lib/python3*/site-packages/__editable__.minirt-*.
 $(VENV)/runtime: pyproject.toml $(if $(EDITABLE),,again)
 	@echo "1/3: a virtual environment in $(VENV)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@if $(HAS_TORCH); then echo "2/3: the PyTorch of $(VENV) stays"; else \
-	  echo "2/3: PyTorch $(TORCH), the largest download by far" && \
-	  $(BIN)/pip install --disable-pip-version-check "torch==$(TORCH)"; fi
+	@if $(HAS_TORCH); then echo "2/3: the PyTorch of $(VENV) stays"; \
+	elif nvidia-smi -L >/dev/null 2>&1; then echo "2/3: PyTorch $(TORCH) with CUDA, several GB" && $(PIP_TORCH); \
+	else echo "2/3: PyTorch $(TORCH) for a CPU (0.2 GB), since nvidia-smi finds no GPU" && \
+	  { $(BIN)/pip install -q --disable-pip-version-check uv && \
+	    $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)" || \
+	    { echo "uv cannot fetch the CPU build; pip takes the default build of your package index, which may be several GB" && \
+	      $(PIP_TORCH); }; }; fi
 	@echo "3/3: minirt and its other requirements"
 	@$(BIN)/pip install -q "setuptools>=77" wheel
 	@$(BIN)/pip install -q --no-build-isolation -e .

@@ -67,9 +67,13 @@ class Report:
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
         if any(row.get("experts") for row in self.results):
             columns += _EXPERT_COLUMNS
+        notes = [_TESTS] if shared["benchmark"] in ("speed", "decode", "prefill") else []
+        shares = [cell(row) for title, cell in columns if title == "of the limit" for row in self.results]
+        notes += [LIMIT] if {*shares} - {"-"} else []
         above = any((row.get(name) or 0) > 1 for row in self.results for name in _MEASURED_SHARES)
-        notes = ["", _CEILING_TOO_LOW] if above else []
-        return "\n".join([*lines, *table(columns, [shared | row for row in self.results], left=5), *notes]) + "\n"
+        notes += [_CEILING_TOO_LOW] if above else []
+        lines += table(columns, [shared | row for row in self.results], left=5)
+        return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:
@@ -211,6 +215,11 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str 
 
 # Shares of what this run measured as the most that the machine can do.
 _MEASURED_SHARES = ("share_of_read_ceiling", "share_of_limit", "share_of_matmul_ceiling")
+LIMIT = (
+    "of the limit: the least time that this run's memory bandwidth and matrix products allow (the roofline), as a share of the "
+    "measured time."
+)
+_TESTS = "ppN: a prompt of N tokens, to its first new token. tgN bB @ dC: N decode steps of B sequences, after C tokens of each."
 _CEILING_TOO_LOW = (
     "A share above 100 % is shown as -: the ceiling was measured too low (is the machine busy?), or the weights fit in a cache."
 )

@@ -20,11 +20,11 @@ from minirt.engine.request import Request, TokenOutput
 from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
-from minirt.generator import OF_SAMPLING, Generator
+from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
-from minirt.sampling_params import SamplingParams
+from minirt.sampling_params import OF_SAMPLING, SamplingParams
 
 _check_names = checks_names(OF_SAMPLING)
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
@@ -48,6 +48,9 @@ class AsyncGenerator:
         Args:
             max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
         """
+        if not isinstance(generator, Generator):
+            hint, found = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
+            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=found, hint=hint)
         if type(max_unread) is not int or max_unread < 1:
             expected, found = "an integer >= 1", repr(max_unread)[:80]
             raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)

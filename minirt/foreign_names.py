@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
-from minirt.errors import InputError, MinirtError
+from minirt.errors import InputError, MinirtError, shortened
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -117,6 +117,23 @@ _LLAMA_BENCH = {
     **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
     **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
 }
+# Commands of vLLM, ollama, llama.cpp and transformers → what to write here.
+_COMMANDS = {
+    **dict.fromkeys(("run", "cli"), "minirt chat --model MODEL is a conversation, minirt generate PROMPT completes a text"),
+    **dict.fromkeys(("complete", "completions", "infer"), "here minirt generate PROMPT"),
+    **dict.fromkeys(("run-batch", "batch"), "here minirt generate --prompts FILE"),
+    **dict.fromkeys(("server", "api_server"), "here minirt serve"),
+    **dict.fromkeys(("pull", "download"), "not needed: the first command with --model ORG/NAME downloads the model"),
+    **dict.fromkeys(("list", "ls"), "minirt models lists the presets"),
+    **dict.fromkeys(("show", "info"), "here minirt plan --model MODEL"),
+    **dict.fromkeys(("collect-env", "version"), "here minirt env"),
+    "quantize": "not needed: --quantize fp8 or int4 quantizes while the model is loaded",
+}  # fmt: skip
+
+
+def command_hint(name: str) -> str | None:
+    """What to write for another program's command; None: no command that is known here."""
+    return _COMMANDS.get(name)
 
 
 def python_hint(name: object) -> str | None:
@@ -133,17 +150,29 @@ def json_hint(name: str) -> str | None:
     return f'{entry[0]}; here "{value[1]}"' + (f": {value[2]}" if value[2] != "…" else "") + value[3]
 
 
+def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:
+    """The `known` names that begin like a name, or else are spelled nearly like it. Dashes in front do not count."""
+    names = {own.lstrip("-").lower(): own for own in known}
+    bare = name.lstrip("-").lower()
+    begun = [own for own in names if min(len(own), len(bare)) >= 3 and (own.startswith(bare) or bare.startswith(own))]
+    return [names[own] for own in begun[:most] or get_close_matches(bare, names, n=most, cutoff=0.7)]
+
+
 def check_names(
     given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError,
-    elsewhere: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None, unnamed: Sequence[object] = (),
 ) -> None:
-    """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others."""
+    """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others.
+    `unnamed`: arguments without a name, all of which are refused."""
+    if unnamed:
+        what, expected = "an argument without its name", f"{where}({known[0]}=…), or another name"
+        raise error(what, where=where, expected=expected, found=shortened(repr(unnamed[0]), 80))
     for name in given:
         if name in known:
             continue
         if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
             raise error("no such argument", where=where, found=name, hint=hint)
-        near = get_close_matches(name, known, n=2)
+        near = similar(name, known)
         hint = f"did you mean {' or '.join(near)}?" if near else None
         raise error("no such argument", where=where, expected=f"one of {', '.join(known)}", found=name, hint=hint)
 

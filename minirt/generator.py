@@ -28,12 +28,12 @@ from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError
 from minirt.foreign_names import check_names, checks_names
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
-from minirt.loading.options import LoadOptions, longest_length
+from minirt.loading.options import OF_GENERATE, LoadOptions, longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
-from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
+from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
 from minirt.sizes import format_size
 from minirt.speculative.ngram import proposer_of
 from minirt.speculative.options import SpeculativeOptions, drafts_of
@@ -43,7 +43,6 @@ from minirt.text.tokenizer import Tokenizer
 
 # Argument names that belong to another call.
 _OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
-OF_SAMPLING = {own.name: f"params=SamplingParams({own.name}=…)" for own in fields(SamplingParams)}
 _check_names = checks_names(OF_SAMPLING)
 
 
@@ -152,7 +151,7 @@ class Generator:
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
-        check_names(options, [own.name for own in fields(LoadOptions)], "from_pretrained", ConfigError)
+        check_names(options, [own.name for own in fields(LoadOptions)], "from_pretrained", ConfigError, OF_GENERATE)
         if progress is not None and not callable(progress):
             expected, found = "a function of three arguments", repr(progress)[:80]
             raise InputError("not a function", where="progress", expected=expected, found=found)

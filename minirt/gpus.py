@@ -87,7 +87,9 @@ def find_gpu(text: str) -> AbsentGPU:
     except InputError:
         sizes = "a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability"
         expected = f"{sizes}, or one of {', '.join(_KNOWN)}"
-        raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text) from None
+        near = [name for name in _KNOWN if plain and _plain(name).startswith(plain)]
+        hint = f"did you mean {' or '.join(near)}?" if near else None
+        raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text, hint=hint) from None
     major, minor = map(int, number.split(".")) if number else _LOWEST
     return AbsentGPU(format_size(memory), memory, (major, minor), assumed=not number)
 

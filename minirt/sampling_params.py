@@ -6,7 +6,7 @@ Imports no torch, so that `from minirt import SamplingParams` is fast.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -188,8 +188,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     n: int = 1
 
-    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "SamplingParams":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, unnamed=unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -242,6 +242,11 @@ class SamplingParams:
                     _contradiction(name, "needs the text, and detokenize is False", "detokenize=True", getattr(self, name))
             if not self.skip_special_tokens:
                 _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
+
+
+# For whom gives a field as an argument of its own.
+OF_SAMPLING = {own.name: f"params=SamplingParams({own.name}=…)" for own in fields(SamplingParams)}
+
 
 
 def _structured(value: object) -> StructuredOutputsParams:

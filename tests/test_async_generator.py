@@ -136,6 +136,12 @@ def test_five_hundred_streams_with_cancellations(generator):
     assert generator.prefix_cache_stats.hits > 100 * PAGE_SIZE
 
 
+def test_a_name_is_no_generator():
+    """`AsyncGenerator("model")` was accepted, and failed at its first request with an AttributeError."""
+    with pytest.raises(InputError, match=r"a minirt.Generator; found 'model' \(await AsyncGenerator.from_pretrained"):
+        AsyncGenerator("model")
+
+
 def test_arguments_of_other_libraries_are_explained(generator):
     """vLLM's AsyncLLM.generate(prompt, sampling_params, request_id) was a TypeError; asyncio still sees coroutine functions."""
     with pytest.raises(InputError, match=r"here params=…"):

@@ -21,7 +21,15 @@ from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 from support.vocabularies import llama_like, save
 
-from minirt import AsyncGenerator, Generator, LoadOptions, Samples, SamplingParams
+from minirt import (
+    AsyncGenerator,
+    Generator,
+    LoadOptions,
+    Samples,
+    SamplingParams,
+    SpeculativeOptions,
+    StructuredOutputsParams,
+)
 from minirt.engine.request import TokenOutput
 from minirt.errors import (
     CheckpointError,
@@ -32,6 +40,7 @@ from minirt.errors import (
     NumericsError,
     QueueFullError,
     TokenizerError,
+    UnsupportedError,
 )
 from minirt.modeling.plan import Plan, PlanRow
 
@@ -805,6 +814,7 @@ def test_options_that_would_be_ignored(folder, options):
     ("torch_dtype", "here dtype=…"), ("enable_prefix_caching", "vLLM's name; here prefix_cache=…"),
     ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
     ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not supported"), ("trust_remote_code", "not needed"),
+    ("max_tokens", "generate takes params=SamplingParams"),
     ("Device", "did you mean device"), ("nothing_like_it", "one of model, revision, device"),
 ])  # fmt: skip
 def test_options_that_do_not_exist(name, words, folder):
@@ -815,6 +825,25 @@ def test_options_that_do_not_exist(name, words, folder):
         assert words in str(error.value)
     with pytest.raises(ConfigError, match=f"LoadOptions: no such argument.*found {name}"):
         LoadOptions(**{name: 1})
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (LoadOptions, ConfigError, r"LoadOptions: an argument without its name; expected LoadOptions\(model=…\).*found 'x'"),
+    (SpeculativeOptions, ConfigError, r"SpeculativeOptions\(method=…\)"), (SamplingParams, InputError, r"SamplingParams\("),
+    (StructuredOutputsParams, InputError, r"StructuredOutputsParams\("),
+])  # fmt: skip
+def test_arguments_without_their_names(call, error, words):
+    """A TypeError said that `__init__` takes one argument and two were given."""
+    with pytest.raises(error, match=words):
+        call("x")
+
+
+def test_speculative_options_may_be_a_text(folder):
+    """As on the command line. "ngram" was refused, with what a proposer must have; errors of a dict did not say where."""
+    assert LoadOptions(speculative="ngram:3").speculative == SpeculativeOptions(num_speculative_tokens=3)
+    for value in ("eagle", {"method": "eagle"}):
+        with pytest.raises(UnsupportedError, match=r"^speculative.* this method of speculative decoding.*found 'eagle'"):
+            LoadOptions(speculative=value)
 
 
 def test_the_kv_cache_memory_may_be_a_text(folder):

@@ -204,7 +204,10 @@ def demo_folder(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     site = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
-    tools = {"pip": 'echo "$@" >> pip.log', "python": f'PYTHONPATH={site} exec {sys.executable} -S "$@"'}
+    tools = {
+        "pip": 'echo "$@" >> pip.log', "uv": 'echo "uv $@" >> pip.log; exit ${NO_INDEX:-0}',
+        "python": f'PYTHONPATH={site} exec {sys.executable} -S "$@"',
+    }  # fmt: skip
     (tmp_path / ".venv" / "bin").mkdir()
     for name, command in tools.items():
         tool = tmp_path / ".venv" / "bin" / name
@@ -225,6 +228,23 @@ def test_make_keeps_a_torch_that_is_new_enough(torch, stays, demo_folder):
     assert ("torch==" not in log) == stays
     assert ("the PyTorch of .venv stays" in out) == stays
     assert "-e ." in log
+
+
+@pytest.mark.parametrize(("gpu", "reachable"), [(True, True), (False, True), (False, False)])
+def test_make_takes_the_cpu_build_of_torch_where_there_is_no_gpu(gpu, reachable, demo_folder, monkeypatch):
+    """Without a GPU, `make demo` downloaded gigabytes of CUDA. pip does not find the CPU build; where uv does not either, pip
+    takes what there is, and a line says so."""
+    smi = demo_folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\nexit {0 if gpu else 9}\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NO_INDEX", "0" if reachable else "2")
+    out = run("make", ".venv/runtime", cwd=demo_folder).stdout
+    log = (demo_folder / "pip.log").read_text()
+    assert ("--torch-backend cpu torch==" in log) != gpu
+    assert bool(re.search("^install .*torch==", log, re.MULTILINE)) == (gpu or not reachable)
+    assert ("pip takes the default build" in out) == (not gpu and not reachable)
 
 
 def test_make_knows_the_oldest_torch_of_pyproject():

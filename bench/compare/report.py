@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.bench.compare.compare import Result
-from minirt.bench.report import Column, Report, Row, heading, table
+from minirt.bench.report import LIMIT, Column, Report, Row, heading, table
 
 NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
 
@@ -25,6 +25,7 @@ class CompareReport(Report):
         lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
         columns = _LAYER_COLUMNS if any(row["eager_s"] for row in self.results) else _ERROR_COLUMNS
         lines += table(columns, self.results, left=3)
+        lines += ["", LIMIT] if columns is _LAYER_COLUMNS else []
         if any(row["cold_l2"] is False for row in self.results):
             lines += ["", r"\* All layers of this kind together read at most twice the size of the L2 cache: not a cold time."]
         if shared["whole_model"]:

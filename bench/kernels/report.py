@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from minirt.bench.compare.report import NO_SPEED
-from minirt.bench.report import Column, Report, Row, heading, table
+from minirt.bench.report import LIMIT, Column, Report, Row, heading, table
 
 FORMS = {
     "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "fast accumulation µs",
@@ -25,7 +25,9 @@ class KernelReport(Report):
             lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
         if shared["event_s"] is not None:
             lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
-        lines += table(_columns(rows, timed=not shared["no_speed"]), rows, left=4)
+        columns = _columns(rows, timed=not shared["no_speed"])
+        lines += table(columns, rows, left=4)
+        lines += ["", LIMIT] if any(title == "of the limit" for title, _ in columns) else []
         lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
         if lacks:
             lines += ["", r"\* PyTorch's kernel does not compute everything; it lacks " + "; ".join(sorted(lacks)) + "."]

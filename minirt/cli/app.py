@@ -27,23 +27,13 @@ from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
 from minirt.cli.score import score
 from minirt.cli.serve import serve
+from minirt.cli.suggestions import Commands, for_option, takes_only_options
 from minirt.cli.tune import tune
 from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
-from minirt.foreign_names import option_hint
 from minirt.threads import limit_spinning
 
 
-class _Commands(click.Group):
-    """A group that suggests the commands which begin like an unknown one, before click's guess by similarity."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        begun = [name for name in self.list_commands(ctx) if name.startswith(args[0])] if args[0] else []
-        if begun and args[0] not in begun:
-            raise click.UsageError(f"No such command '{args[0]}'. Did you mean {' or '.join(map(repr, begun))}?", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(minirt.__version__, prog_name="minirt")
 def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
@@ -74,12 +64,12 @@ def _usage(error: click.ClickException, arguments: Sequence[str]) -> str:
         if name is None and error.param is not None:
             name = max(error.param.opts, key=len) if isinstance(error.param, click.Option) else error.param.human_readable_name
         text = f"{name}: {error.message}"
-    elif isinstance(error, click.NoSuchOption) and (other := _other_name(error, arguments)):
-        text = other
+    elif isinstance(error, click.NoSuchOption):
+        text = for_option(error, arguments)
     else:
         text = error.format_message()
         text = text[:1].lower() + text[1:]
-        if text.startswith("got unexpected extra argument") and _takes_only_options(error):
+        if text.startswith("got unexpected extra argument") and takes_only_options(error):
             text = f"{text.rstrip('.')}: the model is an option, --model MODEL"
     text = re.sub(r"is not a valid (integer|float) range$", r"is not a valid \1", text.rstrip("."))
     context = getattr(error, "ctx", None)
@@ -96,40 +86,6 @@ def _command_path(arguments: Sequence[str]) -> str:
         command = command.commands[word]
         words.append(word)
     return " ".join(words)
-
-
-def _other_name(error: click.NoSuchOption, arguments: Sequence[str]) -> str | None:
-    """The message for an unknown option that another program has, or a command of this group; None: neither is known."""
-    context, name = error.ctx, error.option_name
-    if context is None:
-        return None
-    if re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
-        given = [word.partition("=")[0] for word in arguments if word.startswith(name)]
-        name = given[0] if given and given[0].isascii() else name
-    hint = option_hint(name, _options(context.command), context.command_path)
-    if hint is None and isinstance(context.command, click.Group):
-        commands = context.command.commands
-        given = [word for word in arguments if word in commands][-1:] or list(commands)
-        having = [own for own in given if name in _options(commands[own])]
-        hint = f"options follow the command, as in {context.command_path} {having[0]} {name}" if having else None
-    return hint and f"no such option '{name}' ({hint})"
-
-
-def _options(command: click.Command) -> set[str]:
-    """The options of a command, and what its arguments are called: PROMPT."""
-    found: set[str] = set()
-    for own in command.params:
-        argument = isinstance(own, click.Argument)
-        found.update(re.findall("[A-Z]+", own.human_readable_name) if argument else own.opts + own.secondary_opts)
-    return found
-
-
-def _takes_only_options(error: click.ClickException) -> bool:
-    """Whether the command takes its model as an option and nothing else as an argument."""
-    context: click.Context | None = getattr(error, "ctx", None)
-    if context is None:
-        return False
-    return "--model" in _options(context.command) and not any(isinstance(own, click.Argument) for own in context.command.params)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -28,6 +28,7 @@ from minirt.cli.options import (
     to_load_options,
 )
 from minirt.cli.output import emit, note
+from minirt.cli.suggestions import Commands
 from minirt.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 _INPUT_LENS = (128, 512, 2048)  # default of `prefill`
+_SPEED_INPUT = 512  # default of `speed`
 
 
 _measure_options = option_group(
@@ -64,7 +66,7 @@ _measure_options = option_group(
 )
 
 
-@click.group()
+@click.group(cls=Commands, short_help="Measure speed: tokens/s, steps, prompts, a server.")
 def bench() -> None:
     """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; its kernels
     alone, or in transformers; or a server.
@@ -79,7 +81,7 @@ bench.add_command(patch)
 bench.add_command(serve)
 
 
-@bench.command()
+@bench.command(short_help="Tokens per second of a prompt and of decode steps.")
 @click.option(
     "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
     help="Tokens of a prompt; several: 128,512.",
@@ -95,7 +97,8 @@ def speed(
 ) -> None:
     """Time a prompt, and the decode steps of one sequence: tokens per second of both, as llama-bench prints them.
 
-    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`).
+    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "Of the
+    limit" is the share of the roofline: of what this run's memory bandwidth and matrix products allow.
     """
     from minirt.bench import decode, prefill
     from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
@@ -105,7 +108,7 @@ def speed(
     ceiling, products = read_ceiling(device), _products(options, device)
 
     def lengths(generator: "Generator") -> Sequence[int]:
-        return input_len or [max(1, min(512, generator.max_len - 1))]
+        return input_len or [max(1, min(_SPEED_INPUT, generator.max_len - 1))]
 
     def check(generator: "Generator") -> int:
         prefill.check(generator, lengths(generator), 0)
@@ -113,6 +116,9 @@ def speed(
         return max(*lengths(generator), *context_len)
 
     def measure(generator: "Generator") -> Rows:
+        if input_len is None and generator.max_len <= _SPEED_INPUT:
+            (length,), positions = lengths(generator), generator.max_len
+            progress(f"the prompt has {length} tokens, not {_SPEED_INPUT}: the model has {positions} positions")
         rows = prefill.run(generator, lengths(generator), **_common(options), ceiling=products, progress=progress)
         return rows + decode.run(
             generator, [1], context_len, **_common(options), ceiling=ceiling, products=products,
@@ -161,7 +167,7 @@ def decode(
     _run(ctx, options, batch_size, check, measure, ceiling, products)
 
 
-@bench.command()
+@bench.command(short_help="Time one prompt to its first token.")
 @click.option(
     "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, up to the model's context length",
     help="Tokens of a prompt; several: 128,2048.",
@@ -201,7 +207,7 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     _run(ctx, options, [1], check, measure, products=ceiling)
 
 
-@bench.command()
+@bench.command(short_help="Time a batch of prompts to its last token.")
 @click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once.")
 @click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each.")
@@ -223,7 +229,7 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
     _run(ctx, options, [batch_size], check, measure)
 
 
-@bench.command()
+@bench.command(short_help="Time many prompts of random lengths at once.")
 @click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts.")
 @click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")

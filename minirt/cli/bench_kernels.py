@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
 
-@click.command()
+@click.command(short_help="Check and time single kernels.")
 @click.argument("names", nargs=-1, metavar="[NAME]…")
 @click.option(
     "--model", "-m", "models", multiple=True,

@@ -26,7 +26,7 @@ class _Names(click.ParamType):
         return tuple(dict.fromkeys(found))
 
 
-@click.command()
+@click.command(short_help="Time a transformers model with minirt's kernels.")
 @click.option("--model", "-m", default="Qwen2.5-7B", show_default=True, help="Preset, or the folder of a model.")
 @click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset.")
 @click.option("--input-len", "-p", type=NUMBERS, default="128,512,2048,8192", show_default=True, help="Tokens of a prompt.")

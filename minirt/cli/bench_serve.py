@@ -74,7 +74,7 @@ _request_options = option_group(
 )  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Measure a server under load.")
 @click.argument("more_limits", nargs=-1, metavar="[LIMIT]…")
 @click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
 @click.option(

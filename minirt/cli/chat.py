@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.options import (
+    CHAT_MODEL,
     debug_option,
     load_options,
     model_argument,
@@ -22,7 +23,7 @@ from minirt.cli.options import (
     speculative_options,
     template_option,
 )
-from minirt.cli.output import completion_summary, note, one_line, warn_incomplete, write
+from minirt.cli.output import completion_summary, counted, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
 
@@ -50,7 +51,7 @@ def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **op
     from minirt.models import EMBEDDED
 
     if options["model"] in (None, EMBEDDED):
-        hint = "name a chat model, for example --model SmolLM2-135M-Instruct, or use minirt generate"
+        hint = f"name a chat model, such as --model {CHAT_MODEL}, or use minirt generate"
         raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
     params = sampling_params(options)
     with open_model(options, quiet, chat=True) as generator:
@@ -140,7 +141,9 @@ class _Conversation:
         self._last = completion
         warn_incomplete([completion])
         if not self._quiet:
-            note(f"{len(completion.token_ids)} tokens, {completion.decode_tokens_per_s:.1f} tokens/s" + _why(completion))
+            rate = completion.decode_tokens_per_s
+            speed = f", {rate:.1f} tokens/s" if rate else ""
+            note(counted(len(completion.token_ids), "token") + speed + _why(completion))
 
     def _help(self, _: str) -> None:
         width = max(len(f"{name} {argument}") for name, (argument, _, _) in _COMMANDS.items())

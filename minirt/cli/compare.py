@@ -58,7 +58,7 @@ _options = option_group(
 )
 
 
-@click.command()
+@click.command(short_help="Compare Triton with eager layers: errors and times.")
 @_options
 @click.pass_context
 def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:

@@ -22,6 +22,7 @@ from minirt.cli.options import (
     to_load_options,
 )
 from minirt.cli.output import write
+from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
 from minirt.progress import LoadProgress, load_bars
 from minirt.sizes import format_size
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 _PAGES = 64 << 20  # bytes for KV pages; hardly used, because the measurement allocates its own
 
 
-@click.group("eval")
+@click.group("eval", cls=Commands, short_help="Measure perplexity, or the error of FP8 rounding.")
 def evaluate() -> None:
     """Measure a model's quality with the layers, dtype and device that it runs with."""
 
 
-@evaluate.command("perplexity")
+@evaluate.command("perplexity", short_help="Measure how well the model predicts a text.")
 @load_options
 @click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin.")
 @click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter.")
@@ -68,7 +69,7 @@ def perplexity_command(
         write(_as_json(generator, result) if output_format == "json" else _as_text(generator, result))
 
 
-@evaluate.command("fp8")
+@evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
 @click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL.")
 @click.option("--revision", help="Branch, tag or commit of a Hub model.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")

@@ -38,7 +38,7 @@ from minirt.errors import MinirtError, inside
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
-@click.command()
+@click.command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
 @prefix_cache_option

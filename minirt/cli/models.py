@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minirt.gpus import AbsentGPU
 
 
-@click.command()
+@click.command(short_help="List the presets, and which of them fit.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @gpu_option
 @text_format_option

@@ -103,6 +103,7 @@ class JsonObject(click.ParamType):
         return found
 
 
+CHAT_MODEL = "SmolLM2-135M-Instruct"  # small enough for a CPU
 NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
 
 
@@ -542,6 +543,9 @@ def encode_prompt(
     """
     most = prompt_limit(generator, params)
     if chat:
+        if generator.tokenizer is not None and not generator.tokenizer.has_chat_template:
+            hint = f"leave --chat out to complete the prompt as it is, or name a chat model, such as --model {CHAT_MODEL}"
+            raise TokenizerError("the model has no chat template", where="--chat", found=generator.name, hint=hint)
         before = [] if system is None else [{"role": "system", "content": system}]
         return generator.encode_chat([*before, {"role": "user", "content": text}], most, variables)
     if generator.tokenizer is not None:

@@ -146,6 +146,11 @@ def load_summary(generator: "Generator") -> str:
     return text + (" · no prefix cache (recurrent layers)" if generator.memory.state else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """"1 token", "2 tokens"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def sample_text(text: str, index: int) -> str:
     """One of a prompt's `--n` texts, for stdout. On a terminal its number stands above; files and pipes get the text alone."""
     return (click.style(f"sample {index}\n", dim=True) if sys.stdout.isatty() else "") + text + "\n"
@@ -157,24 +162,24 @@ def completion_summary(generator: "Generator", samples: Sequence["Completion"]) 
     first, times = completion.time_to_first_token_s, [own.token_times_s for own in samples if own.token_times_s]
     seconds = max((own[-1] for own in times), default=0.0) - min((own[0] for own in times), default=0.0)
     rate = sum(len(own) - 1 for own in times) / seconds if seconds > 0 else 0.0
-    speed = f"prompt {prompt} tokens"
+    speed = f"prompt {counted(prompt, 'token')}"
     if first:  # else no token was asked for
         speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
-    decode = f"decode {sum(len(own.token_ids) for own in samples)} tokens"
-    if len(samples) > 1:
-        decode += f" of {len(samples)} samples, {rate:.1f} tokens/s"
-    else:
-        decode += f", {rate:.1f} tokens/s, {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights"
+    decode = f"decode {counted(sum(len(own.token_ids) for own in samples), 'token')}"
+    decode += f" of {len(samples)} samples" if len(samples) > 1 else ""
+    if rate:  # else there was no step after the prompt's
+        decode += f", {rate:.1f} tokens/s"
+        decode += f", {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights" if len(samples) == 1 else ""
     ends = Counter(str(own.finish_reason) for own in samples)
-    finished = ", ".join(f"{reason} ({number} samples)" if len(ends) > 1 else reason for reason, number in ends.items())
+    each = [f"{reason} ({counted(number, 'sample')})" if len(ends) > 1 else reason for reason, number in ends.items()]
     lines = [
         f"{load_summary(generator)} · {speed}",
-        f"{decode} · peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {finished}",
+        f"{decode} · peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {', '.join(each)}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]
     if generator.speculative is not None:
-        lines.append(drafts_summary(generator, [completion]))
+        lines.append(drafts_summary(generator, samples))
     return "\n".join([*lines, not_applied(completion)]).rstrip("\n")
 
 
@@ -183,8 +188,8 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     drafted = sum(own.num_draft_tokens for own in completions)
     accepted = sum(own.num_accepted_tokens for own in completions)
     tokens = sum(len(own.token_ids) for own in completions)
-    text = f"drafts: {accepted:,} of {drafted:,} accepted"
-    if tokens > accepted:
+    text = f"drafts: {accepted:,} of {drafted:,} accepted" if drafted else "drafts: none were verified"
+    if drafted and tokens > accepted:
         text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
     if any(name.startswith("fp8") for name in generator.plan.formats):
         text += " · fp8: a single token has 16-bit activations, a step with drafts fp8 ones"

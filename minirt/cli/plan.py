@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minirt.modeling.model import Model
 
 
-@click.command()
+@click.command(short_help="Print how each layer runs and why, and what fits.")
 @model_options
 @memory_options
 @gpu_option

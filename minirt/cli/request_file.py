@@ -8,12 +8,11 @@ lines are skipped. `read_prompt_lines` checks everything that can be checked wit
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, prompt_limit
 from minirt.errors import InputError, inside
-from minirt.foreign_names import json_hint
+from minirt.foreign_names import json_hint, similar
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Pr
     known = (*_KINDS, *SAMPLING_KEYS, "id")
     for key in value:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
+            near = similar(key, known, 1)
             hint = json_hint(key) or (f"did you mean {near[0]}?" if near else None)
             expected = f"one of {', '.join(known)}"
             raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=expected, hint=hint)

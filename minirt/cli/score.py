@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minirt.outputs import Score
 
 
-@click.command()
+@click.command(short_help="Print how probable completions are after a prompt.")
 @click.argument("prompt")
 @click.argument("completions", nargs=-1, required=True, metavar="COMPLETION...")
 @load_options

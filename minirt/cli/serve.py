@@ -75,7 +75,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
-@click.command()
+@click.command(short_help="Serve the model over HTTP: OpenAI's, Anthropic's APIs.")
 @click.option(
     "--config", metavar="FILE", callback=_read_config, is_eager=True, expose_value=False,
     help="A YAML file with values of these options. Those of the command line take precedence.",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have a cache of their own
 
 
-@click.command()
+@click.command(short_help="Fit launch configurations of kernels to this GPU.")
 @model_options
 @click.option(
     "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,

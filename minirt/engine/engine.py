@@ -180,6 +180,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    def num_tokens(self, request_id: int) -> int:
+        """How many tokens an open request has generated; 0 if it is not open."""
+        sequence = self._requests.get(request_id)
+        return 0 if sequence is None else len(sequence.tokens) - sequence.prompt_len
+
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)

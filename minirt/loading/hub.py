@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ _NO_GGUF = (
     "GGUF files are not supported: there are no kernels for their block formats, such as Q4_K. Use the model's safetensors, with "
     "--quantize int4 for 4 bits"
 )
+Check = Callable[[dict[str, Any], str], object]  # called with the content of a config.json and its place; may raise
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 
 
@@ -54,7 +55,8 @@ class ModelFiles:
 
 
 def resolve(
-    model: str, *, revision: str | None = None, token: str | None = None, weights: bool = True, progress: bool = True
+    model: str, *, revision: str | None = None, token: str | None = None, weights: bool = True, progress: bool = True,
+    check: Check = lambda config, where: None,
 ) -> ModelFiles:
     """Find a model's files, download them if necessary, and check them.
 
@@ -67,6 +69,7 @@ def resolve(
         weights: whether weight files are needed. If there are both model.safetensors and an index, the single file is
             used, as in transformers.
         progress: whether huggingface_hub shows its progress bars.
+        check: called before weights are downloaded.
     Raises:
         ModelNotFoundError: the folder or repository does not exist or cannot be reached, or config.json is missing.
         ConfigError: a JSON file is damaged.
@@ -82,7 +85,7 @@ def resolve(
         raise ModelNotFoundError("there is no such folder", where=model, hint=_accepted(model))
     if model.count("/") != 1:
         raise ModelNotFoundError("is neither a folder nor a Hub id", where=repr(model), hint=_accepted(model))
-    folder = _download(model, revision, token, weights, progress)
+    folder = _download(model, revision, token, weights, progress, check)
     return _check(model, folder, folder.name, weights)
 
 
@@ -266,7 +269,7 @@ def _contents(folder: Path) -> str:
     return (f"; found {_some(other)}" if other else "") + (f"; {_NO_GGUF}" if gguf else "")
 
 
-def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:
+def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool, check: Check) -> Path:
     """Download the needed files of one commit of `repo`. Returns the cache's snapshots/<commit> folder."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -274,8 +277,10 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
     with _explained(repo, revision), _progress_bars(progress):
         patterns = [*_SMALL, _INDEX] if weights else list(_SMALL)
         folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns))
-        if not weights or not (folder / "config.json").exists():
+        config = _read_object(folder / "config.json") if weights else None
+        if config is None:
             return folder
+        check(config, str(folder / "config.json"))
         commit = folder.name
         try:
             hf_hub_download(repo, _SINGLE, revision=commit, token=token)

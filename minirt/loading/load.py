@@ -37,6 +37,7 @@ ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 _SMALL = 4 << 20
 _SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
 _OLD_GPU = "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
+_OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
 
 
 class Found(NamedTuple):
@@ -64,11 +65,16 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         return Found(None, preset.config)
     try:
         name = preset.hub_id if preset else name
-        files = resolve(name, revision=revision, weights=need_weights, progress=progress)
+        files = resolve(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
     except ModelNotFoundError as error:
+        if (family := next((own for own in _OTHER_FAMILIES if own in name.lower().rpartition("/")[2]), None)) is not None:
+            expected = f"a model of one of the types {', '.join(models.ARCHITECTURES)}"
+            hint = "minirt models lists presets" + (f"; {error.what}: {error.hint}" if "/" in name else "")
+            what = f"minirt does not support {family.strip('-')} models"
+            raise ModelNotFoundError(what, where=error.where, expected=expected, hint=hint) from error
         known = preset or next((own for own in models.presets() if own.hub_id == name), None)
         if known is not None and error.hint and revision is None:
-            hint = f"{error.hint}; --model {known.name} --random-weights needs no download, and takes token ids in place of text"
+            hint = f"{error.hint}; --model {known.name} --random-weights measures without a download, with token ids as prompts"
             raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
         if "/" in name or "gguf" in name.lower():
             raise

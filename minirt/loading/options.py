@@ -10,12 +10,13 @@ import torch
 
 from minirt import models
 from minirt.engine.limits import MAX_STEP_MS, check_limits
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError, inside
 from minirt.foreign_names import check_names
 from minirt.layers import Layer
 from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
+from minirt.sampling_params import OF_SAMPLING
 from minirt.speculative.options import SpeculativeOptions, drafts_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ _DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
     "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
 }  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
+
+
+OF_GENERATE = {name: f"generate takes {hint}" for name, hint in OF_SAMPLING.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,8 @@ class LoadOptions:
         cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
             `enforce_eager`). It does not select eager layers: `impl="eager"` does.
         speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, a dict
-            of its fields, or a proposer (`minirt.engine.runner.Proposer`). None: a step yields one token of each sequence.
+            of its fields, a text as --speculate takes it ("ngram"), or a proposer (`minirt.engine.runner.Proposer`). None: a
+            step yields one token of each sequence.
     Raises:
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """
@@ -102,8 +107,8 @@ class LoadOptions:
     cuda_graphs: bool = True
     speculative: "SpeculativeOptions | Proposer | None" = None
 
-    def __new__(cls, *_: Any, **given: Any) -> "LoadOptions":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "LoadOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, OF_GENERATE, unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -116,8 +121,11 @@ class LoadOptions:
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
         check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting, self.max_step_ms)
+        if isinstance(self.speculative, str):
+            object.__setattr__(self, "speculative", SpeculativeOptions.parse(self.speculative, "speculative"))
         if isinstance(self.speculative, Mapping):
-            object.__setattr__(self, "speculative", SpeculativeOptions(**self.speculative))
+            with inside("speculative"):
+                object.__setattr__(self, "speculative", SpeculativeOptions(**self.speculative))
         self.memory  # noqa: B018  (checks its values)
 
     @property

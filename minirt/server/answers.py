@@ -4,6 +4,7 @@
 JSON, and a constant tail. `stream_reply` is for those that tell one reply in events of several types.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -163,10 +164,14 @@ async def stream_reply(front: Front, exchange: Exchange, call: Call, plan: Reply
 async def collect(front: Front, exchange: Exchange, call: Call) -> list[Completion]:
     """Run a call to its end. Returns its completions, in the order of the response's choices."""
     with front.start(call, None) as generation:
+        unread: int | None = 0
         try:
             await generation.wait()
+        except asyncio.CancelledError:
+            unread = await generation.count_unread(front.engine)
+            raise
         finally:
-            exchange.log |= log_fields(call, generation)
+            exchange.log |= log_fields(call, generation, unread)
     return [choice.stream.completion for choice in generation.choices]
 
 
@@ -177,15 +182,16 @@ def usage_of(call: Call, without_tokens: bool = False) -> dict[str, Any]:
     return usage([len(first.prompt_token_ids) for first in firsts], generated, sum(first.cached_tokens for first in firsts))
 
 
-def log_fields(call: Call, generation: Generation) -> dict[str, Any]:
-    """What the log says about a call."""
+def log_fields(call: Call, generation: Generation, unread: int | None = 0) -> dict[str, Any]:
+    """What the log says about a call. `unread`: tokens that were made and did not come; None: it is not known how many."""
     counts = usage_of(call)
-    reasons = [stream.completion.finish_reason or "abort" for stream in call.streams]
+    reasons = [stream.completion.finish_reason or generation.reason for stream in call.streams]
     first = min((own.token_times_s[0] for s in call.streams if (own := s.completion).token_times_s), default=None)
     queue = generation.queue_time_s
     return {
         "prompt_tokens": counts["prompt_tokens"], "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-        "completion_tokens": counts["completion_tokens"], "finish": reasons[0] if len(set(reasons)) == 1 else reasons,
+        "completion_tokens": None if unread is None else counts["completion_tokens"] + unread,
+        "finish": reasons[0] if len(set(reasons)) == 1 else reasons,
         "queue_ms": None if queue is None else round(queue * 1e3, 1), "ttft_ms": None if first is None else round(first * 1e3, 1),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minirt.errors import MinirtError
+from minirt.foreign_names import similar
 from minirt.server import admin, chat, completions, messages, page, responses, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
@@ -87,7 +88,9 @@ class App:
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
-                raise HTTPError(404, "there is no such path", found=exchange.path[:200])
+                near = similar(exchange.path[:200], self._methods)
+                hint = f"did you mean {' or '.join(near)}?" if near else None
+                raise HTTPError(404, "there is no such path", found=exchange.path[:200], hint=hint)
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
         timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):

@@ -24,6 +24,7 @@ from minirt.server.wire import (
     TO_ENGINE,
     Abort,
     AskStats,
+    AskTokens,
     Failed,
     Found,
     Frames,
@@ -33,6 +34,7 @@ from minirt.server.wire import (
     Step,
     Submit,
     ToFront,
+    Tokens,
     frame,
 )
 from minirt.sizes import format_size
@@ -121,7 +123,7 @@ class _Server:
     def __init__(self, connection: _Connection, generator: Generator) -> None:
         self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
 
-    def handle(self, message: Submit | Abort | AskStats) -> None:
+    def handle(self, message: Submit | Abort | AskStats | AskTokens) -> None:
         match message:
             case Submit():
                 self._submit(message.whole())
@@ -129,6 +131,8 @@ class _Server:
                 self._thread.abort(request_ids)
             case AskStats():
                 self._thread.ask(lambda engine: Stats(engine.stats), self._connection.send)
+            case AskTokens(request_ids=request_ids):
+                self._thread.ask(lambda engine: Tokens([engine.num_tokens(own) for own in request_ids]), self._connection.send)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""

@@ -1,5 +1,6 @@
 """`Generation`: the running requests of one HTTP request. The engine's outputs go in; its handler waits for text."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from minirt.call_driver import CallDriver, Wakeup
@@ -8,8 +9,11 @@ from minirt.engine.sinks import Port
 from minirt.errors import MinirtError, SlowReaderError
 from minirt.outputs import CompletionStream
 from minirt.processor import Call
+from minirt.server.errors import status_of
 from minirt.server.metrics import Metrics
+from minirt.server.remote_engine import RemoteEngine
 
+_COUNT_SECONDS = 1.0  # that an answer which is given up waits for its number of tokens
 MAX_UNSENT = 4096  # tokens of a stream that may wait for its reader
 
 
@@ -37,6 +41,12 @@ class Generation:
 
     Text that is not sent yet is joined, so that a slow socket gets few large chunks. A stream whose reader is too slow fails.
 
+    Metrics count a request as vLLM does: its prompt with its first token, the rest when it ends. A request that is refused, by an
+    error of status 4xx before its first token, counts nowhere.
+
+    Attributes:
+        reason: why requests without a finish_reason ended: "abort", of the client or a time limit, or "error".
+
     Args:
         running: has it while it runs.
         interval: tokens of a choice after which the handler is woken; the first one and the last one always do. None: it is
@@ -57,20 +67,32 @@ class Generation:
         self._unsent = 0
         self._error: MinirtError | None = None
         self._wakeup = Wakeup()
+        self.reason = "abort"
         self.queue_time_s: float | None = None
 
     def __enter__(self) -> "Generation":
-        metrics = self._metrics
         self._driver.start()
         self._running.add(self)
-        for result in self._call.results:
-            metrics.prompt_tokens += len(result.prompt_token_ids)
-            metrics.request_prompt_tokens.observe(len(result.prompt_token_ids))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._running.discard(self)
         self._metrics.finished["abort"] += self._driver.abort()
+
+    async def count_unread(self, engine: RemoteEngine) -> int | None:
+        """How many tokens the engine has made of the requests that still run, beside those that came. Call it before they are
+        aborted: tokens of requests without a stream come when they end. None: the engine does not answer soon, or has ended."""
+        running, unread = dict(self._call.open), 0
+        try:
+            async with asyncio.timeout(_COUNT_SECONDS):
+                counts = await engine.num_tokens(list(running))
+        except (MinirtError, TimeoutError):
+            return None
+        for (request_id, stream), count in zip(running.items(), counts, strict=True):
+            unread += max(0, count - len(stream.completion.token_ids))
+            if count and not self._by_id[request_id].last_time:
+                self._metrics.prompt_tokens += len(stream.completion.prompt_token_ids)
+        return unread
 
     @property
     def done(self) -> bool:
@@ -94,6 +116,7 @@ class Generation:
                 now, between = times[-1], count
                 if not choice.last_time:
                     choice.last_time, between = times[0], count - 1
+                    metrics.prompt_tokens += len(stream.completion.prompt_token_ids)
                     metrics.time_to_first_token.observe(times[0])
                     if output.queue_time_s is not None:
                         metrics.queue_time.observe(output.queue_time_s)
@@ -108,6 +131,7 @@ class Generation:
                     choice.finish_reason = piece.finish_reason
                     metrics.finished[piece.finish_reason] += 1
                     metrics.e2e_latency.observe(now)
+                    metrics.request_prompt_tokens.observe(len(stream.completion.prompt_token_ids))
                     metrics.request_generation_tokens.observe(len(stream.completion.token_ids))
                 interval = self._interval
                 if interval is None:
@@ -129,8 +153,11 @@ class Generation:
     def fail(self, error: MinirtError) -> None:
         """End all requests with an error, which `wait` raises."""
         if self._error is None:
-            self._error = error
-            self._metrics.finished["error"] += self._driver.abort()
+            self._error, status = error, status_of(error)
+            self.reason = "abort" if status == 499 else "error"  # 499: its reader was too slow
+            ended, begun = self._driver.abort(), any(choice.last_time for choice in self.choices)
+            if begun or status >= 499:
+                self._metrics.finished[self.reason] += ended
             self._wakeup.wake()
 
     async def wait(self) -> None:

@@ -17,6 +17,7 @@ from minirt.server.wire import (
     TO_FRONT,
     Abort,
     AskStats,
+    AskTokens,
     Failed,
     Found,
     Frames,
@@ -26,6 +27,7 @@ from minirt.server.wire import (
     Step,
     Submit,
     ToEngine,
+    Tokens,
     frame,
 )
 
@@ -50,7 +52,7 @@ class RemoteEngine(asyncio.Protocol):
         self._sinks = Sinks()
         self._ids = itertools.count()
         self._frames = Frames()
-        self._asking: list[asyncio.Future[EngineStats]] = []
+        self._asking: list[asyncio.Future[Any]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
 
@@ -110,11 +112,18 @@ class RemoteEngine(asyncio.Protocol):
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's state. It answers between two steps."""
+        return await self._ask(AskStats())
+
+    async def num_tokens(self, request_ids: list[int]) -> list[int]:
+        """Ask how many tokens requests have generated; 0 of those that have ended. It answers between two steps."""
+        return await self._ask(AskTokens(request_ids))
+
+    async def _ask(self, question: AskStats | AskTokens) -> Any:
         if self._failure is not None:
             raise self._failure.copy()
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(AskStats())
+        self._send(question)
         return await answer
 
     async def stop(self) -> None:
@@ -152,10 +161,10 @@ class RemoteEngine(asyncio.Protocol):
         match message:
             case Step(outputs=outputs):
                 self._sinks.deliver(outputs)
-            case Stats(stats=stats):
+            case Stats(stats=found) | Tokens(counts=found):
                 answer = self._asking.pop(0)
                 if not answer.done():
-                    answer.set_result(stats)
+                    answer.set_result(found)
             case Found(folder=folder) if not self.found.done():  # else nobody waits any more
                 self.found.set_result(folder)
             case Ready() if not self.ready.done():

@@ -68,6 +68,12 @@ class AskStats(msgspec.Struct, tag=True, array_like=True):
     """Ask for the engine's `Stats`."""
 
 
+class AskTokens(msgspec.Struct, tag=True, array_like=True):
+    """Ask how many tokens requests have generated."""
+
+    request_ids: list[int]
+
+
 # ── from the engine ──
 
 
@@ -106,8 +112,14 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     stats: EngineStats
 
 
-ToEngine = Start | Submit | Abort | AskStats
-ToFront = Found | Ready | Failed | Step | Stats
+class Tokens(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `AskTokens`: a number for each request, 0 if the engine does not have it."""
+
+    counts: list[int]
+
+
+ToEngine = Start | Submit | Abort | AskStats | AskTokens
+ToFront = Found | Ready | Failed | Step | Stats | Tokens
 
 
 def _encode_error(value: Any) -> Any:

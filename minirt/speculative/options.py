@@ -60,8 +60,8 @@ class SpeculativeOptions:
     prompt_lookup_max: int = 4
     adaptive: bool = True
 
-    def __new__(cls, *_: Any, **given: Any) -> "SpeculativeOptions":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, _REFUSED)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "SpeculativeOptions":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, _REFUSED, unnamed=unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,10 @@ class SpeculativeOptions:
         given: dict[str, Any] = {"method": method}
         if colon:
             given["num_speculative_tokens"] = int(count) if re.fullmatch("[0-9]{1,4}", count) else count
-        return _made(given, f"{where} {shortened(text, 80)}")
+        try:
+            return cls(**given)
+        except MinirtError as error:  # it names a field, which nobody has typed
+            raise error.at(f"{where} {shortened(text, 80)}") from None
 
     @classmethod
     def from_config(cls, text: str, where: str = "--speculative-config") -> "SpeculativeOptions":

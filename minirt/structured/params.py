@@ -44,8 +44,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     reasoning_end: str | None = None
 
-    def __new__(cls, *_: Any, **given: Any) -> "StructuredOutputsParams":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__)
+    def __new__(cls, *unnamed: Any, **given: Any) -> "StructuredOutputsParams":
+        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, unnamed=unnamed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

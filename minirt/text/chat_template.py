@@ -73,7 +73,8 @@ class ChatTemplate:
         template, mark = self._tool if tools else self._plain, ""
         if template is None:
             checked_messages(messages)
-            raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
+            hint = "the model completes plain prompts; conversations need a chat model, often named -Instruct"
+            raise TokenizerError("there is no chat template", where=self._file, hint=hint)
         form = template.form(special_tokens)
         plain = checked_messages(messages, form)
         if continue_final_message:

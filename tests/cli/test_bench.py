@@ -174,19 +174,20 @@ def test_default_prompts_are_those_that_the_model_takes(run, folder):
 def test_speed_measures_a_prompt_and_decode_steps(run, folder):
     """What llama-bench prints. The model has 256 positions, so the default prompt is shorter than 512. Catches a row that is
     missing in a format, or a table that wants a Markdown viewer."""
-    base = ("bench", "speed", "-m", folder, *CACHE, "-n", 3, "-c", "1,20", "--repeats", 2, "-q")
+    base = ("bench", "speed", "-m", folder, *CACHE, "-n", 40, "-c", "1,20", "--repeats", 2, "-q")
     code, out, err = run(*base, "-o", "json")
     rows = json.loads(out)["results"]
     assert (code, err) == (0, "")
-    assert [row["test"] for row in rows] == ["pp255", "tg3 b1 @ d1", "tg3 b1 @ d20"]
+    assert [row["test"] for row in rows] == ["pp255", "tg40 b1 @ d1", "tg40 b1 @ d20"]
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
     code, out, err = run(*base, "-p", 9)
     assert (code, err) == (0, "")
     assert "|" not in out
     assert re.search(r"^model +\w+ float32$", out, re.MULTILINE)
     assert re.search(r"^test +t/s +ms of a prompt or step", out, re.MULTILINE)
-    assert "of the limit" in out  # a column, or a line above the table if all its values are equal
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(("pp", "tg"))] == ["pp9", "tg3", "tg3"]
+    assert re.search(r"^ppN: a prompt of N tokens, .*^of the limit: the least time that ", out, re.MULTILINE | re.DOTALL)
+    assert "the prompt has 255 tokens, not 512: the model has 256 positions" in run(*base[:-1])[2]
+    assert [line.split()[0] for line in out.splitlines() if re.match("(pp|tg)[0-9]", line)] == ["pp9", "tg40", "tg40"]
     refused(run(*base, "-p", 256), "found 257", "the model itself takes at most 256")
 
 

@@ -170,6 +170,28 @@ def test_samples_have_one_summary_and_numbers_on_a_terminal(run, folder, monkeyp
     assert lines[1::2] == plain.splitlines()
 
 
+def test_the_summary_counts_the_drafts_of_all_samples(run, folder, monkeypatch):
+    """It counted those of the first sample."""
+    monkeypatch.setattr("minirt.cli.output.drafts_summary", lambda generator, samples: f"drafts of {len(samples)} samples")
+    options = ("--n", 3, "--seed", 4, "--max-tokens", 4, "--speculate", "ngram", "hello")
+    assert "drafts of 3 samples" in run("generate", "-m", folder, *CACHE, *options)[2]
+
+
+def test_one_token_has_no_rate(run, folder):
+    """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
+    err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
+    assert "decode 1 token · peak memory" in err
+    assert "drafts: none were verified\n" in err
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("eval",)])
+def test_the_list_of_commands_has_whole_sentences(run, group):
+    """On 80 columns they were cut: "Measure a model: its speed with prompts and decode steps;..."."""
+    lines = run(*group, "--help")[1].partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 1
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
     refused(run(*base, "--n", 2, "--temperature", 0), "--n", "greedy decoding has one sample", code=2)
@@ -500,9 +522,11 @@ def test_a_conversation_in_latin_1(run, folder, monkeypatch):
 
 
 def test_no_chat_template(run, hf_folder):
+    """The error says what to do: it said "use a plain prompt" to who had given one, with --chat."""
     folder = add_tokenizer(hf_folder("Llama"), template=None)
-    refused(run("chat", "-m", folder, *CACHE), "no chat template")
-    refused(run("generate", "-m", folder, *CACHE, "--chat", "hello"), "no chat template", "plain prompt")
+    refused(run("chat", "-m", folder, *CACHE), "no chat template", "conversations need a chat model")
+    words = ("--chat: the model has no chat template", "leave --chat out", "--model SmolLM2-135M-Instruct")
+    refused(run("generate", "-m", folder, *CACHE, "--chat", "hello"), *words, code=2)
 
 
 # plan and env
@@ -607,6 +631,7 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
     assert {row["implementation"] for row in record["layers"]} == {"triton"}
     refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
+    refused(run(*base, "--gpu", "a100"), "found a100 (did you mean A100-80GB or A100-40GB?)", code=2)
     refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
 
 
@@ -678,11 +703,22 @@ def test_an_unknown_model_is_told_what_there_is(run):
     refused(run("plan", "-m", "SmolLM2"), "did you mean SmolLM2-135M, SmolLM2-135M-Instruct, ", "? Otherwise give a folder")
 
 
+@pytest.mark.parametrize(("name", "family"), [
+    ("gemma-3-4b", "gemma"), ("Mixtral-8x7B-v0.1", "mixtral"), ("gpt-oss-20b", "gpt-oss"), ("google/gemma-3-4b-it", "gemma"),
+])  # fmt: skip
+def test_a_model_of_a_family_that_is_not_supported(run, monkeypatch, name, family):
+    """Mixtral was answered with "did you mean Mistral-7B?", and Gemma with how to name a model. What runs is said, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = run("plan", "-m", name)
+    refused(out, f"minirt does not support {family} models; expected a model of one of the types llama, ", "minirt models lists")
+    assert ("HF_HUB_OFFLINE is set" in out[2]) == ("/" in name), "the name of a family proves nothing about a Hub model"
+
+
 def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
     """Offline, `--model Qwen3-4B` was told to give the name of a preset. Other Hub models have no random weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("qwen3-4B", "Qwen/Qwen3-4B"):
-        hint = "give the folder; --model Qwen3-4B --random-weights needs no download, and takes token ids in place of text)"
+        hint = "give the folder; --model Qwen3-4B --random-weights measures without a download, with token ids as prompts)"
         refused(run("generate", "-m", name, "hi"), "Hub model Qwen/Qwen3-4B: is missing", hint)
     refused(run("generate", "-m", "nobody/model", "hi"), "download it elsewhere and give the folder)")
 

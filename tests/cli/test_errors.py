@@ -61,7 +61,7 @@ def test_an_abbreviated_command_is_suggested(run):
     ("generate --load-format dummy", "vLLM's name; here --random-weights"), ("generate --quantization fp8", "here --quantize)"),
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
     ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
-    ("models --quantization fp8", "no such option '--quantization' (see"), ("generate --tempo 1", "Did you mean"),
+    ("models --quantization fp8", "no such option '--quantization' (see"),
     ("bench -p 512 -n 128", "here minirt bench speed -p 512 -n 128)"),
     ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench speed -p"),
     ("bench decode -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench decode -r 3", "here --repeats)"),
@@ -69,6 +69,34 @@ def test_an_abbreviated_command_is_suggested(run):
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
     """They were answered with options that look alike, or with the first letter of -tp. `models` has nothing to quantize with."""
+    refused(run(*arguments.split()), words, code=2)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("score --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate"),
+    ("plan --host x", "'--host' (an option of minirt serve) (see minirt plan"),
+    ("bench decode --input-len 3", "(an option of minirt bench patch, minirt bench speed, minirt bench prefill and others)"),
+    ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt generate --speculate"),
+    ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
+    ("serve --spec ngram", "(did you mean --speculate or --speculative-config?)"),
+    ("plan -b 3", "no such option '-b' (see"),
+    ("generate --temperatur 1", "(did you mean --temperature?)"), ("generate --tempo 1", "no such option '--tempo' (see"),
+    ("plan --modle x", "(did you mean --model?)"),
+])  # fmt: skip
+def test_options_of_other_commands_and_spellings(arguments, words, run):
+    """`bench decode --speculate` was answered with `--repeats`, `serve --spec` with `--dtype`: click compares the dashes too."""
+    refused(run(*arguments.split()), words, code=2)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("run x", "'run' (minirt chat --model MODEL is a conversation, minirt generate PROMPT"),
+    ("complete x", "(here minirt generate"), ("pull x", "downloads the model"), ("decode", "(here minirt bench decode)"),
+    ("perplexity", "(here minirt eval perplexity)"),
+    ("benchmark", "Did you mean 'bench'?"), ("launch", "no such command 'launch' (see minirt --help)"),
+    ("bench laten", "Did you mean 'latency'?"), ("bench run", "no such command 'run' (see minirt bench --help)"),
+])  # fmt: skip
+def test_commands_of_other_programs_and_of_groups(arguments, words, run):
+    """`complete` was answered with `compare`, `launch` with `plan`, and `run` with nothing."""
     refused(run(*arguments.split()), words, code=2)
 
 

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import are_progress_bars_disabled
 
-from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
+from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.loading.hub import ModelFiles, resolve
 from minirt.loading.load import find
 
@@ -424,6 +424,7 @@ class PretendedHub:
 
     def __init__(self, root: Path, files: dict[str, Any]) -> None:
         self.files, self.folder = files, root / COMMIT
+        self.token: str | None = "secret"
         self.fetched: list[str] = []
         self.revisions: list[str | None] = []
         self.bars_hidden: list[bool] = []
@@ -438,7 +439,7 @@ class PretendedHub:
         return self.fetch([name], revision, token)
 
     def fetch(self, names: list[str], revision: str | None, token: str | None) -> str:
-        assert token == "secret"
+        assert token == self.token
         self.fetched += names
         self.revisions.append(revision)
         self.bars_hidden.append(are_progress_bars_disabled())
@@ -488,6 +489,18 @@ def test_only_needed_files_of_one_commit_are_fetched(
     assert hub.revisions == ["main", *[COMMIT] * (len(hub.revisions) - 1)]
     assert all(hub.bars_hidden)
     assert are_progress_bars_disabled() == before
+
+
+def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights were downloaded before the architecture in config.json was looked at."""
+    hub = PretendedHub(tmp_path, SINGLE | REST | {"config.json": '{"model_type": "gemma3"}'})
+    hub.install(monkeypatch)
+    hub.token = None
+    with pytest.raises(UnsupportedError, match="architecture 'gemma3' is not supported"):
+        find("org/name", None, need_weights=True)
+    assert "model.safetensors" not in hub.fetched
 
 
 def test_bad_index_on_the_hub_fetches_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -506,6 +506,19 @@ def test_cross_origin():
     run(scenario, allowed_origins=("https://a.example",))
 
 
+def test_a_path_that_does_not_exist():
+    """A client whose base URL lacks /v1 gets the path that it meant: it was told that its path does not exist."""
+    async def scenario(this, engine, ask):
+        for path, hint in (("/chat/completions", " (did you mean /v1/chat/completions or "), ("/v1/embeddings", None)):
+            reader, _ = await ask(message({}, path))
+            status, _, body = await answer(reader)
+            text = json.loads(body)["error"]["message"]
+            assert (status, text.partition(f"found {path}")[2][:len(hint or "")]) == (404, hint or "")
+            assert ("did you mean" in text) == (hint is not None)
+
+    run(scenario)
+
+
 def test_no_cross_origin_by_default():
     async def scenario(this, engine, ask):
         reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
@@ -539,6 +552,70 @@ def test_the_log(prompts, capfd):
     assert len(unknown) == 1
     assert "separate_reasoning" in unknown[0]
     assert "no_stop_trim" in unknown[0]
+
+
+def counted(this):
+    """What the metrics say: tokens of prompts, how many prompts of requests that ended, how requests ended."""
+    lines = this.metrics.exposition(None).decode().splitlines()
+    values = {name.split("{")[0]: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    ends = {reason: count for reason, count in this.metrics.finished.items() if count}
+    return values["vllm:prompt_tokens_total"], values["vllm:request_prompt_tokens_count"], ends
+
+
+@pytest.mark.parametrize(("error", "begun", "ends"), [
+    (QueueFullError("full"), False, {}), (InputError("too long"), False, {}),
+    (InputError("no token is left"), True, {"error": 1}), (NumericsError("NaN"), False, {"error": 1}),
+])  # fmt: skip
+def test_which_requests_with_an_error_count(error, begun, ends, capfd):
+    """As in vLLM, a request that is refused counts nowhere, and a prompt counts with its first token. The tokens of refused
+    prompts counted, and the log called them aborted."""
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream())
+        await engine.until(lambda e: e.requests)
+        request = engine.requests[0]
+        if begun:
+            engine.send(TokenOutput(request.id, (ROW.token_id,), None))
+            await reader.readuntil(b"data: ")
+        engine.send(TokenOutput(request.id, (), "error", error))
+        await reader.read()
+        assert counted(this) == (len(request.prompt_token_ids) if begun else 0, 0, ends)
+
+    run(scenario, quiet=False)
+    assert json.loads(capfd.readouterr().err.splitlines()[-1])["finish"] == "error"
+
+
+def test_each_sample_of_a_prompt_counts():
+    """As in vLLM: a request of n samples counted its prompt once, and its ends n times."""
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=False, n=2, prompt="Once upon a time"))
+        await engine.until(lambda e: len(e.requests) == 2)
+        for request in engine.requests:
+            engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
+        await answer(reader)
+        assert counted(this) == (2 * len(engine.requests[0].prompt_token_ids), 2, {"length": 2})
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("made", [17, None])
+def test_the_log_of_an_answer_without_a_stream_that_is_aborted(made, capfd, monkeypatch):
+    """It has the tokens that the engine has made, which come with the end only, or null if the engine does not say: it had 0.
+    The prompt counts, too."""
+    monkeypatch.setattr(generation, "_COUNT_SECONDS", 20 if made else 0.01)
+
+    async def scenario(this, engine, ask):
+        _, writer = await ask(stream(stream=False))
+        await engine.until(lambda e: e.requests)
+        engine.made = made
+        writer.transport.abort()
+        await engine.until(lambda e: e.aborted)
+        while this.exchanges:
+            await asyncio.sleep(0)
+        assert counted(this) == (len(engine.requests[0].prompt_token_ids) if made else 0, 0, {"abort": 1})
+
+    run(scenario, quiet=False)
+    line = json.loads(capfd.readouterr().err.splitlines()[-1])
+    assert (line["status"], line["finish"], line["completion_tokens"]) == (499, "abort", made)
 
 
 def test_a_model_without_a_tokenizer():

@@ -362,6 +362,19 @@ def test_a_disconnect_frees_the_engine(tiny):
     tiny.until(lambda: any(line["status"] == 499 and line.get("completion_tokens", 1600) < 1600 for line in tiny.lines))
 
 
+def test_the_log_has_the_tokens_of_an_answer_that_nobody_waited_for(tiny):
+    """Without a stream, tokens come to the front with the end: the log of an aborted answer said that there were none."""
+    body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "seed": 3}
+    before, logged = tiny.metric("vllm:generation_tokens_total"), len(tiny.lines)
+    with tiny.connect() as own:
+        own.sendall(message(body, "/v1/completions"))
+        tiny.until(lambda: tiny.metric("vllm:generation_tokens_total") - before >= 3)
+    tiny.until(lambda: len(tiny.lines) > logged)
+    line = tiny.lines[-1]
+    assert (line["status"], line["finish"]) == (499, "abort")
+    assert 3 <= line["completion_tokens"] < 400
+
+
 def test_a_second_signal_ends_at_once(folder, tmp_path):
     server = Server(tmp_path / "log", "--model", folder, "--kv-cache-memory", "8MiB").wait()
     engine = server.engine

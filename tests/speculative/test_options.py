@@ -52,12 +52,16 @@ def test_fields_are_checked(given, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "method: .*found ''"), ("eagle3", "found 'eagle3'"), ("ngram_gpu", "found 'ngram_gpu'"), ("ngram:", "found ''"),
-        ("ngram:8", "from 1 to 7; found 8"), ("ngram:-1", "found '-1'"), ("ngram:3:2", "found '3:2'"), ("ngram:٣", "found '٣'"),
+        ("", "--speculate : .*found ''"),
+        ("draft", "^--speculate draft: minirt does not .*; expected ngram.*; found 'draft'$"),
+        ("eagle3", "found 'eagle3'"), ("ngram_gpu", "found 'ngram_gpu'"), ("ngram:", "found ''"),
+        ("ngram:8", "^--speculate ngram:8: not .* from 1 to 7; found 8$"),
+        ("ngram:-1", "found '-1'"), ("ngram:3:2", "found '3:2'"), ("ngram:٣", "found '٣'"),
         ("ngram:" + "9" * 5000, "found '9999"), ("Ngram", "found 'Ngram'"),
     ],
 )  # fmt: skip
 def test_short_texts_are_checked(text, message):
+    """The error names what was typed: it named the keys `method` and `num_speculative_tokens`, which nobody had written."""
     with pytest.raises(ConfigError, match=message) as caught:
         SpeculativeOptions.parse(text)
     assert caught.value.is_usage

@@ -19,7 +19,7 @@ from minirt.server.front import Front, ServerOptions
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.wire import TO_ENGINE, Abort, Found, Frames, Ready, Start, Step, Submit, frame
+from minirt.server.wire import TO_ENGINE, Abort, AskTokens, Found, Frames, Ready, Start, Step, Submit, Tokens, frame
 from support.cli import start
 
 WARM = "A king who had no crown walked over the hills to find it. " * 6  # a prompt that the server of most tests computes at load
@@ -120,11 +120,13 @@ class FakeEngine:
     Attributes:
         requests: those that the front has submitted, in order.
         aborted: ids of aborted requests, in order.
+        made: tokens that it says to have made of each request, when it is asked; None: it does not answer.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.requests, self.aborted = [], []
+        self.made: int | None = 0
         self._changed = asyncio.Event()
 
     async def run(self, folder: Path | None, max_len: int) -> None:
@@ -139,6 +141,8 @@ class FakeEngine:
                         self.requests += requests
                     case Abort(request_ids=ids):
                         self.aborted += ids
+                    case AskTokens(request_ids=ids) if self.made is not None:
+                        self._writer.write(frame(Tokens([self.made] * len(ids))))
             self._changed.set()
 
     async def until(self, condition) -> None:
