@@ -66,12 +66,7 @@ def check_linear(
     check_activations("x", x)
     T, K = x.shape
     if scale is not None and scale.dtype == torch.int32:
-        check_tensor("weight", weight, (None, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, x.device)
-        check_tensor("scale", scale, (None, weight.shape[0]), torch.int32, x.device)
-        groups = [-(-K // g) for g in INT4_GROUPS]
-        if scale.shape[0] not in groups:
-            expected = " or ".join(map(str, groups))
-            raise InputError("wrong number of groups", where="scale", expected=expected, found=scale.shape[0])
+        check_int4("weight", weight, "scale", scale, (None,), K, x.device)
     else:
         check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
         if scale is not None:
@@ -93,6 +88,19 @@ def check_linear(
         if out.dtype not in DTYPES:
             raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
         check_tensor("out", out, (T, N), out.dtype, x.device)
+
+
+def check_int4(
+    name: str, weight: Tensor, scale_name: str, scale: Tensor, rows: tuple[int | None, ...], K: int, device: torch.device
+) -> None:
+    """Raise InputError unless a weight of 4 bits [rows, K], or [E, rows, K] of experts, and its scale words fit together."""
+    check_tensor(name, weight, (*rows, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, device)
+    shape = *rows[:-1], None, weight.shape[-2]
+    check_tensor(scale_name, scale, shape, torch.int32, device, strided=len(rows) > 1)
+    groups = [-(-K // g) for g in INT4_GROUPS]
+    if scale.shape[-2] not in groups:
+        expected = " or ".join(map(str, groups))
+        raise InputError("wrong number of groups", where=scale_name, expected=expected, found=scale.shape[-2])
 
 
 def check_scale(name: str, scale: Tensor, rows: int, K: int, gated: bool) -> None:
@@ -172,7 +180,13 @@ def check_mixture(
         raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
     check_norm("norm_weight", norm_weight, h)
     if (gate_up_scale is None) != (down_scale is None):
-        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
+        raise InputError("both scales are needed, or neither", where="gate_up_scale, down_scale", found="one of them")
+    if gate_up.dtype == torch.int16 and gate_up_scale is not None and down_scale is not None:
+        inter = gate_up.shape[1] // 2
+        check_tensor("residual", residual, tuple(h.shape), dtype, device)
+        check_int4("gate_up", gate_up, "gate_up_scale", gate_up_scale, (E, 2 * inter), H, device)
+        check_int4("down", down, "down_scale", down_scale, (E, H), inter, device)
+        return
     stored = dtype if gate_up_scale is None else torch.float8_e4m3fn
     check_tensor("down", down, (E, H, None), stored, device)
     inter = down.shape[2]

@@ -116,8 +116,9 @@ def main() -> None:
     for pair in range(options.pairs):
         order = ("old", "new") if pair % 2 == 0 else ("new", "old")
         runs.append({name: ask(builds[name]) for name in order})
-        ratios = {name: round(runs[-1]["new"][name] / runs[-1]["old"][name], 4) for name in runs[-1]["old"]}
-        print(f"pair {pair + 1} of {options.pairs}: {json.dumps(ratios)}", file=sys.stderr, flush=True)
+        old, new = runs[-1]["old"], runs[-1]["new"]
+        found = {name: round(new[name] / old[name], 4) for name in old}
+        print(f"pair {pair + 1} of {options.pairs}: {json.dumps(found)}", file=sys.stderr, flush=True)
     for process in builds.values():
         process.stdin.close()  # type: ignore[union-attr]
     rows = []

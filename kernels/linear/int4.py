@@ -30,7 +30,7 @@ from minirt.kernels.reference import INT4_CHUNK, int4_group
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
 MAX_TOKENS = 256  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
-_EXACT = 64  # tokens up to which scales multiply sums
+EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 
 CASES = [
     {"T": T, "N": N, "K": K}
@@ -83,7 +83,7 @@ def _scaled(q, words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _columns(ptrs, k, K: tl.constexpr, MASKED: tl.constexpr):
+def load_columns(ptrs, k, K: tl.constexpr, MASKED: tl.constexpr):
     """The 32 columns of x from k on. Masked only if they may reach past K."""
     if MASKED:
         return tl.load(ptrs + k, mask=(k + tl.arange(0, 32))[None, :] < K, other=0.0, eviction_policy="evict_last")
@@ -92,7 +92,9 @@ def _columns(ptrs, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _multiply(w, words, x0, x1, x2, x3, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def multiply_chunk(
+    w, words, x0, x1, x2, x3, acc, GROUP: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """acc + the product of a chunk: w [BLOCK_N, 32] words, `words` the scale words of its groups of 32 · GROUP columns."""
     if EXACT:
         zero = tl.zeros(acc.shape, tl.float32)
@@ -183,17 +185,17 @@ def _gemm_int4_kernel(
     acc_up = acc
     for chunk in tl.range(first, last, num_stages=C.STAGES):
         k = chunk * 128
-        x0 = _columns(x_ptrs, k, C.K, MASKED)
-        x1 = _columns(x_ptrs, k + 32, C.K, MASKED)
-        x2 = _columns(x_ptrs, k + 64, C.K, MASKED)
-        x3 = _columns(x_ptrs, k + 96, C.K, MASKED)
+        x0 = load_columns(x_ptrs, k, C.K, MASKED)
+        x1 = load_columns(x_ptrs, k + 32, C.K, MASKED)
+        x2 = load_columns(x_ptrs, k + 64, C.K, MASKED)
+        x3 = load_columns(x_ptrs, k + 96, C.K, MASKED)
         w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
         words = group_words(scales, all_rows, chunk, C.K, C.GROUP)
-        acc = _multiply(w, words, x0, x1, x2, x3, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+        acc = multiply_chunk(w, words, x0, x1, x2, x3, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
         if GATED:
             w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
             words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
-            acc_up = _multiply(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+            acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
@@ -265,7 +267,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
         programs -= 1
     stages = max(2, min(stages, (shared_limit(cc) // programs - 2048) // step))
     split = 1 if gated else max(1, min(int(enough * num_sms / tiles), _MOST_PARTS, chunks // shortest))
-    return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= _EXACT)
+    return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= EXACT_TOKENS)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Config]:

@@ -7,6 +7,8 @@ Hopper, else by `products`. `logits` is the router's product before that.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -17,7 +19,7 @@ from minirt.kernels.checks import check_activations, check_mixture, check_tensor
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear.dispatch import norm_linear
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import experts_sm90, one_token, products, router
+from minirt.kernels.moe import experts_sm90, one_token, products, products_int4, router
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
@@ -69,13 +71,13 @@ def _sm90(m: Mixture) -> None:
     products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
 
 
-def _tiles(m: Mixture) -> None:
+def _tiles(m: Mixture, kernels: ModuleType = products) -> None:
     T, H, inter = m.sizes
-    routing = route(m.logits, m.top_k, m.normalize, products.block_t(T), pdl=m.pdl, check=False)
+    routing = route(m.logits, m.top_k, m.normalize, kernels.block_t(T), pdl=m.pdl, check=False)
     x, x_scale = _normalized(m)
-    h = products.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
+    h = kernels.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     h, h_scale = _quantized(m, h)
-    rows = products.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
+    rows = kernels.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
     products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
 
 
@@ -103,6 +105,10 @@ REGIMES = (
     MixtureRegime(
         "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
         limits=Limits(("fp16", "fp8", "fp8_blocks"), alignment=16), sums=SumOrder("steps", accumulator="fp32 steps"),
+    ),
+    MixtureRegime(
+        "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),
+        limits=Limits(("int4", "int4_fp32")), sums=SumOrder("steps"),
     ),
     MixtureRegime(
         "experts", "tokens", 1, variant=last_tokens, launch=_tiles, limits=Limits(_ALL),

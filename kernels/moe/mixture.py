@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minirt.kernels.linear.product import Epilogue, Norm, Product
@@ -14,12 +15,14 @@ class Mixture(NamedTuple):
     Attributes:
         h: [T, H]. residual, out: [T, H]; they may be the same tensor.
         logits: [T, E], of the router, or their parts (`dispatch.router_logits`).
-        gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn.
+        gate_up: [E, 2I, H], gate rows first. down: [E, H, I]. Of h's dtype, or float8_e4m3fn, or words of 4-bit weights
+            (`int4_words`) instead of the last dimension.
         top_k, normalize: experts of a token, and whether to divide their weights by the sum.
         activation: "silu", "gelu" or "gelu_tanh".
         norm: of h. None: h is normalized.
         gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
-            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128.
+            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128. Of 4-bit weights
+            scale words [E, groups, 2I] and [E, groups, H] int32, only the last dimension contiguous.
         shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
@@ -43,7 +46,7 @@ class Mixture(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(T, H, I)."""
-        return *self.h.shape, self.down.shape[2]
+        return *self.h.shape, self.gate_up.shape[1] // 2
 
     @property
     def format(self) -> str:
@@ -51,6 +54,8 @@ class Mixture(NamedTuple):
         wide = self.h.element_size() == 4
         if self.gate_up_scale is None:
             return "fp32" if wide else "fp16"
+        if self.four_bits:
+            return "int4_fp32" if wide else "int4"
         if self.gate_up_scale.ndim == 3:
             return "fp8_blocks_fp32" if wide else "fp8_blocks"
         return "fp8_fp32" if wide else "fp8"
@@ -63,12 +68,16 @@ class Mixture(NamedTuple):
     @property
     def quantized(self) -> bool:
         """Whether the experts are FP8."""
-        return self.gate_up_scale is not None
+        return self.gate_up_scale is not None and not self.four_bits
+
+    @property
+    def four_bits(self) -> bool:
+        return self.gate_up.dtype == torch.int16
 
     @property
     def blocks(self) -> bool:
         """Whether FP8 experts have scales of blocks."""
-        return self.gate_up_scale is not None and self.gate_up_scale.ndim == 3
+        return self.gate_up_scale is not None and self.gate_up_scale.ndim == 3 and not self.four_bits
 
     def first_product(self, x: Tensor, out: Tensor, norm: Norm | None = None, x_scale: Tensor | None = None) -> Product:
         """act(gate) · up of the rows of x."""

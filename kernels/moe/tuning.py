@@ -45,7 +45,8 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
 
 
 def _of_experts(shapes: Sequence[LinearShape]) -> list[tuple[LinearShape, tuple[int, int]]]:
-    return [(shape, shape.experts) for shape in shapes if shape.experts is not None]
+    """Those with 4 bits have no configurations to choose from."""
+    return [(shape, shape.experts) for shape in shapes if shape.experts is not None and not shape.int4]
 
 
 class _Inputs:

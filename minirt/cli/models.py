@@ -62,7 +62,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
 
     config = find(name, None, need_weights=False)[1]
     plain, quantized = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
-    smallest = None if config.moe else Model(config, build(config), Quantization("int4"))  # experts are not quantized to 4 bits
+    smallest = Model(config, build(config), Quantization("int4"))
     fits = None
     for option, model, dtype in _ways(device, plain, quantized, smallest):
         model.dtype = model.kv_dtype = dtype
@@ -77,7 +77,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
 
 
 def _ways(
-    device: "torch.device | AbsentGPU", plain: Any, fp8: Any, int4: Any | None
+    device: "torch.device | AbsentGPU", plain: Any, fp8: Any, int4: Any
 ) -> "Iterator[tuple[str, Any, torch.dtype]]":
     """The options to try, with the model and the dtype that they give; the first needs none."""
     import torch
@@ -91,7 +91,7 @@ def _ways(
     yield narrow.strip(), plain, torch.bfloat16
     if capability >= (8, 9):
         yield f"{narrow}--fp8", fp8, torch.bfloat16
-    if int4 is not None and capability >= (8, 0):
+    if capability >= (8, 0):
         yield f"{narrow}--quantize int4", int4, torch.bfloat16
 
 

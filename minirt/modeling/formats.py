@@ -67,7 +67,6 @@ class LinearFormat(ABC):
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
         no_triton: why no Triton kernel computes it; None: the kernels do.
         capability: the lowest compute capability of its kernels.
-        experts: whether kernels compute the experts of a mixture in it; without them, experts are never quantized to it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
         quantizes: whether the checkpoint has weights of 16 or 32 bits, which `store_rows` quantizes, also a piece of a tensor.
             Otherwise `load` places what is stored.
@@ -77,7 +76,6 @@ class LinearFormat(ABC):
     name: ClassVar[str]
     no_triton: ClassVar[str | None] = None
     capability: ClassVar[float] = 8.9
-    experts: ClassVar[bool] = True
     rounds_activations: ClassVar[bool] = True
     quantizes: ClassVar[bool] = False
     chunk: ClassVar[int] = CHUNK
@@ -257,7 +255,6 @@ class _Int4(LinearFormat):
 
     name = "int4"
     capability = 8.0
-    experts = False
     rounds_activations = False
     group: int
 

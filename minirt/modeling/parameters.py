@@ -249,12 +249,6 @@ class PackedExperts(PackedLinear):
         self.modules = ()  # a fused tensor is never quantized
 
     @property
-    def no_triton(self) -> str | None:
-        if self.format is not None and not self.format.experts:
-            return f"no kernel computes experts in the format {self.format.name}"
-        return super().no_triton
-
-    @property
     def stacked(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight as [E, N, K], and of the scale as [E, …]."""
         scale = self.scale
@@ -267,9 +261,6 @@ class PackedExperts(PackedLinear):
         return *super().compile_key(), self.num_experts
 
     def expected(self) -> Iterator[TensorSpec]:
-        if self.format is not None and self.format.quantizes and not self.format.experts:
-            what, where = f"no kernel computes experts in the format {self.format.name}", self.parts[0].name
-            raise UnsupportedError(what, where=where, hint="use --quantize fp8")
         if self.fused and self.fused_tensor is not None:
             shape = self.num_experts, self.out_features // self.num_experts, self.in_features
             yield TensorSpec(self.fused_tensor, shape, pieces=True)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
+from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
 from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4Awq, StoredInt4Gptq, StoredInt4Packed
@@ -460,11 +461,26 @@ def test_not_stated(quantized):
         load(written.folder, quantization="int4")
 
 
-def test_experts_are_not_quantized(hf_folder):
-    """Catches experts that the user asks to be quantized, and that no kernel computes."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_are_quantized_while_loading(fused, hf_folder):
+    """Catches experts that keep their dtype, a scale of another expert or part, and a kernel that reads them in another order."""
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
-    with pytest.raises(UnsupportedError, match=r"experts\.0\.gate_proj: no kernel computes experts in the format int4"):
-        load(hf_folder("Qwen3Moe", **sizes), quantization="int4")
+    folder = hf_folder("Qwen3Moe", fused=fused, **sizes)
+    stored = load_file(folder / "model.safetensors")
+    prefix, logits = "model.layers.0.mlp.experts", {}
+    for impl in ("eager", ["eager", "*.moe=triton"]):
+        with load(folder, quantization="int4", impl=impl) as generator:
+            logits[str(impl)] = generator.logits(TOKENS)
+            moe = next(layer for layer in generator.model.layers if isinstance(layer, MoE))
+    for parameter, parts in ((moe.gate_up, ("gate_proj", "up_proj")), (moe.down, ("down_proj",))):
+        words, scales = parameter.stacked
+        for e in range(3):
+            name = f"{prefix}.{parameter.fused_tensor.rpartition('.')[2]}"
+            right = stored[name][e] if fused else torch.cat([stored[f"{prefix}.{e}.{part}.weight"] for part in parts])
+            found = dequantize_int4(words[e], scales[e], parameter.in_features)
+            assert 0 < (found - right).norm() < 1.01 * (write_nearest(right) - right).norm()
+    eager, triton = logits.values()
+    assert (eager - triton).norm() < 1e-5 * eager.norm()
 
 
 def test_quantized_while_loading(plain):

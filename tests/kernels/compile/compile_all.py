@@ -364,6 +364,18 @@ def experts_blocks(calls: Calls) -> None:
             moe.mixture_residual(h, parts, up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl, **scales)
 
 
+def experts_int4(calls: Calls) -> None:
+    """Experts of 4 bits, with groups of 128 and of 32 columns."""
+    empty, words = calls.empty, lambda K: -(-K // 128) * 32
+    for many, hidden, inter, steps in MIXTURES:
+        up, down = (empty(many, rows, words(K), like=torch.int16) for rows, K in ((2 * inter, hidden), (hidden, inter)))
+        for group, T in itertools.product((128, 32), steps):
+            shapes = {"gate_up_scale": (-(-hidden // group), 2 * inter), "down_scale": (-(-inter // group), hidden)}
+            scales = {name: calls.ints(shape[0], many, shape[1]).movedim(1, 0) for name, shape in shapes.items()}
+            h, logits = empty(T, hidden), empty(T, many)
+            moe.mixture_residual(h, logits, up, down, h, 8, True, "silu", pdl=calls.pdl, **scales)
+
+
 def experts_other_tiles(calls: Calls) -> None:
     """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside, and with scales of blocks.
 
@@ -432,7 +444,7 @@ def step_table(calls: Calls) -> None:
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:
     """The families of kernels that a target has, each with calls for its kernels and regimes, mostly in Qwen2.5-7B's shapes."""
     found = {"linear": linear_16, "int4": linear_int4, "attention": all_attention, "experts": experts_16}
-    found |= {"step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
+    found |= {"experts-int4": experts_int4, "step": step_table, "gated-delta": all_gated_delta, "attention-few": attention_few}
     if cc >= 89:
         found |= {"linear-fp8": linear_fp8, "linear-blocks": linear_blocks}
         found |= {"experts-fp8": experts_fp8, "experts-blocks": experts_blocks}

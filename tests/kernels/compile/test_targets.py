@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 # Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
-FIRST = {("linear", "attention", "step"): 17, ("int4", "experts"): 13, ("gated-delta", "attention-few"): 8}
+FIRST = {
+    ("linear", "attention", "step"): 17, ("int4", "experts"): 13, ("gated-delta", "attention-few"): 8, ("experts-int4",): 4,
+}  # fmt: skip
 FP8 = {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
     ("linear",): 7, ("linear-fp8",): 6, ("linear-blocks", "linear-three-groups"): 6, ("int4",): 7, ("attention", "step"): 15,
     ("experts",): 11, ("attention-sizes",): 9, ("experts-fp8",): 10, ("experts-blocks",): 12, ("experts-other-tiles",): 3,
-    ("gated-delta", "attention-few"): 8,
+    ("gated-delta", "attention-few"): 8, ("experts-int4",): 4,
 }  # fmt: skip
-OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta", "attention-few"): 21}
+OTHERS = {("linear", "attention"): 12, ("int4", "experts", "gated-delta", "attention-few"): 21, ("experts-int4",): 4}
 # float16 has the same kernels as bfloat16: test_emulated.py compiles some for Hopper, and on a GPU they run in both dtypes.
 # float32 has the same kernels on all targets. `IN_FULL` of compile_all.py says which targets compile every launch.
 TARGETS = {
@@ -33,7 +35,7 @@ TARGETS = {
 # in FP8, which use no TMA, and scales of blocks are the same on sm_89 and sm_120. The kernels of the table of slots have neither
 # products nor a dtype.
 LEFT_OUT = {
-    89: ["linear", "int4", "attention", "experts", "gated-delta", "attention-few"],
+    89: ["linear", "int4", "attention", "experts", "experts-int4", "gated-delta", "attention-few"],
     120: ["linear-blocks", "experts-fp8", "experts-blocks"],
 }  # fmt: skip
 CASES = [(cc, dtype, families) for (cc, dtype), groups in TARGETS.items() for families in groups]
@@ -41,7 +43,7 @@ MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_int4_kernel", "_gemm_int4_sm90_kernel", "_gemm_sm90_kernel", "_prefill_kernel",
     "_chunk_kernel", "_prefill_sm90_kernel", "_decode_sm90_kernel", "_experts_sm90_kernel", "_router_kernel",
-    "_delta_prepare_kernel", "_delta_state_kernel",
+    "_delta_prepare_kernel", "_delta_state_kernel", "_experts_int4_kernel",
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
 COPIES = (

@@ -7,19 +7,20 @@ from dataclasses import fields
 
 import pytest
 import torch
+from support.experts import four_bits
 
 from minirt.kernels import quantize as quantization
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Norm, ProductFacts
-from minirt.kernels.moe import experts_sm90, products
+from minirt.kernels.moe import experts_sm90, products, products_int4
 from minirt.kernels.moe.dispatch import REGIMES, ROUTER, regime
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import last_tokens, token_regime
 from minirt.kernels.moe.router import router_logits
 
-FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32")
-ONE, HOPPER, TILES = REGIMES
+FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32", "int4", "int4_fp32")
+ONE, HOPPER, INT4, TILES = REGIMES
 E, K, INTER, TOP_K = 5, 72, 48, 2
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -27,7 +28,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 def mixture(T, stored, H=256, inter=192, parts=False, shift=0):
     """A mixture of two experts without memory; only the weights are real, and miss aligned addresses by `shift` values."""
     dtype = torch.float32 if "fp32" in stored else torch.bfloat16
-    kept = torch.float8_e4m3fn if "fp8" in stored else dtype
+    kept = torch.float8_e4m3fn if stored.startswith("fp8") else torch.int16 if "int4" in stored else dtype
     sizes = (2, 2 * inter, H), (2, H, inter)
     with DEVICE:
         up, down = (torch.empty(2 * n * k + 16, dtype=kept)[shift : shift + 2 * n * k].view(2, n, k) for _, n, k in sizes)
@@ -36,6 +37,8 @@ def mixture(T, stored, H=256, inter=192, parts=False, shift=0):
             scales = torch.empty(2, -(-2 * inter // 64), -(-H // 128)), torch.empty(2, -(-H // 128), -(-inter // 128))
         elif "fp8" in stored:
             scales = torch.empty(2, 2 * inter), torch.empty(2, H)
+        elif "int4" in stored:
+            scales = torch.empty(2, 4, 2 * inter, dtype=torch.int32), torch.empty(2, 3, H, dtype=torch.int32)
         h = torch.empty(T, H, dtype=dtype)
     logits = router_logits(h, None, 1e-6, h.new_zeros(2, H)) if parts else h.new_empty(T, 2)
     return Mixture(h, logits, up, down, h, h, 1, True, "silu", None, *scales)
@@ -57,17 +60,18 @@ def test_each_mixture_has_a_kernel(stored, capability, monkeypatch):
     """Also a single token whose logits are in parts, which the kernel of one token does not take."""
     monkeypatch.setattr("minirt.kernels.moe.dispatch.capability", lambda device: capability)
     hopper = capability == 90 and stored in HOPPER.limits.formats
-    assert regime(mixture(1, stored)) is ONE
-    assert regime(mixture(2, stored)) is (HOPPER if hopper else TILES)
-    assert regime(mixture(2, stored, shift=3)) is TILES
+    rest = INT4 if "int4" in stored else TILES
+    assert regime(mixture(1, stored)) is (INT4 if "int4" in stored else ONE)
+    assert regime(mixture(2, stored)) is (HOPPER if hopper else rest)
+    assert regime(mixture(2, stored, shift=3)) is rest
     assert not ONE.accepts(mixture(1, stored, parts=True))
 
 
-@pytest.mark.parametrize("family", [experts_sm90.FAMILY, products.FAMILY], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [experts_sm90.FAMILY, products.FAMILY, products_int4.FAMILY], ids=lambda family: family.name)
 def test_no_configuration_of_tiles_changes_the_order_with_the_tokens(family):
     """The step in K, of which the order follows, is no field or depends on no number of tokens. K is not split."""
     assert not {"split", "splits"} & {field.name for field in fields(family.config)}
-    for one in (HOPPER, TILES):
+    for one in (HOPPER, INT4, TILES):
         assert (one.sums.splits, one.sums.by_tokens) == (False, False)
     for itemsize in (1, 2, 4):
         for gated in (False, True):
@@ -77,9 +81,11 @@ def test_no_configuration_of_tiles_changes_the_order_with_the_tokens(family):
 
 
 def test_the_height_of_tiles_is_that_of_the_routing():
-    """`products.rule` gets tokens that are rounded up to the end of a variant, the routing gets those of the step."""
+    """`rule` gets tokens that are rounded up to the end of a variant, the routing gets those of the step."""
     for T in range(1, 3000):
-        assert products.rule(ProductFacts(token_regime(T), 768, 2048, 2), Gpu(80, 132)).block_t == products.block_t(T)
+        facts = ProductFacts(token_regime(T), 768, 2048, 2)
+        for kernels in (products, products_int4):
+            assert kernels.rule(facts, Gpu(80, 132)).block_t == kernels.block_t(T)
         assert last_tokens(T) in (token_regime(T), None)
 
 
@@ -96,6 +102,9 @@ def operands(stored, T, make):
     elif "fp8" in stored:
         (up, up_scale), (down, down_scale) = reference.quantize_fp8(up), reference.quantize_fp8(down)
         scales = up_scale, down_scale
+    elif "int4" in stored:
+        (up, up_scale), (down, down_scale) = (four_bits(weight, 32)[:2] for weight in (up, down))
+        scales = up_scale, down_scale
     else:
         up, down = up.to(dtype), down.to(dtype)
     h, logits, norm = make(T, K, dtype=dtype), make(T, E, dtype=dtype), 1 + make(K, dtype=dtype, scale=0.1)
@@ -111,7 +120,8 @@ def test_a_token_does_not_depend_on_the_step(stored, make):
     rows = []
     for T in (1, 3, 70):
         out = torch.full_like(h[:T], torch.nan)
-        TILES.launch(Mixture(h[:T], logits[:T], up, down, h[:T], out, TOP_K, True, "silu", norm, *scales))
+        made = Mixture(h[:T], logits[:T], up, down, h[:T], out, TOP_K, True, "silu", norm, *scales)
+        (INT4 if "int4" in stored else TILES).launch(made)
         rows.append(out[0])
     assert all(torch.equal(row, rows[0]) for row in rows) == (not TILES.sums.by_tokens)
     x = reference.rms_norm(h[:1], norm.weight, norm.eps)

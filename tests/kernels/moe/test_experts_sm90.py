@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.experts import lists
 
 from minirt.bench import bounds
 from minirt.kernels import reference
@@ -17,7 +18,7 @@ from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
 from minirt.kernels.moe import experts_sm90
 from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
 from minirt.kernels.moe.mixture import Mixture
-from minirt.kernels.moe.route import Routing, gather, most_tiles, route
+from minirt.kernels.moe.route import gather, route
 
 # Rows (H, I) end within a tile, experts without a token, one expert with most tokens, more items than programs.
 CASES = [
@@ -46,17 +47,6 @@ def on_hopper():
     if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
     return experts_sm90.launch
-
-
-def lists(experts, weights, E, block_t):
-    """The `Routing` of given choices, by the reference. Its unused tiles name an expert that there is not."""
-    order, tiles = reference.expert_tiles(experts, E, block_t)
-    every = torch.full((3, most_tiles(order.numel(), E, block_t)), 1 << 20, dtype=torch.int32, device=order.device)
-    every[:, : tiles.shape[1]] = tiles
-    used = torch.tensor([tiles.shape[1]], dtype=torch.int32, device=order.device)
-    places = torch.empty_like(order)
-    places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return Routing(weights, experts.int(), order, places, every, used, block_t)
 
 
 class Quantized(NamedTuple):

@@ -112,9 +112,10 @@ def test_a_row_does_not_depend_on_the_others(make):
 
 def test_regimes_follow_the_tiles():
     """A step's compiled kernels depend only on its regime and variant."""
-    one, sm90, generic = REGIMES
+    one, sm90, int4, generic = REGIMES
     assert (one.first, one.last) == (1, 1)
-    for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (generic, products.block_t)):
+    tiles = products.block_t
+    for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (int4, tiles), (generic, tiles)):
         ends = [regime.variant_end(T) for T in range(2, 1500)]
         for T, last in enumerate(ends, 2):
             assert last is None or (last >= T and block_t(last) == block_t(T) and (last <= FEW) == (T <= FEW))
