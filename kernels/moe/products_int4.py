@@ -52,7 +52,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsInt4Config:
     tokens = block_t(facts.T)
     if facts.itemsize == 4:
         return ExpertsInt4Config(32, tokens, 4, 1)
-    block_n, warps = (128, 8 if tokens > 16 else 4) if not facts.gated else (64, 4)
+    block_n, warps = (64, 8 if tokens == 64 else 4) if facts.gated else (128, 8 if tokens > 16 else 4)
     step = (block_n * 64 + 8 * block_n) * (2 if facts.gated else 1) + tokens * 2 * CHUNK  # bytes: words, scales, tokens
     return ExpertsInt4Config(block_n, tokens, warps, max(1, min(3, (shared_limit(gpu.capability) - 4096) // step)))
 
