@@ -26,6 +26,8 @@ class Request:
         cache_salt: requests with different salts share no cached prefix.
         bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
+        history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
+            with. 0: not known.
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
         num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
@@ -38,6 +40,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    history_len: int = 0
     group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_unscored: int = 1

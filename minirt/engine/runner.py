@@ -33,7 +33,7 @@ from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import PlannedSequences, StepPlan
+from minirt.step.plan import NO_COPIES, PlannedSequences, StepPlan
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -249,6 +249,8 @@ class Runner:
             self._dry_run(bucket)
             self._capture(bucket)
         self._buffers.send(plan, logits_needed=needed)
+        if plan.copies != NO_COPIES:
+            self._cache.copy(plan.copies)
         rows = plan.num_logits
         if bucket is not None and self._graphs is not None:
             batch = self._static(bucket)[1]
