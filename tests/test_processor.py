@@ -19,7 +19,7 @@ EOS = 2
 
 
 class NoEngine:
-    max_len = 256
+    max_len, keeps_states = 256, False
 
     def __init__(self):
         self._ids = itertools.count()

@@ -151,6 +151,11 @@ class Engine:
         return self._scheduler.pin(np.array(prompt_token_ids, np.int32), longest)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether the prefix cache keeps states of recurrent layers, and asks for `Request.history_len`."""
+        return self._cache.has_states and self._scheduler.prefix_cache is not None
+
+    @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""
         cache = self._scheduler.prefix_cache
@@ -165,6 +170,7 @@ class Engine:
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
             cached.queries if cached else 0, cached.hits if cached else 0, self._num_generated,
             DraftStats() if self._drafts is None else self._drafts.stats,
+            cached.recomputed if cached and self.keeps_states else None,
         )  # fmt: skip
 
     def peak_memory(self) -> int:

@@ -26,12 +26,12 @@ class Request:
         cache_salt: requests with different salts share no cached prefix.
         bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
-        history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
-            with. 0: not known.
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
         num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
         final_only: nobody reads the tokens before the last one: one output has them all (vLLM's `RequestOutputKind.FINAL_ONLY`).
+        history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
+            with. 0: not known.
     """
 
     id: int
@@ -40,12 +40,12 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
-    history_len: int = 0
     group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_unscored: int = 1
     logits_only: bool = False
     final_only: bool = False
+    history_len: int = 0
 
     @property
     def rules(self) -> "Rules | None":
@@ -123,6 +123,7 @@ class EngineStats(NamedTuple):
         prefix_cache_queries, prefix_cache_hits: see `PrefixCacheStats`.
         generation_tokens: generated tokens, those of requests that still run included.
         drafts: counters of speculative decoding; zeros without it.
+        prefix_cache_recomputed: see `PrefixCacheStats`; None: no states are kept.
     """
 
     num_running: int
@@ -133,3 +134,4 @@ class EngineStats(NamedTuple):
     prefix_cache_hits: int
     generation_tokens: int = 0
     drafts: DraftStats = DraftStats()
+    prefix_cache_recomputed: int | None = None
