@@ -13,8 +13,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from minirt.device import is_nvidia
 from minirt.errors import MinirtError, UnsupportedError
 from minirt.kernels.attention.operands import KVPages
+from minirt.kernels.step.rows import RowTable, copy_rows
 from minirt.modeling.formats import FP8
 from minirt.step.plan import Copies
 
@@ -216,7 +218,8 @@ class KVCache:
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
         room = CacheRoom(num_pages, page_size, num_slots + num_snapshots, dtype, device)
         self.layers = [spec.allocate(room) for spec in specs]
-        self._kept = list(_parts(specs, self.layers)) if num_snapshots else []
+        self._states, self._pages = self._rows(specs) if num_snapshots else ([], [])
+        self._tables = (RowTable.of(self._states), RowTable.of(self._pages)) if is_nvidia(torch.device(device)) else (None, None)
         self.state_tokens = -(-state_bytes(specs) // max(page_bytes(specs, dtype, 1), 1))
         self.allocator = PageAllocator(num_pages)
 
@@ -234,11 +237,20 @@ class KVCache:
 
     def copy(self, copies: Copies) -> None:
         """Copy rows of states and pages, one after the other, in stream order. Allocates nothing and does not wait."""
-        for spec, layer in self._kept:
-            for tensor in layer.tensors():
-                size = 1 if spec.state_bytes else self.page_size
-                for source, target in copies.states if spec.state_bytes else copies.pages:
-                    tensor[target * size : (target + 1) * size].copy_(tensor[source * size : (source + 1) * size])
+        for tensors, table, pairs in zip((self._states, self._pages), self._tables, copies, strict=True):
+            for source, target in pairs:
+                if table is None:
+                    copy_rows(tensors, source, target)
+                else:
+                    from minirt.kernels.step import copies as kernel
+
+                    kernel.copy_rows(table, source, target)
+
+    def _rows(self, specs: Sequence[CacheSpec]) -> tuple[list[Tensor], list[Tensor]]:
+        """All tensors of states, with a row for each slot and snapshot, and all of pages, with a row for each page."""
+        parts = [(spec, tensor) for spec, layer in _parts(specs, self.layers) for tensor in layer.tensors()]
+        states = [tensor for spec, tensor in parts if spec.state_bytes]
+        return states, [tensor.unflatten(0, (-1, self.page_size)) for spec, tensor in parts if not spec.state_bytes]
 
 
 class PageAllocator:
