@@ -249,7 +249,7 @@ class Runner:
             self._dry_run(bucket)
             self._capture(bucket)
         self._buffers.send(plan, logits_needed=needed)
-        if plan.copies != NO_COPIES:
+        if plan.copies is not NO_COPIES:
             self._cache.copy(plan.copies)
         rows = plan.num_logits
         if bucket is not None and self._graphs is not None:

@@ -150,7 +150,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
-        if self._copies and sequence.slots is not None and not failed:
+        if self._copies and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
             self._keep_end(sequence)
         self._free(sequence)
 

@@ -126,9 +126,11 @@ class StatePrefixCache(PrefixCache):
             snapshot.holds += 1
             self._admitted.append((sequence, hit, snapshot))
         # A snapshot saves the tokens since the one before it, and costs a step that ends there. So it must save a page of tokens.
-        last = sequence.prompt_len - 1  # an identical prompt computes its last token
+        request, last = sequence.request, sequence.prompt_len - 1  # an identical prompt computes its last token
+        if request.sampling.prompt_logprobs is not None:  # and the first token whose logits are needed
+            last = request.num_unscored - 1
         wanted, before = list[int](), hit.tokens
-        for place in sorted((hit.matched, min(sequence.request.history_len or last, last))):
+        for place in sorted((hit.matched, min(request.history_len or last, last))):
             if place - before >= self._page_size:
                 wanted.append(place)
                 before = place
@@ -192,15 +194,16 @@ class StatePrefixCache(PrefixCache):
     def _keep(self, sequence: Sequence, length: int) -> None:
         """Take a snapshot of a sequence's slot, whose state has so many tokens once the steps that were started have ended."""
         parent, key = self._keys(sequence, length)
-        rest, sequence.last_snapshot = length % self._page_size, length
         if (snapshot := self._known.get(key)) is not None:
             self._known.move_to_end(key)
         elif (row := self._row()) is not None:
             self._known[key] = snapshot = _Snapshot(row, key, parent, length, holds=1)
             self._children.setdefault(parent, []).append(snapshot)
             self._saves.append((sequence.slot, snapshot))
-        if snapshot is not None and rest:
-            self._allocator.register(int(sequence.pages[length // self._page_size]), key)
+        if snapshot is not None:
+            sequence.last_snapshot = length
+            if length % self._page_size:
+                self._allocator.register(int(sequence.pages[length // self._page_size]), key)
 
     def _row(self) -> int | None:
         """A row for a snapshot; None: all are in use by the next step, or pinned."""

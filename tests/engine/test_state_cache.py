@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine.test_engine import PAGE, VOCAB, following, run
+from engine.test_engine import engine as attention_engine
 from engine.test_prefix_cache import NUMBERS, consistent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import resolve
 from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec
+from minirt.step.plan import NO_COPIES
 
 START, PRIME = 5, 9973
 
@@ -369,3 +371,21 @@ def test_a_spec_that_hides_which_tensors_are_states_is_refused():
     KVCache([Mixed()], 2, num_slots=1)
     with pytest.raises(UnsupportedError, match="CombinedSpec"):
         KVCache([Mixed()], 2, num_slots=1, num_snapshots=1)
+
+
+def test_models_of_attention_layers_copy_nothing(monkeypatch):
+    """Their decode steps ask the prefix cache for nothing, and their plans have no copies."""
+    it, _ = attention_engine(lookahead=1)
+    called, plans, start = [], [], it._runner.start
+    cache = it._scheduler.prefix_cache
+    for name in ("hits", "take", "chunk_end", "copies", "started", "failed", "computed", "ended"):
+        own = getattr(cache, name)
+        monkeypatch.setattr(cache, name, lambda *args, name=name, own=own: called.append(name) or own(*args))
+    it._runner.start = lambda plan: plans.append(plan) or start(plan)
+    it.add(Request(next(NUMBERS), list(range(10, 23)), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)))
+    it.step()
+    assert called == ["hits", "take", "chunk_end", "computed"]
+    while it.has_work:
+        it.step()
+    assert len(called) == 4
+    assert all(plan.copies is NO_COPIES for plan in plans)

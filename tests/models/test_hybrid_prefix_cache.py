@@ -132,6 +132,20 @@ def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> Non
         assert [own.token_ids for own in found.outputs] == [own.token_ids for own in wanted.outputs]
 
 
+def test_scores_begin_from_the_state_of_their_prompt(folder: Path, plain: Generator) -> None:
+    """The first of four completions computes the prompt for all. The logits of the prompt's last token score the first one."""
+    context, *tails = prompts(139, 5, 90, 1, 70)
+    with Generator.from_pretrained(folder, **OPTIONS) as generator:
+        found, expected = (own.score(context, tails) for own in (generator, plain))
+        stats = generator.prefix_cache_stats
+    assert sorted(own.cached_tokens for own in found) == [0, 138, 138, 138]
+    for own, other in zip(found, expected, strict=True):
+        assert [row.token_id for row in own.logprobs] == [row.token_id for row in other.logprobs]
+        assert all(abs(a.logprob - b.logprob) < 2e-4 for a, b in zip(own.logprobs, other.logprobs, strict=True))
+    assert stats is not None
+    assert stats.snapshots == 1, "nothing is kept of completions"
+
+
 @pytest.mark.slow
 def test_triton(folder: Path) -> None:
     """The kernels read states that were copied, in slots that are used again."""
