@@ -165,10 +165,17 @@ class Tokenizer:
         if with_history and options.get("add_generation_prompt", True):
             with suppress(TokenizerError):  # a template may render this conversation with a generation prompt only
                 without = self.render_chat(messages, **options | {"add_generation_prompt": False})
-                own = self.encode_inside(text[len(without) :]) if len(without) < len(text) else []
-                if text.startswith(without) and tokens[len(tokens) - len(own) :] == own:
-                    tokens.history_len = len(tokens) - len(own)
+                if text.startswith(without):
+                    tokens.history_len = self._tokens_before(tokens, text[len(without) :])
         return tokens
+
+    def _tokens_before(self, tokens: list[int], end: str) -> int:
+        """How many of a text's tokens come before those of its `end`; 0: the end has no tokens of its own."""
+        for encode in (self.encode_plain, self.encode_inside):  # after a special token, some tokenizers begin as at the start
+            own = encode(end) if end else []
+            if tokens[len(tokens) - len(own) :] == own:
+                return len(tokens) - len(own)
+        return 0
 
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of a part of a text, as they are in its middle: without the space that some tokenizers put before a text.
