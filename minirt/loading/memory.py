@@ -184,15 +184,14 @@ def plan_memory(
     if options.max_num_batched_tokens is not None:
         candidates = (options.max_num_batched_tokens,)
     step, pages, snapshots = 0, 0, 0
-    one = -(-length // PAGE_SIZE)
     for tokens in candidates:
         needed = 0 if device.type == "cpu" or step_bytes is None else step_bytes(tokens)
         if needed is None:
             continue
         step, room = needed, budget - fixed - needed
-        snapshots = _snapshots(options, state, room, room - page * (one if asked is None else asked))
+        snapshots = _snapshots(options, state, room, room - page * (asked or 0))
         pages = full if not page else max(0, min((room - snapshots * state) // page, full))
-        if pages >= (one if asked is None else asked):
+        if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
             break
     if asked is not None:
         pages = asked
@@ -232,7 +231,7 @@ def _snapshots(options: MemoryOptions, state: int, room: int, beside: int) -> in
 
     Args:
         state: bytes of one.
-        room: bytes for snapshots and KV pages; `beside`: those beside the pages that were asked for, or of one full sequence.
+        room: bytes for snapshots and KV pages; `beside`: those that the pages which were asked for leave.
     """
     asked = options.snapshot_bytes
     if not state:

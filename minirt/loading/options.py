@@ -64,8 +64,8 @@ class LoadOptions:
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
             beginning does not compute it again. Models with recurrent layers keep states, too (`state_cache_memory`).
         state_cache_memory: memory for kept states of recurrent layers, in bytes or as text. None: a quarter of the memory for KV
-            pages and them, at most four states for each of `max_num_seqs`, and only what leaves the KV pages that were asked
-            for, or those of one full sequence. 0: none, and no prefix cache.
+            pages and them, at most four states for each of `max_num_seqs`, and not more than `kv_cache_memory` leaves. 0: none,
+            and no prefix cache.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
         check_weights: refuse NaN and Inf in the checkpoint.
         layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. The model inserts a
