@@ -19,6 +19,7 @@ from support.hybrids import prompts, randomize
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
+from minirt.errors import ContextLengthError
 from minirt.outputs import Completion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +100,8 @@ def test_shorter_and_shorter_beginnings(folder: Path, plain: Generator) -> None:
 def test_drafts(folder: Path, plain: Generator, right: float) -> None:
     """Turns that go on from answers whose drafts were right, wrong or both."""
     (first,) = prompts(70)
-    proposer = Mixed(most=3, right=right)
+    proposer: Any = Mixed(most=3, right=right)
+    proposer.adaptive = False  # each draft is verified
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
     with Generator.from_pretrained(folder, speculative=proposer, **OPTIONS) as generator:
         prompt = first
@@ -108,8 +110,12 @@ def test_drafts(folder: Path, plain: Generator, right: float) -> None:
             proposer.known = {len(prompt): expected.token_ids}
             found = generator.generate(prompt, params)
             assert found.token_ids == expected.token_ids
-            assert found.cached_tokens >= len(prompt) - 72 if turn else not found.cached_tokens
+            assert found.cached_tokens >= len(prompt) - 4 if turn else not found.cached_tokens
             prompt = [*prompt, *expected.token_ids, 7, 9]
+        stats = generator._live.stats.drafts
+    assert stats.num_draft_tokens > 100
+    accepted = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert accepted == 1 if right == 1 else accepted < 0.1 if right == 0 else 0.2 < accepted < 0.9
 
 
 def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> None:
@@ -147,16 +153,34 @@ def test_scores_begin_from_the_state_of_their_prompt(folder: Path, plain: Genera
 
 
 @pytest.mark.slow
-def test_triton(folder: Path) -> None:
-    """The kernels read states that were copied, in slots that are used again."""
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_triton(folder: Path, drafts: int) -> None:
+    """The kernels read states that were copied, in slots that are used again; with drafts, also states that can be undone."""
     (text, tail) = prompts(68, 3)
-    params, found = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0), []
+    params, found = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0), []
     for impl, cached in (("eager", False), (["eager", "layers.[01].gated_delta_net=triton"], True)):
         options = OPTIONS | {"impl": impl, "max_num_seqs": 2, "prefix_cache": cached}
-        with Generator.from_pretrained(folder, **options) as generator:
+        proposer: Any = Mixed(most=drafts, right=0.5) if drafts and cached else None
+        if proposer is not None:
+            proposer.adaptive, proposer.known = False, {68: found[0][0].token_ids, 71: found[0][3].token_ids}
+        with Generator.from_pretrained(folder, speculative=proposer, **options) as generator:
             found.append([generator.generate(prompt, params) for prompt in (text, tail, text, text + tail)])
     assert [done.cached_tokens for done in found[1]] == [0, 0, 67, 67]
     assert [done.token_ids for done in found[0]] == [done.token_ids for done in found[1]]
+
+
+def test_warm_prompts_keep_their_state(folder: Path, plain: Generator) -> None:
+    """Other prompts take all pages and all other states in turn."""
+    warm, tail, second, *others = prompts(150, 7, 70, *[200] * 12)
+    options = OPTIONS | {"kv_cache_memory": 12 * 64 * plain.kv_bytes_per_token, "max_model_len": 400}
+    with Generator.from_pretrained(folder, state_cache_memory=3 * plain.memory.state, **options) as generator:
+        assert generator.warm_prompt(warm) == 149
+        with pytest.raises(ContextLengthError, match=r"pinned prompts take too many snapshots of states.*half of 3"):
+            generator.warm_prompt(second)
+        generator.generate(others, GREEDY)
+        found = generator.generate(warm + tail, GREEDY)
+    assert found.cached_tokens == 149
+    check(found, plain.generate(warm + tail, GREEDY))
 
 
 def test_prompts_of_561_tokens_are_found(folder: Path, plain: Generator) -> None:
