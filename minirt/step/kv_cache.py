@@ -20,6 +20,7 @@ from minirt.kernels.step.rows import RowTable, copy_rows
 from minirt.modeling.formats import FP8
 from minirt.step.plan import Copies
 
+_STATE_TOKENS = 2048  # `KVCache.state_tokens` of a model without pages
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
 
 
@@ -220,7 +221,8 @@ class KVCache:
         self.layers = [spec.allocate(room) for spec in specs]
         self._states, self._pages = self._rows(specs) if num_snapshots else ([], [])
         self._tables = (RowTable.of(self._states), RowTable.of(self._pages)) if is_nvidia(torch.device(device)) else (None, None)
-        self.state_tokens = -(-state_bytes(specs) // max(page_bytes(specs, dtype, 1), 1))
+        one = page_bytes(specs, dtype, 1)
+        self.state_tokens = -(-state_bytes(specs) // one) if one else _STATE_TOKENS
         self.allocator = PageAllocator(num_pages)
 
     @property
