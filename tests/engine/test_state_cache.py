@@ -9,6 +9,8 @@ states of rejected drafts or of steps that ran out of memory, pages that are wri
 
 import itertools
 import random
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,13 +187,18 @@ REQUESTS = st.lists(
     drafts=st.sampled_from([0, 0, 1, 3]),
     right=st.sampled_from([0.0, 0.6, 1.0]),
     most=st.integers(2, 60),
+    histories=st.integers(0, 5),
 )
 def test_states_that_are_found_change_no_token(
-    requests, pages, seqs, budget, aborts, lookahead, snapshots, drafts, right, most
+    requests, pages, seqs, budget, aborts, lookahead, snapshots, drafts, right, most, histories
 ):
     """Forks, evictions, preemptions, aborts, memory that runs out in steps of more than `most` tokens, drafts."""
     it, cache = engine(pages, seqs, budget, 36, lookahead, snapshots, drafts, right)
     breaking(it, most, len(requests))
+    add = it.add
+    it.add = lambda own: add(replace(  # some say where their history ends, and some share nothing with the others
+        own, history_len=len(own.prompt_token_ids) * histories // 4, cache_salt="salt" * (own.prompt_token_ids[0] == 20) or None
+    ))  # fmt: skip
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
         wanted = undisturbed(prompt, min(count, 36 - len(prompt)), eos=5)
@@ -282,6 +289,58 @@ def test_a_stop_in_the_middle_of_a_step_with_drafts():
         for turn in ([*prompt, *answer, 53, 54], [*prompt, *answer], [*prompt, *answer[:-1], 55]):
             assert complete(it, turn, 5)[0] == undisturbed(turn, 5)
         check(it, cache)
+
+
+class Anything:
+    """A `TokenConstraints` that permits all tokens, and an own constraint. Steps with it read the step before in their middle."""
+
+    def compile(self, spec):
+        pass
+
+    def prepare(self, spec, ends, min_tokens):
+        future = Future()
+        future.set_result(self)
+        return future
+
+    def accept(self, tokens):
+        pass
+
+    def fill(self, masks, rows):
+        masks.fill_(-1)
+        return {}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_answers_that_end_while_masks_are_filled(lookahead, drafts):
+    """The step that waits for the masks has computed the last token already, though it has not been counted as started."""
+    it, cache = engine(pages=200, length=400, budget=64, lookahead=lookahead, drafts=drafts, right=0.8, snapshots=20)
+    it._constraints = it.checks._constraints = Anything()
+    sampling = resolve(SamplingParams(max_tokens=390, temperature=0.0, structured_outputs={"regex": "x"}), None)
+    other = Request(next(NUMBERS), [90], sampling)
+    it.add(other)
+    found = []
+    for count in range(2, 13):
+        prompt = [count, *range(20, 33)]
+        answer = undisturbed(prompt, count)
+        answer = answer[: answer.index(answer[-1]) + 1]
+        for own, most in ((prompt, 20), ([*prompt, *answer, 53, 54], 4), ([*prompt, *answer], 4)):
+            request = Request(next(NUMBERS), own, resolve(SamplingParams(max_tokens=most), None), (answer[-1],))
+            it.add(request)
+            tokens, ends = [], False
+            while not ends:
+                for output in it.step():
+                    if output.request_id == request.id:
+                        tokens += output.token_ids
+                        ends = output.finish_reason is not None
+                        found += [output.num_cached - len(prompt)] if own != prompt and ends else []
+            assert tokens == undisturbed(own, most, eos=answer[-1])
+    assert other.id in it, "a request with masks runs all the time"
+    assert max(found) > 3, "states of answers are found"
+    it.abort(other.id)
+    while it.has_work:
+        it.step()
+    check(it, cache)
 
 
 def test_samples_wait_for_the_state_of_their_prompt():
