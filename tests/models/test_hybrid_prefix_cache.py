@@ -19,7 +19,7 @@ from support.hybrids import prompts, randomize
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
-from minirt.errors import ContextLengthError
+from minirt.errors import ContextLengthError, OutOfMemoryError
 from minirt.outputs import Completion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -181,6 +181,11 @@ def test_warm_prompts_keep_their_state(folder: Path, plain: Generator) -> None:
         found = generator.generate(warm + tail, GREEDY)
     assert found.cached_tokens == 149
     check(found, plain.generate(warm + tail, GREEDY))
+
+
+def test_too_much_memory_for_states_is_refused_before_loading(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"state cache 900TiB.*lower --state-cache-memory"):
+        Generator.from_pretrained(folder, state_cache_memory="900TiB", **OPTIONS)
 
 
 def test_prompts_of_561_tokens_are_found(folder: Path, plain: Generator) -> None:
