@@ -204,6 +204,11 @@ OPERATIONS = {
             no_op="it reads the table of slots, which only minirt's step has",
         ),
         Operation(
+            "copy_rows", "step.copies", "a row of many tensors to another row", ("step.copies:_copy_rows_kernel",),
+            ("minirt.kernels.step.rows:copy_rows",), exported=False,
+            no_op="it copies states and pages of minirt's KV cache",
+        ),
+        Operation(
             "propose", "speculative.ngram", "drafts by n-gram matching", ("speculative.ngram:_ngram_kernel",),
             ("minirt.kernels.speculative.reference:propose",), exported=False,
             no_op="it changes the table of slots, which only minirt's step has",

@@ -34,6 +34,8 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "no_enable_prefix_caching": (_VLLM, "--no-prefix-cache", "prefix_cache=False"),
     "max_seq_len": (_VLLM, "--max-model-len", "max_model_len=…"),
     "kv_cache_memory_bytes": (_VLLM, "--kv-cache-memory", "kv_cache_memory=…"),
+    "mamba_cache_mode": "not needed: states of recurrent layers are kept, with --state-cache-memory",
+    "mamba_block_size": "not needed: states of recurrent layers are kept at any token",
     "num_iters": (_VLLM, "--repeats", None),
     "allowed_origins": (_VLLM, "--allow-origin", None),
     "torch_dtype": (_HF, "--dtype", "dtype=…"),

@@ -76,6 +76,7 @@ class Generator:
         max_waiting: int | None = None,
         max_step_ms: float = MAX_STEP_MS,
         prefix_cache: bool = True,
+        state_cache_memory: int | str | None = None,
         cuda_graphs: bool = True,
         speculative: SpeculativeOptions | Proposer | None = None,
     ) -> None:
@@ -83,7 +84,7 @@ class Generator:
 
         Args:
             kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, max_step_ms, prefix_cache,
-                cuda_graphs, speculative: see `minirt.LoadOptions`.
+                state_cache_memory, cuda_graphs, speculative: see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
@@ -91,8 +92,9 @@ class Generator:
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting, max_step_ms)
         options = MemoryOptions(
-            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative)
-        )
+            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative),
+            state_cache_memory, prefix_cache,
+        )  # fmt: skip
         self.speculative = speculative
         if options.max_drafts:
             model.keep_undo(1 + options.max_drafts)
@@ -107,8 +109,9 @@ class Generator:
         self.step_state_bytes = model.step_state_bytes
         self.memory = measured_plan(model, options)
         self._cache: KVCache | None = KVCache(
-            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs
-        )
+            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
+            num_snapshots=self.memory.snapshots,
+        )  # fmt: skip
         limits = EngineLimits(
             model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms,
             model_len=longest_length(model.config),
@@ -144,8 +147,8 @@ class Generator:
                 ("compiling kernels", …) if some are not in Triton's cache, and with ("CUDA graphs", captured, total).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
-                max_waiting, max_step_ms, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup,
-                cuda_graphs, speculative.
+                max_waiting, max_step_ms, prefix_cache, state_cache_memory, threads, revision, random_weights, seed,
+                check_weights, layers, warmup, cuda_graphs, speculative.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -163,7 +166,8 @@ class Generator:
                 eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
                 max_waiting=settings.max_waiting, max_step_ms=settings.max_step_ms, prefix_cache=settings.prefix_cache,
-                cuda_graphs=settings.cuda_graphs, speculative=settings.speculative,
+                state_cache_memory=settings.state_cache_memory, cuda_graphs=settings.cuda_graphs,
+                speculative=settings.speculative,
             )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
@@ -321,10 +325,12 @@ class Generator:
         If an exception in a layer ends the running requests, nothing is kept any more.
 
         Returns:
-            The number of its first tokens that are kept: a multiple of the page size (64).
+            The number of its first tokens that are kept: a multiple of the page size (64); with recurrent layers, whose state is
+            kept too, any number.
         Raises:
             UnsupportedError: there is no prefix cache.
-            ContextLengthError: pinned prompts would take more than half of the KV pages, or pages that an open request may need.
+            ContextLengthError: pinned prompts would take more than half of the KV pages or of the states, or pages that an open
+                request may need.
         """
         if self.prefix_cache_stats is None:
             raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)

@@ -20,7 +20,7 @@ from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
 from minirt.text.stop_strings import StopStrings, stop_tokens
-from minirt.text.tokenizer import Tokenizer
+from minirt.text.tokenizer import ChatTokens, Tokenizer
 
 
 class TokenArray(Protocol):
@@ -47,6 +47,10 @@ class Backend(Protocol):
     @property
     def max_len(self) -> int:
         """Maximum number of tokens of a request, prompt and completion together."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it asks where the history of a conversation ends (`Request.history_len`)."""
 
     def new_id(self) -> int:
         """An id for a request."""
@@ -78,6 +82,11 @@ class Processor:
         self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the engine asks where the history of a conversation ends."""
+        return self._backend.keeps_states
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
@@ -111,7 +120,7 @@ class Processor:
         if unused := [str(name) for name in variables if not text.template_uses(str(name))]:
             what = "the model's chat template has no such variable"
             raise InputError(what, where="chat_template_kwargs", found=", ".join(unused))
-        return text.encode_chat(list(messages), max_tokens, variables=variables)
+        return text.encode_chat(list(messages), max_tokens, with_history=self.keeps_states, variables=variables)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """See `Generator.check`."""
@@ -154,7 +163,7 @@ class Processor:
                     bad_words[id(own)] = self._bad_words(sampling)
                 first = Request(
                     self._backend.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
-                    bad_words=bad_words[id(own)],
+                    history_len=_history_len(prompt, tokens), bad_words=bad_words[id(own)],
                 )  # fmt: skip
                 self._backend.check(first)
             if count > 1:
@@ -308,6 +317,11 @@ class Processor:
                 found = f'"{shortened(word)}"'
                 raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
         return tuple(ids for spellings in spelled for ids in spellings)
+
+
+def _history_len(prompt: Any, tokens: list[int]) -> int:
+    """`Request.history_len` of a prompt, of which `tokens` are left."""
+    return max(0, prompt.history_len - (len(prompt) - len(tokens))) if isinstance(prompt, ChatTokens) else 0
 
 
 def decoder_after(tokenizer: Tokenizer, sampling: EffectiveSampling, prompt: Sequence[int]) -> IncrementalDecoder:

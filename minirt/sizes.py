@@ -8,15 +8,15 @@ from minirt.errors import InputError
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, least: int = 1) -> int:
     """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000.
 
     Raises:
-        InputError: not a size, or less than a byte.
+        InputError: not a size, or less than `least` bytes.
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
-    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
-    if value < 1:
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else -1
+    if value < least:
         raise InputError(f"{text!r} is not a size; an example is 4GiB")
     return value
 

@@ -19,7 +19,7 @@ EOS = 2
 
 
 class NoEngine:
-    max_len = 256
+    max_len, keeps_states = 256, False
 
     def __init__(self):
         self._ids = itertools.count()
@@ -31,8 +31,8 @@ class NoEngine:
         pass
 
 
-def made(library, folder, generation_config=None) -> Processor:
-    tokenizer = Tokenizer.load(save(library, folder))
+def made(library, folder, generation_config=None, **config) -> Processor:
+    tokenizer = Tokenizer.load(save(library, folder, **config))
     return Processor(NoEngine(), "model", tokenizer, generation_config, (EOS,), tokenizer.vocab_size)
 
 
@@ -188,3 +188,20 @@ def test_a_stop_string_inside_the_tokens_of_a_step(llama):
     done = call.result()
     assert (done.token_ids, [row.token_id for row in done.logprobs]) == ([upon, there], [upon, there])
     assert (done.num_draft_tokens, done.num_accepted_tokens, done.acceptance_length) == (4, 1, 2.0)
+
+
+def test_requests_say_where_the_history_of_a_conversation_ends(tmp_path, monkeypatch):
+    """Also if the beginning of the prompt is cut off; not of other prompts."""
+    monkeypatch.setattr(NoEngine, "keeps_states", True)
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    processor = made(llama_like(), tmp_path, chat_template=template)
+    tokens = processor.encode_chat([{"role": "user", "content": "Once upon a time"}])
+    kept, added = len(tokens), len(tokens) - tokens.history_len
+    assert 0 < added < kept
+    for params, history in (
+        (None, kept - added), (SamplingParams(truncate_prompt_tokens=added + 2), 2), (SamplingParams(truncate_prompt_tokens=1), 0)
+    ):
+        (request,) = processor.prepare(tokens, params, single=True).requests
+        assert request.history_len == history
+    (request,) = processor.prepare(list(tokens), None, single=True).requests
+    assert request.history_len == 0

@@ -112,9 +112,12 @@ class Size(click.ParamType):
 
     name = "SIZE"
 
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return value if isinstance(value, int) else parse_size(value)
+            return value if isinstance(value, int) else parse_size(value, self._least)
         except InputError as error:
             self.fail(str(error), param, ctx)
 
@@ -199,6 +202,11 @@ memory_options = option_group(
         help="Memory for KV pages, e.g. 4GiB; never more than --max-num-seqs sequences of full length need.",
     ),
     click.option(
+        "--state-cache-memory", type=Size(least=0),
+        help="Memory for states of recurrent layers (Qwen3.5) that the prefix cache keeps; 0: no prefix cache. Default: a "
+        "quarter of the memory for them and KV pages, at most four states for each sequence.",
+    ),
+    click.option(
         "--gpu-memory-utilization", type=float,
         help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
     ),
@@ -234,8 +242,7 @@ load_options = option_group(
 )
 prefix_cache_option = click.option(
     "--no-prefix-cache", is_flag=True,
-    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request. Models with "
-    "recurrent layers always do.",
+    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
 )  # fmt: skip
 speculative_options = option_group(
     click.option(
@@ -460,8 +467,8 @@ def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[s
         raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
     if options.get("random_weights") and options.get("check_weights"):
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
-    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_model_len",
-            "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_step_ms", "threads", "random_weights",
+    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "state_cache_memory", "gpu_memory_utilization",
+            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_step_ms", "threads", "random_weights",
             "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": quantize, "quantize_head": head}

@@ -130,8 +130,8 @@ def finite(number: float | None) -> float | None:
 
 
 def load_summary(generator: "Generator") -> str:
-    """The times of loading and warm-up, the read rate, on a CPU the number of threads, and whether the model cannot have a prefix
-    cache."""
+    """The times of loading and warm-up, the read rate, on a CPU the number of threads, and whether a model with recurrent layers
+    has no prefix cache."""
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
@@ -143,7 +143,7 @@ def load_summary(generator: "Generator") -> str:
 
         threads = torch.get_num_threads()
         text += f" · {threads} thread{'s' if threads > 1 else ''}"
-    return text + (" · no prefix cache (recurrent layers)" if generator.memory.state else "")
+    return text + (" · no prefix cache" if generator.memory.state and generator.prefix_cache_stats is None else "")
 
 
 def counted(number: int, noun: str) -> str:

@@ -106,6 +106,8 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
     if memory.state:
         states = f"Of these, {format_size(memory.state)} are states of recurrent layers, whatever the length; a decode step moves"
         lines += textwrap.wrap(f"{states} {format_size(moved)} for each sequence to read and write them.", 80)
+        if not memory.snapshots:
+            lines.append("No prefix cache: it needs kept states of recurrent layers (--state-cache-memory).")
     if not memory.fits:
         return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]

@@ -151,6 +151,11 @@ class Engine:
         return self._scheduler.pin(np.array(prompt_token_ids, np.int32), longest)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether the prefix cache keeps states of recurrent layers, and asks for `Request.history_len`."""
+        return self._cache.has_states and self._scheduler.prefix_cache is not None
+
+    @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""
         cache = self._scheduler.prefix_cache
@@ -165,6 +170,7 @@ class Engine:
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
             cached.queries if cached else 0, cached.hits if cached else 0, self._num_generated,
             DraftStats() if self._drafts is None else self._drafts.stats,
+            cached.recomputed if cached and self.keeps_states else None,
         )  # fmt: skip
 
     def peak_memory(self) -> int:
@@ -227,13 +233,16 @@ class Engine:
         """Whether a request is open: added, and neither ended nor aborted."""
         return request_id in self._requests
 
-    def abort(self, request_id: int) -> None:
-        """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
+    def abort(self, request_id: int, *, failed: bool = False) -> None:
+        """Drop a request at any time. Unknown ids are ignored, because the request may just have ended.
+
+        `failed`: what it has computed is of no use to others.
+        """
         sequence, compiling = self._requests.pop(request_id, None), self._compiling.pop(request_id, None)
         if compiling is not None:
             compiling.cancel()
         elif sequence is not None:
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence, failed=failed)
 
     def recover(self) -> None:
         """Make the engine consistent again after an exception has left any of its methods, at any line.
@@ -266,15 +275,15 @@ class Engine:
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, queue_full(self.limits.max_waiting)) for sequence in self._scheduler.refused()]
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
+                tokens, slot = int(work.planned.num_tokens.sum()), int(work.planned.slots[0])
+                same = self._scheduler.slots.epochs[slot] == work.epochs[0]  # else it has ended while masks were filled
+                first = self._scheduler.slots.sequences[slot] if same else None
+                self._scheduler.failed(work)
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
-                tokens = int(work.planned.num_tokens.sum())
                 if tokens == 1:
-                    failure = out_of_memory("a step of one token", problem)
-                    slot, epoch = int(work.planned.slots[0]), int(work.epochs[0])
-                    sequence = self._scheduler.slots.sequences[slot]
-                    if sequence is not None and self._scheduler.slots.epochs[slot] == epoch:
-                        outputs.append(self._fail(sequence.id, failure))
+                    if first is not None and self._requests.get(first.id) is first:
+                        outputs.append(self._fail(first.id, out_of_memory("a step of one token", problem)))
                     break
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
@@ -313,6 +322,7 @@ class Engine:
         try:
             step = self._runner.start(plan)
             if step is None:
+                self._scheduler.starting = work
                 self._fill_masks(work, outputs, deliver)
                 step = self._runner.draw()
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
@@ -369,7 +379,7 @@ class Engine:
         self._register(work, drawn)
         for output in outputs:
             if output.finish_reason is not None:
-                self.abort(output.request_id)
+                self.abort(output.request_id, failed=output.error is not None)
         return outputs if deliver is None else []
 
     def _collect_scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
@@ -418,12 +428,14 @@ class Engine:
         self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
     ) -> list[TokenOutput]:
         """What the caller of a sequence gets after it has taken the tokens of a step."""
+        if reason != Reason.RUNS:
+            sequence.unused = int(result.counts[row]) - len(tokens)
         if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts
             before = sequence.watched and tokens
             outputs = self._tell(sequence, tokens, Reason.RUNS, result, work, row) if before else []
             error = no_token(sequence, self._constraints, self._vocab_size)  # its constraint says which token was missing
             return [*outputs, TokenOutput(sequence.id, (), "error", error)]
-        request, count = sequence.request, len(tokens)
+        request = sequence.request
         if sequence.constraint is not None and reason == Reason.RUNS:
             sequence.constraint.accept(tokens)
         if result.logprobs is not None and request.sampling.logprobs is not None:
@@ -439,7 +451,7 @@ class Engine:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
         drafted, accepted = (0, 0) if self._drafts is None else sequence.num_drafts
         if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
-            accepted -= int(result.counts[row]) - count
+            accepted -= sequence.unused
         output = TokenOutput(
             request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
             num_draft_tokens=drafted, num_accepted_tokens=accepted,
@@ -496,7 +508,7 @@ class Engine:
                 self._scheduler.register_pages(sequence, min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1))
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
-        self.abort(request_id)
+        self.abort(request_id, failed=True)
         return TokenOutput(request_id, (), "error", error)
 
 

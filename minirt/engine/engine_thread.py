@@ -98,6 +98,11 @@ class EngineThread:
         """Maximum number of tokens of a request, prompt and completion together."""
         return self.engine.max_len
 
+    @property
+    def keeps_states(self) -> bool:
+        """See `Engine.keeps_states`."""
+        return self.engine.keeps_states
+
     def peak_memory(self) -> int:
         """Peak memory in bytes, for `Completion.peak_memory_bytes`; 0 if the thread has ended."""
         return 0 if (engine := self._engine) is None else engine.peak_memory()

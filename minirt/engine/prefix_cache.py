@@ -6,12 +6,18 @@ prefixes with the same key.
 """
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from minirt.step.kv_cache import PageAllocator
+from minirt.step.plan import NO_COPIES, Copies
+
+if TYPE_CHECKING:
+    from minirt.engine.sequence import Sequence
 
 
 @dataclass
@@ -20,17 +26,52 @@ class PrefixCacheStats:
 
     Args:
         queries: number of tokens that were looked up.
-        hits: number of these tokens that were found, so their KV values were not computed again.
+        hits: number of these tokens that were found, so they were not computed again.
         evictions: pages whose values were dropped to make room.
+        recomputed: tokens whose KV pages were found, and that were computed again because recurrent layers had no state behind
+            them.
+        snapshots, snapshot_evictions: states of recurrent layers that are kept now; and that were dropped to make room.
     """
 
     queries: int = 0
     hits: int = 0
     evictions: int = 0
+    recomputed: int = 0
+    snapshots: int = 0
+    snapshot_evictions: int = 0
+
+
+class Hit(NamedTuple):
+    """What is cached of a sequence's beginning.
+
+    Args:
+        tokens: how many of its tokens need not be computed.
+        pages: full KV pages with the first of these tokens, to be shared.
+        matched: tokens in all full pages that were found.
+        partial: a page with the rest of the tokens, to be copied; −1: there is no rest.
+        snapshot: the key of the state behind the tokens, in models with recurrent layers.
+    """
+
+    tokens: int
+    pages: list[int]
+    matched: int
+    partial: int = -1
+    snapshot: bytes = b""
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that must not be evicted before a step has used them."""
+        return self.pages if self.partial < 0 else [*self.pages, self.partial]
+
+
+NO_HIT = Hit(0, [], 0)
 
 
 class PrefixCache:
-    """Finds the pages of an allocator by key.
+    """Finds the pages of an allocator by key. The scheduler asks it what is cached, and tells it what happens to sequences.
+
+    Models of attention layers need nothing beside pages, so most of what it is told is without effect here;
+    `state_cache.StatePrefixCache` is the one of models with recurrent layers.
 
     Args:
         page_size: tokens of a page.
@@ -45,6 +86,10 @@ class PrefixCache:
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(self._queries, self._hits, self._allocator.evictions)
 
+    def root(self, salt: str | None) -> bytes:
+        """What stands for the key of the page before the first one."""
+        return b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=self._secret).digest()
+
     def extend_keys(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int | None = None) -> None:
         """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages, or to the first `most` of them.
 
@@ -58,8 +103,7 @@ class PrefixCache:
             return
         secret, size = self._secret, 4 * self._page_size
         content = tokens[known * self._page_size : count * self._page_size].tobytes()
-        root = b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=secret).digest()
-        parent = keys[-1] if keys else root
+        parent = keys[-1] if keys else self.root(salt)
         for start in range(0, len(content), size):
             page = blake2b(parent, digest_size=16, key=secret)
             page.update(content[start : start + size])
@@ -81,7 +125,47 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def count(self, queries: int, hits: int) -> None:
-        """Add to the counters: a request's tokens, and the number of them that were found."""
+    def hits(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int) -> Iterator[Hit]:
+        """What is cached of the first `most` tokens: the best hit, then those that need fewer pages beside their own."""
+        pages = self.find(keys, tokens, salt, most // self._page_size)
+        cached = len(pages) * self._page_size
+        yield Hit(cached, pages, cached)
+
+    def count(self, queries: int, hit: Hit) -> None:
+        """Add to the counters: a request's tokens, and what was found of them."""
         self._queries += queries
-        self._hits += hits
+        self._hits += hit.tokens
+
+    def take(self, sequence: "Sequence", hit: Hit) -> None:
+        """A sequence is admitted with this hit."""
+        self._allocator.share(hit.pages)
+
+    def pin(self, hit: Hit) -> None:
+        """Never evict what this hit needs. Its pages are the caller's to hold.
+
+        Raises:
+            ContextLengthError: too much is pinned.
+        """
+
+    def chunk_end(self, sequence: "Sequence", start: int, stop: int) -> int:
+        """Where a chunk of a prompt ends that begins at `start` and could end at `stop`."""
+        return stop
+
+    def copies(self) -> Copies:
+        """What the next step must copy before its layers run. Then call `started` or `failed`."""
+        return NO_COPIES
+
+    def started(self) -> None:
+        """The step with the `copies` was started."""
+
+    def failed(self) -> None:
+        """It was not, and nobody knows which of them were made."""
+
+    def computed(self, sequence: "Sequence") -> None:
+        """A step was started that computes a sequence's first `num_prefilled` tokens."""
+
+    def ended(self, sequence: "Sequence", computed: int) -> None:
+        """A sequence has ended, of which so many tokens are computed, or in a step that was started. It still has its slot."""
+
+    def reset(self) -> None:
+        """All pages are free, and no content is known."""

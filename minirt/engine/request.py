@@ -30,6 +30,8 @@ class Request:
         num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
         final_only: nobody reads the tokens before the last one: one output has them all (vLLM's `RequestOutputKind.FINAL_ONLY`).
+        history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
+            with. 0: not known.
     """
 
     id: int
@@ -43,6 +45,7 @@ class Request:
     num_unscored: int = 1
     logits_only: bool = False
     final_only: bool = False
+    history_len: int = 0
 
     @property
     def rules(self) -> "Rules | None":
@@ -120,6 +123,7 @@ class EngineStats(NamedTuple):
         prefix_cache_queries, prefix_cache_hits: see `PrefixCacheStats`.
         generation_tokens: generated tokens, those of requests that still run included.
         drafts: counters of speculative decoding; zeros without it.
+        prefix_cache_recomputed: see `PrefixCacheStats`; None: no states are kept.
     """
 
     num_running: int
@@ -130,3 +134,4 @@ class EngineStats(NamedTuple):
     prefix_cache_hits: int
     generation_tokens: int = 0
     drafts: DraftStats = DraftStats()
+    prefix_cache_recomputed: int | None = None

@@ -33,7 +33,7 @@ from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import PlannedSequences, StepPlan
+from minirt.step.plan import NO_COPIES, Copies, PlannedSequences, StepPlan
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -249,6 +249,8 @@ class Runner:
             self._dry_run(bucket)
             self._capture(bucket)
         self._buffers.send(plan, logits_needed=needed)
+        if plan.copies is not NO_COPIES:
+            self._cache.copy(plan.copies)
         rows = plan.num_logits
         if bucket is not None and self._graphs is not None:
             batch = self._static(bucket)[1]
@@ -385,6 +387,8 @@ class Runner:
         for params in sampling_kinds():
             self._sample(params)
         self._stages.compile()
+        if self._cache.num_snapshots:
+            self._cache.copy(Copies(((0, 0),), ((0, 0),)))
 
     def _reserve(self, model: Model) -> None:
         """Have PyTorch's allocator keep the memory of the largest step.

@@ -18,15 +18,16 @@ import numpy as np
 
 from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import MAX_SHARING, EngineLimits
-from minirt.engine.prefix_cache import PrefixCache
+from minirt.engine.prefix_cache import NO_HIT, PrefixCache
 from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import FEW, NEVER, HostSlots
+from minirt.engine.state_cache import StatePrefixCache
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import NO_TOKENS, PlannedSequences
+from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
@@ -44,6 +45,7 @@ class Work(NamedTuple):
     planned: PlannedSequences
     epochs: np.ndarray
     prompts: list[tuple[int, Sequence]]
+    copies: Copies = NO_COPIES
 
 
 _NO_EPOCHS = np.zeros(0, np.int64)
@@ -67,15 +69,17 @@ class Scheduler:
     preempts none.
 
     Args:
-        prefix_cache: whether sequences with the same beginning share pages. Without effect if there are recurrent layers, because
-            their state at the end of the shared beginning is not kept.
+        prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
+            their states.
     """
 
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
-        self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
+        self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
+        self._copies = self.prefix_cache is not None and cache.has_states  # whether steps copy states
+        self.starting: Work | None = None  # a step whose layers run, before `started`
         # The token limit of a step, lowered when memory runs out, and the number of steps since then.
-        self._limit_tokens, self._steps_since = limits.max_num_batched_tokens, 0
+        self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._pinned: set[int] = set()  # pages of pinned prompts
         self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
         self._added: list[Sequence] = []  # since the last step, if they may be refused
@@ -135,8 +139,10 @@ class Scheduler:
         refused = still[max(0, len(still) - excess) :]
         return [member for sequence in refused for member in (sequence, *self._followers.get(sequence.group, {}).values())]
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
         """Remove a finished or aborted sequence and free its pages.
+
+        `failed`: what it has computed is of no use.
 
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
@@ -144,7 +150,25 @@ class Scheduler:
         self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
+        if self._copies and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
+            self._keep_end(sequence)
         self._free(sequence)
+
+    def _keep_end(self, sequence: Sequence) -> None:
+        """Tell the prefix cache how many tokens the state of a sequence has that ends.
+
+        The steps that the host has read have computed all its tokens but the last one, and this one too if the sequence did not
+        take all that they yield. A step in flight computes the next token. With drafts, a state can go back to any token of its
+        last step, but not behind its beginning.
+        """
+        slot, starting = sequence.slot, self.starting
+        unread = int(self.slots.steps[slot])
+        if starting is not None:
+            unread += int(((starting.planned.slots == slot) & (starting.epochs == self.slots.epochs[slot])).sum())
+        computed = len(sequence.tokens) + min(0, sequence.unused - 1 + unread)
+        if self.prefix_cache is not None and unread * max(1, sequence.unused) <= 1:
+            self.register_pages(sequence, computed)
+            self.prefix_cache.ended(sequence, computed)
 
     def _leave_group(self, sequence: Sequence) -> None:
         """If it led its group, the next one does."""
@@ -187,6 +211,9 @@ class Scheduler:
             self.add(sequence)
         self._added.clear()
         self._cache.allocator.reset()
+        self.starting = None
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset()
         self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
     def schedule(self) -> Work | None:
@@ -254,13 +281,14 @@ class Scheduler:
             prompts = [own for own in prompts if own[0].slot >= 0]
         if not len(slots) and not prompts:
             return None
+        copies = self.prefix_cache.copies() if self._copies and self.prefix_cache is not None else NO_COPIES
         if not prompts:
-            return Work(_going_on(slots, counts, lens), epochs, [])
+            return Work(_going_on(slots, counts, lens), epochs, [], copies)
         planned = PlannedSequences.of(own for _, own in prompts)
         if len(slots):
             planned = PlannedSequences(np.concatenate((_going_on(slots, counts, lens).values, planned.values), 1))
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
-        return Work(planned, self.slots.epochs[planned.slots], places)
+        return Work(planned, self.slots.epochs[planned.slots], places, copies)
 
     def _seconds_of_prompts(self) -> float:
         """How long a step may compute prompts while others decode."""
@@ -362,6 +390,8 @@ class Scheduler:
         stop = min(sequence.prefill_len, start + budget, first + rows)
         if stop <= start:
             return None
+        if self.prefix_cache is not None:
+            stop = self.prefix_cache.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
         return sequence.slot, start, stop - start, scored + draws, draws, stop
@@ -370,6 +400,9 @@ class Scheduler:
         """A step with these sequences was started."""
         own, going_on = self.slots, len(work.planned) - len(work.prompts)
         slots, draws = work.planned.slots, work.planned.num_draws
+        self.starting = None
+        if self._copies and self.prefix_cache is not None:
+            self.prefix_cache.started()
         if going_on:
             own.num_sent[slots[:going_on]] = own.num_pages[slots[:going_on]]
         for place, sequence in work.prompts:
@@ -379,6 +412,8 @@ class Scheduler:
             sequence.num_sent = len(sequence.pages)
             sequence.num_prefilled += num_tokens
             sequence.num_scored += num_logits - num_draws
+            if self.prefix_cache is not None:
+                self.prefix_cache.computed(sequence)
             if not sequence.prefills:
                 self._prefilling.pop(sequence.id, None)
                 if num_draws:
@@ -392,6 +427,19 @@ class Scheduler:
         else:
             own.steps[slots] += draws > 0
             own.unread[slots] += draws
+
+    def failed(self, work: Work) -> None:
+        """A step with these sequences did not start, because memory ran out in the middle of its layers.
+
+        States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
+        """
+        self.starting = None
+        if self._copies and self.prefix_cache is not None:
+            self.prefix_cache.failed()
+        if self._cache.has_states:
+            for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):
+                if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
+                    self._preempt(sequence)
 
     def read(self, slots: list[int] | np.ndarray, draws: list[int] | np.ndarray) -> None:
         """The tokens of a step with so many draws of each slot are known now."""
@@ -417,28 +465,31 @@ class Scheduler:
 
         A sequence that does not fit would soon be preempted. One that was preempted waits until all its tokens are known.
         """
-        allocator, size = self._cache.allocator, self._cache.page_size
+        allocator = self._cache.allocator
         if sequence.unread_steps or self._blocked == (sequence.id, allocator.num_changes):
             return False
-        pages, tokens = list[int](), sequence.tokens
-        caches = self.prefix_cache is not None and not sequence.logits_only
-        if self.prefix_cache is not None and caches:
+        tokens, cache, hits = sequence.tokens, None if sequence.logits_only else self.prefix_cache, iter([NO_HIT])
+        if cache is not None:
             # At least one token is computed. The logits of token i score token i + 1.
             known = sequence.num_scored if sequence.unscored else len(tokens) - 1
-            pages = self.prefix_cache.find(sequence.keys, tokens, sequence.request.cache_salt, known // size)
-        needed = self._cache.pages_for(min(len(tokens) + 1, sequence.final_len)) - len(pages)
-        if needed > allocator.num_free - allocator.count_free(pages):
+            hits = cache.hits(sequence.keys, tokens, sequence.request.cache_salt, known)
+        pages = self._cache.pages_for(min(len(tokens) + 1, sequence.final_len))
+        for hit in hits:
+            if pages - len(hit.pages) <= allocator.num_free - allocator.count_free(hit.held):
+                break
+        else:
             self._blocked = sequence.id, allocator.num_changes
             return False
-        allocator.share(pages)
-        sequence.take_slot(self.slots, pages)
-        sequence.num_prefilled, sequence.prefill_len = len(pages) * size, len(tokens)
-        sequence.registered = len(pages) if caches else NEVER
+        sequence.take_slot(self.slots, list(hit.pages))
+        sequence.num_prefilled, sequence.prefill_len = hit.tokens, len(tokens)
+        sequence.registered = NEVER if cache is None else len(hit.pages)
+        if cache is not None:
+            cache.take(sequence, hit)
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at
-            if self.prefix_cache is not None and caches:
-                self.prefix_cache.count(len(tokens), sequence.num_prefilled)
+            if cache is not None:
+                cache.count(len(tokens), hit)
         return True
 
     def extend_keys(self, sequence: Sequence) -> None:
@@ -481,8 +532,8 @@ class Scheduler:
         """
         if self.prefix_cache is None:
             return 0
-        pages = self.prefix_cache.find([], tokens, None, len(tokens) // self._cache.page_size)
-        pinned = self._pinned | set(pages)
+        hit = next(self.prefix_cache.hits([], tokens, None, len(tokens)), NO_HIT)
+        pinned = self._pinned | set(hit.held)
         if 2 * len(pinned) > self._cache.num_pages:
             raise ContextLengthError(
                 "pinned prompts take too many KV pages", expected=f"at most half of {self._cache.num_pages}", found=len(pinned),
@@ -494,20 +545,23 @@ class Scheduler:
                 "an open request may need the KV pages of the pinned prompt", expected=f"at most {room} tokens", found=longest,
                 hint="pin prompts before other requests run, lower their max_tokens, or raise --kv-cache-memory",
             )  # fmt: skip
-        self._cache.allocator.share([page for page in pages if page not in self._pinned])
+        self.prefix_cache.pin(hit)
+        self._cache.allocator.share([page for page in hit.held if page not in self._pinned])
         self._pinned = pinned
         if room < self.max_len:
             self.max_len, self._limit = room, "--kv-cache-memory"
-        return len(pages) * self._cache.page_size
+        return hit.tokens
 
     def limit_tokens(self, most: int) -> None:
         """Limit the next steps to `most` tokens, because a larger step did not fit into memory."""
         self._limit_tokens, self._steps_since = most, 0
+        if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
+            self._until_larger *= 2
 
     def relax_limit(self) -> None:
         """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
         self._steps_since += 1
-        if self._steps_since >= STEPS_UNTIL_LARGER:
+        if self._steps_since >= self._until_larger:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
 
     def _preempt_last(self) -> Sequence:
@@ -516,14 +570,17 @@ class Scheduler:
         It keeps its rank, so that it is admitted before those that arrived later.
         """
         last = max(self.running.values(), key=lambda sequence: sequence.rank)
-        self.num_preemptions += 1
-        del self.running[last.id]
-        place = last.slot, int(self.slots.epochs[last.slot])
-        self._free(last)
-        if last.unread_steps:
-            self._away[place] = last
-        self.waiting.add(last)
+        self._preempt(last)
         return last
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        del self.running[sequence.id]
+        place = sequence.slot, int(self.slots.epochs[sequence.slot])
+        self._free(sequence)
+        if sequence.unread_steps:
+            self._away[place] = sequence
+        self.waiting.add(sequence)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         needed = self._cache.pages_for(tokens) - len(sequence.pages)
@@ -554,3 +611,11 @@ class Scheduler:
             self._decoding_slots = None
         sequence.leave_slot(self.slots)
         sequence.num_prefilled = 0
+
+
+def _prefix_cache(cache: KVCache) -> PrefixCache | None:
+    """The prefix cache of a KV cache; None: it has states, and no room for snapshots of them."""
+    if not cache.has_states:
+        return PrefixCache(cache.allocator, cache.page_size)
+    rows = range(cache.num_slots, cache.num_slots + cache.num_snapshots)
+    return StatePrefixCache(cache.allocator, cache.page_size, rows, cache.state_tokens) if rows else None

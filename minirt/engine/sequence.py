@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import HostSlots, Reason
+from minirt.engine.slots import NEVER, HostSlots, Reason
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.sampling_params import EffectiveSampling
 
@@ -50,6 +50,9 @@ class Sequence:
     # number of prompt tokens whose logits are.
     num_scored: int = 0
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
+    last_snapshot: int = NEVER  # tokens in the last snapshot of its state, taken or found; `NEVER`: it takes none
+    next_snapshots: tuple[int, ...] = ()  # numbers of prompt tokens after which snapshots are to be taken
+    unused: int = 0  # once it has ended: tokens of its last step that it did not take
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
     added_at: float = 0.0  # the time at which it was queued
     queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported

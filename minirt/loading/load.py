@@ -206,9 +206,10 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     int4 = {"quantization": "int4"} if capability >= (8, 0) else {}
     narrow = {"dtype": "bfloat16"} if device.type == "cpu" or options.dtype == "float32" else {}
     ways: list[tuple[str, dict[str, Any]]] = [
-        ("lower --kv-cache-memory", {"kv_cache_memory": None}), ("use --dtype bfloat16", narrow), ("use --fp8", fp8),
-        ("use --dtype bfloat16 --fp8", narrow | fp8), ("use --quantize int4", int4),
-        ("use --dtype bfloat16 --quantize int4", narrow | int4), ("lower --max-model-len", {"max_model_len": 256}),
+        ("lower --kv-cache-memory", {"kv_cache_memory": None}), ("lower --state-cache-memory", {"state_cache_memory": None}),
+        ("use --dtype bfloat16", narrow), ("use --fp8", fp8), ("use --dtype bfloat16 --fp8", narrow | fp8),
+        ("use --quantize int4", int4), ("use --dtype bfloat16 --quantize int4", narrow | int4),
+        ("lower --max-model-len", {"max_model_len": 256}),
     ]  # fmt: skip
     least, how = _without_pages(plan_load(options, gpu)[1]), ""
     for words, changes in ways:

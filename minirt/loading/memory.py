@@ -23,6 +23,8 @@ from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
 STATE_SHARE = 0.5  # of the memory for states and KV pages that the states of recurrent layers may take
+SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, for the prefix cache
+SNAPSHOTS_OF_A_SEQUENCE = 4  # as many for each sequence that runs at once, at most
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
 StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
@@ -30,7 +32,7 @@ StepBytes = Callable[[int], int | None]  # tokens of the largest step → the by
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options that decide what a model takes; see `minirt.LoadOptions`. The last two: of the proposer of drafts."""
+    """The options that decide what a model takes; see `minirt.LoadOptions`. `max_drafts`, `keeps_history`: of the proposer."""
 
     kv_cache_memory: int | str | None = None
     max_num_seqs: int = 64
@@ -39,6 +41,8 @@ class MemoryOptions:
     cuda_graphs: bool = True
     max_drafts: int = 0
     keeps_history: bool = False
+    state_cache_memory: int | str | None = None
+    prefix_cache: bool = True
 
     def limits(self, length: int, tokens: int) -> EngineLimits:
         """Of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
@@ -49,14 +53,22 @@ class MemoryOptions:
     @property
     def kv_bytes(self) -> int | None:
         """`kv_cache_memory` in bytes."""
-        try:
-            return parse_size(self.kv_cache_memory) if isinstance(self.kv_cache_memory, str) else self.kv_cache_memory
-        except InputError as error:
-            expected = "a number of bytes, or a text such as '4GiB'"
-            raise ConfigError("not a size", where="--kv-cache-memory", expected=expected, found=self.kv_cache_memory) from error
+        return _bytes_of(self.kv_cache_memory, "--kv-cache-memory")
+
+    @property
+    def snapshot_bytes(self) -> int | None:
+        """`state_cache_memory` in bytes."""
+        return _bytes_of(self.state_cache_memory, "--state-cache-memory", least=0)
 
     def __post_init__(self) -> None:
         self.kv_bytes  # noqa: B018  (checks it)
+        asked = self.snapshot_bytes
+        if asked is not None and (type(asked) is not int or asked < 0):
+            where, expected = "--state-cache-memory", "a number of bytes, or a text such as '4GiB'"
+            raise ConfigError("not a size", where=where, expected=expected, found=repr(asked)[:80])
+        if asked and not self.prefix_cache:
+            what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
+            raise ConfigError(what, where="--state-cache-memory", expected=expected, found=asked)
         share = self.gpu_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             where, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
@@ -81,6 +93,7 @@ class MemoryPlan:
         max_num_batched_tokens: tokens of the largest step.
         max_num_seqs: sequences that run at once: those asked for, or fewer if their states would take too much.
         state: the states of one of them, in bytes; 0: there is no recurrent layer.
+        snapshots: how many states are kept beside those of the sequences that run, for the prefix cache.
         measured: whether `step` was measured; otherwise it is an estimate.
     """
 
@@ -98,12 +111,13 @@ class MemoryPlan:
     max_num_batched_tokens: int
     max_num_seqs: int
     state: int
+    snapshots: int = 0
     measured: bool = False
 
     @property
     def needed(self) -> int:
         """Bytes of everything, with one page at least."""
-        return self.weights + self.other + self.step + max(self.pages, 1) * self.page
+        return self.weights + self.other + self.step + self.snapshots * self.state + max(self.pages, 1) * self.page
 
     @property
     def fits(self) -> bool:
@@ -129,6 +143,8 @@ class MemoryPlan:
         states = f"states of {self.max_num_seqs:,} sequences, {format_size(self.state)} each" if self.state else ""
         table = [("weights", self.weights, ""), ("rope tables and states", self.other, states)]
         table += [("steps", self.step, step)] * (self.step > 0)
+        kept = f"{self.snapshots:,} snapshots of states, for the prefix cache"
+        table += [("state cache", self.snapshots * self.state, kept)] * (self.snapshots > 0)
         return table + [("KV cache", self.pages * self.page, pages)] * (self.page > 0)
 
 
@@ -167,12 +183,14 @@ def plan_memory(
         step_bytes = step_bytes or (lambda tokens: estimate_step(model, length, tokens, options))
     if options.max_num_batched_tokens is not None:
         candidates = (options.max_num_batched_tokens,)
-    step, pages = 0, 0
+    step, pages, snapshots = 0, 0, 0
     for tokens in candidates:
         needed = 0 if device.type == "cpu" or step_bytes is None else step_bytes(tokens)
         if needed is None:
             continue
-        step, pages = needed, full if not page else max(0, min((budget - fixed - needed) // page, full))
+        step, room = needed, budget - fixed - needed
+        snapshots = _snapshots(options, state, room, room - page * (asked or 0))
+        pages = full if not page else max(0, min((room - snapshots * state) // page, full))
         if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
             break
     if asked is not None:
@@ -180,7 +198,7 @@ def plan_memory(
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
-        options.max_num_seqs, state, measured=loaded and step > 0,
+        options.max_num_seqs, state, snapshots, measured=loaded and step > 0,
     )  # fmt: skip
 
 
@@ -200,11 +218,34 @@ def with_fitting_sequences(
     free = free_memory(device) + own * loaded
     share = 1.0 if device.type == "cpu" else options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     room = int(free * share) - own
+    room -= options.snapshot_bytes or 0
     if options.kv_bytes is not None:
         room -= options.kv_bytes
     else:
         room = int(room * STATE_SHARE * (CPU_SHARE if device.type == "cpu" else 1))
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
+
+
+def _snapshots(options: MemoryOptions, state: int, room: int, beside: int) -> int:
+    """The number of snapshots of states.
+
+    Args:
+        state: bytes of one.
+        room: bytes for snapshots and KV pages; `beside`: those that the pages which were asked for leave.
+    """
+    asked = options.snapshot_bytes
+    if not state:
+        if asked:
+            what, expected = "the model has no recurrent layers, whose states could be kept", "no value"
+            raise ConfigError(what, where="--state-cache-memory", expected=expected, found=asked)
+        return 0
+    if asked is not None:
+        if 0 < asked < state:
+            expected = f"0, or {format_size(state, up=True)} (the states of one sequence) or more"
+            raise ConfigError("too small", where="--state-cache-memory", expected=expected, found=format_size(asked))
+        return asked // state
+    most = min(int(room * SNAPSHOT_SHARE), beside) // state
+    return max(0, min(most, SNAPSHOTS_OF_A_SEQUENCE * options.max_num_seqs)) if options.prefix_cache else 0
 
 
 def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
@@ -234,6 +275,9 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
+    if plan.state and not plan.snapshots and options.prefix_cache and options.snapshot_bytes is None:
+        what = f"no prefix cache: it needs states of {format_size(plan.state)} each, and the free memory has no room for them"
+        warnings.warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning, stacklevel=4)
     if plan.context < length and options.kv_cache_memory is None:
         more = "" if model.kv_dtype.itemsize == 1 else "; --kv-cache-dtype fp8 makes room for about twice as many"
         more += f"; {plan.others}" if plan.others else ""
@@ -280,6 +324,15 @@ def out_of_memory_while(what: str, device: torch.device) -> Iterator[None]:
             raise
         found, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
         raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=found, hint=hint) from error
+
+
+def _bytes_of(size: int | str | None, where: str, least: int = 1) -> int | None:
+    """An option's value in bytes."""
+    try:
+        return parse_size(size, least) if isinstance(size, str) else size
+    except InputError as error:
+        expected = "a number of bytes, or a text such as '4GiB'"
+        raise ConfigError("not a size", where=where, expected=expected, found=size) from error
 
 
 def _pages_in(memory: int, one: int) -> int:

@@ -66,7 +66,10 @@ class LoadOptions:
         max_step_ms: on a GPU, milliseconds that a step's prompt tokens may take while other requests decode, which wait for it;
             by times measured at warm-up. 0: any time.
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
-            beginning does not compute it again. Models with recurrent layers have no prefix cache, and the plan says so.
+            beginning does not compute it again. Models with recurrent layers keep states, too (`state_cache_memory`).
+        state_cache_memory: memory for kept states of recurrent layers, in bytes or as text. None: a quarter of the memory for KV
+            pages and them, at most four states for each of `max_num_seqs`, and not more than `kv_cache_memory` leaves. 0: none,
+            and no prefix cache.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
         check_weights: refuse NaN and Inf in the checkpoint.
         layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. The model inserts a
@@ -99,6 +102,7 @@ class LoadOptions:
     max_waiting: int | None = None
     max_step_ms: float = MAX_STEP_MS
     prefix_cache: bool = True
+    state_cache_memory: int | str | None = None
     random_weights: bool = False
     seed: int = 0
     check_weights: bool = False
@@ -133,7 +137,7 @@ class LoadOptions:
         """The options that decide what the model takes of the memory."""
         return MemoryOptions(
             self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs,
-            *drafts_of(self.speculative),
+            *drafts_of(self.speculative), self.state_cache_memory, self.prefix_cache,
         )  # fmt: skip
 
     @property

@@ -23,9 +23,7 @@ from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
-from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache, state_bytes
-
-NO_PREFIX_CACHE = "no prefix cache, since recurrent layers keep one state for each sequence, at its end only"
+from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
 
 
 class Model:
@@ -169,7 +167,7 @@ class Model:
         chosen = self.formats
         self.plan = Plan(
             tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen.checkpoint if chosen else None,
-            (chosen.notes if chosen else ()) + (NO_PREFIX_CACHE,) * (state_bytes(self.cache_specs) > 0),
+            chosen.notes if chosen else (),
             self.config.model_type, self.num_parameters,
         )  # fmt: skip
         return self.plan

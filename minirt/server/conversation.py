@@ -104,11 +104,13 @@ def render(front: Front, conversation: Conversation) -> Prompt:
         checked_messages(own.messages)
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
     limit = None if own.truncates else processor.limit(None)
-    text = tokenizer.render_chat(
-        own.messages, tools=[tool.value for tool in own.tools] or None, add_generation_prompt=own.opens_answer,
-        continue_final_message=own.continues, variables=own.variables,
-    )  # fmt: skip
-    return Prompt(tokenizer.encode_plain(text, limit), text, checked_messages(own.messages[-1:])[0]["content"])
+    options: dict[str, Any] = {
+        "tools": [tool.value for tool in own.tools] or None, "add_generation_prompt": own.opens_answer,
+        "continue_final_message": own.continues, "variables": own.variables,
+    }  # fmt: skip
+    text = tokenizer.render_chat(own.messages, **options)
+    tokens = tokenizer.encode_rendered(text, own.messages, limit, processor.keeps_states, **options)
+    return Prompt(tokens, text, checked_messages(own.messages[-1:])[0]["content"])
 
 
 def prepare(

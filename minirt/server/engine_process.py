@@ -111,7 +111,7 @@ def _load(connection: _Connection, start: Start) -> Generator:
     connection.send(
         Ready(
             generator.max_len, generator.config.vocab_size, generator.max_num_seqs, generator.eos_token_ids,
-            generator.generation_config, facts,
+            generator.generation_config, facts, generator._engine.keeps_states,
         )
     )  # fmt: skip
     return generator

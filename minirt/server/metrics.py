@@ -92,6 +92,9 @@ class Metrics:
             yield counter("num_preemptions", "Running requests that lost their KV pages to others.", engine.num_preemptions)
             yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
             yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+            if engine.prefix_cache_recomputed is not None:
+                what = "Tokens whose KV pages were found, computed again for want of a state of recurrent layers."
+                yield counter("prefix_cache_recomputed", what, engine.prefix_cache_recomputed)
             if engine.drafts.num_accepted_per_position:  # speculative decoding is on
                 drafts = engine.drafts
                 yield counter("spec_decode_num_drafts", "How often drafts of a request were verified.", drafts.num_drafts)

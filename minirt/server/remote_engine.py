@@ -90,6 +90,10 @@ class RemoteEngine(asyncio.Protocol):
             raise EngineError("the model is being loaded", hint="ask /health")
         return self.ready.result().max_len
 
+    @property
+    def keeps_states(self) -> bool:
+        return self.ready.done() and self.ready.result().keeps_states
+
     def new_id(self) -> int:
         return next(self._ids)
 

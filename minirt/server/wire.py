@@ -84,7 +84,8 @@ class Found(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded and warmed up, and warm prompts are computed. `facts`: what /server_info shows."""
+    """The model is loaded and warmed up, and warm prompts are computed. `facts`: what /server_info shows. `keeps_states`: see
+    `Engine.keeps_states`."""
 
     max_len: int
     vocab_size: int
@@ -92,6 +93,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     eos_token_ids: tuple[int, ...]
     generation_config: dict[str, Any] | None
     facts: dict[str, Any]
+    keeps_states: bool = False
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

@@ -6,17 +6,21 @@ kinds of specs, so a new kind needs no change elsewhere.
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from minirt.errors import MinirtError
+from minirt.device import is_nvidia
+from minirt.errors import MinirtError, UnsupportedError
 from minirt.kernels.attention.operands import KVPages
+from minirt.kernels.step.rows import RowTable, copy_rows
 from minirt.modeling.formats import FP8
+from minirt.step.plan import Copies
 
+_STATE_TOKENS = 2048  # `KVCache.state_tokens` of a model without pages
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
 
 
@@ -25,7 +29,7 @@ class CacheRoom(NamedTuple):
 
     Args:
         dtype: of KV pages.
-        num_slots: sequences that can run at once.
+        num_slots: rows of states: one for each sequence that can run at once, then one for each snapshot.
     """
 
     num_pages: int
@@ -160,6 +164,22 @@ def undoable(specs: Sequence[CacheSpec]) -> int:
     return min([getattr(spec, "undoable", 0) for spec in states], default=2**31)
 
 
+def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator[tuple[CacheSpec, LayerCache]]:
+    """What layers keep, each part with its spec: either pages or states.
+
+    Raises:
+        UnsupportedError: a spec has pages and states, and does not say which of its tensors are which.
+    """
+    for spec, layer in zip(specs, layers, strict=True):
+        if isinstance(spec, CombinedSpec) and isinstance(layer, CombinedCache):
+            yield from _parts(spec.specs, layer)
+        elif spec.state_bytes and spec.page_bytes(torch.float32, 1):
+            what, hint = "states beside pages are kept only if each has a spec", "use a CombinedSpec, or --no-prefix-cache"
+            raise UnsupportedError(what, where=type(spec).__name__, expected="pages or a state", found="both", hint=hint)
+        else:
+            yield spec, layer
+
+
 def page_bytes(specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
     """Bytes of one page, summed over all layers."""
     return sum(spec.page_bytes(dtype, page_size) for spec in specs)
@@ -176,9 +196,13 @@ class KVCache:
     A page number means the same page in every layer, and a slot the same sequence. Pages and slots start uninitialized: no layer
     may read one before it is written.
 
+    Attributes:
+        state_tokens: the number of tokens whose pages take as many bytes as the states of one sequence.
+
     Args:
         specs: one for each layer with a `cache_spec`, in order.
         num_slots: sequences that can run at once. Only recurrent layers need memory for them.
+        num_snapshots: states that are kept beside those of running sequences, in the rows after them; see `StatePrefixCache`.
     """
 
     def __init__(
@@ -189,11 +213,16 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         page_size: int = PAGE_SIZE,
         num_slots: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
-        self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
+        self.page_size, self.num_pages, self.num_slots, self.num_snapshots = page_size, num_pages, num_slots, num_snapshots
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
-        room = CacheRoom(num_pages, page_size, num_slots, dtype, device)
+        room = CacheRoom(num_pages, page_size, num_slots + num_snapshots, dtype, device)
         self.layers = [spec.allocate(room) for spec in specs]
+        self._states, self._pages = self._rows(specs) if num_snapshots else ([], [])
+        self._tables = (RowTable.of(self._states), RowTable.of(self._pages)) if is_nvidia(torch.device(device)) else (None, None)
+        one = page_bytes(specs, dtype, 1)
+        self.state_tokens = -(-state_bytes(specs) // one) if one else _STATE_TOKENS
         self.allocator = PageAllocator(num_pages)
 
     @property
@@ -208,12 +237,30 @@ class KVCache:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
+    def copy(self, copies: Copies) -> None:
+        """Copy rows of states and pages, one after the other, in stream order. Allocates nothing and does not wait."""
+        for tensors, table, pairs in zip((self._states, self._pages), self._tables, copies, strict=True):
+            for source, target in pairs:
+                if table is None:
+                    copy_rows(tensors, source, target)
+                else:
+                    from minirt.kernels.step import copies as kernel
+
+                    kernel.copy_rows(table, source, target)
+
+    def _rows(self, specs: Sequence[CacheSpec]) -> tuple[list[Tensor], list[Tensor]]:
+        """All tensors of states, with a row for each slot and snapshot, and all of pages, with a row for each page."""
+        parts = [(spec, tensor) for spec, layer in _parts(specs, self.layers) for tensor in layer.tensors()]
+        states = [tensor for spec, tensor in parts if spec.state_bytes]
+        return states, [tensor.unflatten(0, (-1, self.page_size)) for spec, tensor in parts if not spec.state_bytes]
+
 
 class PageAllocator:
     """Allocates page numbers. A page becomes free when its last holder releases it.
 
-    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps its key and content until it is
-    allocated again. Free pages without a key are allocated first, then those that were released first.
+    A page may have keys, which stand for its content (see `PrefixCache`): one for all of it, others for its first tokens. A free
+    page keeps its keys and content until it is allocated again. Free pages without a key are allocated first, then those that
+    were released first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -225,7 +272,7 @@ class PageAllocator:
         """Make all pages free, even those in use, and forget their keys."""
         self._free = OrderedDict.fromkeys(range(self.num_pages))  # in order of allocation
         self._references = [0] * self.num_pages
-        self._keys: dict[int, bytes] = {}
+        self._keys: dict[int, list[bytes]] = {}
         self._pages: dict[bytes, int] = {}
         self.num_changes += 1
 
@@ -240,9 +287,9 @@ class PageAllocator:
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
-            key = self._keys.pop(page, None)
-            if key is not None:
-                del self._pages[key]
+            if (keys := self._keys.pop(page, None)) is not None:
+                for key in keys:
+                    del self._pages[key]
                 self.evictions += 1
         return pages
 
@@ -271,8 +318,18 @@ class PageAllocator:
         """Give a page in use a key, unless another page already has this key."""
         if key not in self._pages:
             self._pages[key] = page
-            self._keys[page] = key
+            self._keys.setdefault(page, []).append(key)
             self.num_changes += 1
+
+    def forget(self, key: bytes) -> None:
+        """Take a key from the page that has it, if there is one."""
+        if (page := self._pages.pop(key, None)) is None:
+            return
+        self._keys[page].remove(key)
+        if not self._keys[page]:
+            del self._keys[page]
+            if page in self._free:
+                self._free.move_to_end(page, last=False)
 
     def page_of(self, key: bytes) -> int | None:
         """The page with this key, in use or free."""

@@ -24,6 +24,21 @@ class Edit(NamedTuple):
     values: np.ndarray
 
 
+class Copies(NamedTuple):
+    """What is copied in the cache before a step, in order: (source, target) of each copy.
+
+    Args:
+        states: rows of states, those of slots and of snapshots (`KVCache.num_slots` and more).
+        pages: KV pages.
+    """
+
+    states: tuple[tuple[int, int], ...] = ()
+    pages: tuple[tuple[int, int], ...] = ()
+
+
+NO_COPIES = Copies()
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
@@ -129,6 +144,7 @@ class StepPlan:
     rules: tuple[SlotRules, ...] = ()
     scored: tuple[Scored, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    copies: Copies = NO_COPIES
 
     @cached_property
     def _sums(self) -> list[int]:

@@ -7,6 +7,7 @@ import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
+
+
+class ChatTokens(list[int]):
+    """Token ids of a conversation's prompt.
+
+    `history_len`: how many of them come before the generation prompt, if somebody asked for it; 0: not known.
+    """
+
+    history_len = 0
 
 
 class Tokenizer:
@@ -136,12 +146,36 @@ class Tokenizer:
         """As `encode`, without the special tokens that the post-processor adds."""
         return self._encode(text, False, max_tokens)
 
-    def encode_chat(self, messages: list[dict[str, Any]], max_tokens: int | None = None, **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], max_tokens: int | None = None, *, with_history: bool = False, **options: Any
+    ) -> ChatTokens:
         """Token ids of `render_chat(messages, **options)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
+
+        `with_history`: find `ChatTokens.history_len`, too, for which the template is rendered a second time.
         """
-        return self.encode_plain(self.render_chat(messages, **options), max_tokens)
+        return self.encode_rendered(self.render_chat(messages, **options), messages, max_tokens, with_history, **options)
+
+    def encode_rendered(
+        self, text: str, messages: list[dict[str, Any]], max_tokens: int | None, with_history: bool, **options: Any
+    ) -> ChatTokens:
+        """`encode_chat`, of a conversation whose text is known."""
+        tokens = ChatTokens(self.encode_plain(text, max_tokens))
+        if with_history and options.get("add_generation_prompt", True):
+            with suppress(TokenizerError):  # a template may render this conversation with a generation prompt only
+                without = self.render_chat(messages, **options | {"add_generation_prompt": False})
+                if text.startswith(without):
+                    tokens.history_len = self._tokens_before(tokens, text[len(without) :])
+        return tokens
+
+    def _tokens_before(self, tokens: list[int], end: str) -> int:
+        """How many of a text's tokens come before those of its `end`; 0: the end has no tokens of its own."""
+        for encode in (self.encode_plain, self.encode_inside):  # after a special token, some tokenizers begin as at the start
+            own = encode(end) if end else []
+            if tokens[len(tokens) - len(own) :] == own:
+                return len(tokens) - len(own)
+        return 0
 
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of a part of a text, as they are in its middle: without the space that some tokenizers put before a text.

@@ -28,7 +28,8 @@ def consistent(allocator):
     held = {page for page, count in enumerate(allocator._references) if count}
     assert held.isdisjoint(allocator._free)
     assert held | set(allocator._free) == set(range(allocator.num_pages))
-    assert {page: key for key, page in allocator._pages.items()} == allocator._keys
+    assert {key: page for page, keys in allocator._keys.items() for key in keys} == allocator._pages
+    assert all(allocator._keys.values()), "a page with an empty list of keys"
 
 
 @settings(max_examples=150, deadline=None)

@@ -274,11 +274,11 @@ def solo(model, prompt, count):
     """The tokens of a sequence computed whole at each step: no state is kept."""
     tokens = list(prompt)
     for _ in range(count):
-        cache = KVCache(model.cache_specs, 2, num_slots=1)
+        cache = KVCache(model.cache_specs, 3, num_slots=1)
         for layer in cache.layers:
             for tensor in layer.tensors():
                 tensor.fill_(float("nan"))
-        tokens.append(int(model(Batch.build([Chunk(tokens, 0, [0, 1], slot=0)], 64), cache).argmax()))
+        tokens.append(int(model(Batch.build([Chunk(tokens, 0, [0, 1, 2], slot=0)], 64), cache).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -293,11 +293,14 @@ def test_it_runs_from_plan_to_text(hf_folder):
         assert [row.implementation for row in rows] == ["eager"] * 3
         assert [row.bytes for row in rows] == [64 * 4] * 3
         assert state_bytes(generator.model.cache_specs) == 3 * 64 * 4
-        assert generator.prefix_cache_stats is None
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         done = generator.generate([prompt(i) for i in range(5)], params)
         model = generator.model
         assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+        long = [*prompt(0), *range(3, 90)]
+        again = [generator.generate(long, params) for _ in range(2)]
+        assert [own.token_ids for own in again] == [solo(model, long, 6)] * 2
+        assert again[1].cached_tokens == len(long) - 1, "its pages and its state"
 
 
 @pytest.fixture(scope="module")
@@ -314,11 +317,12 @@ def model(hf_folder, registered):
     seqs=st.integers(1, 4),
     budget=st.sampled_from([3, 17, 512]),
     lookahead=st.integers(0, 1),
+    snapshots=st.integers(0, 4),
 )
-def test_states_stay_with_their_sequences(model, requests, aborts, pages, seqs, budget, lookahead):
-    """Chunks, preemption and slots that are used again."""
+def test_states_stay_with_their_sequences(model, requests, aborts, pages, seqs, budget, lookahead, snapshots):
+    """Chunks, preemption, slots that are used again, and states that are kept."""
     it, expected = model
-    cache = KVCache(it.cache_specs, pages, page_size=4, num_slots=seqs)
+    cache = KVCache(it.cache_specs, pages, page_size=4, num_slots=seqs, num_snapshots=snapshots)
     for layer in cache.layers:
         for tensor in layer.tensors():
             tensor.fill_(float("nan"))
@@ -355,12 +359,15 @@ def test_a_layer_may_have_pages_and_a_state(hf_folder):
         specs = generator.model.cache_specs
         assert page_bytes(specs, torch.float32) == 3 * 64 * 2 * 2 * 16 * 4
         assert state_bytes(specs) == 3 * 64 * 4
-        assert generator.prefix_cache_stats is None
         assert generator.memory.pages > 0
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         done = generator.generate([prompt(i) for i in range(5)], params)
         model = generator.model
         assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+        long = [*prompt(0), *range(3, 90)]
+        again = [generator.generate(long, params) for _ in range(2)]
+        assert [own.token_ids for own in again] == [solo(model, long, 6)] * 2
+        assert again[1].cached_tokens == len(long) - 1, "its pages and its state"
 
 
 NOT_SPECS = {

@@ -213,7 +213,7 @@ def test_states_lower_the_number_of_sequences(free):
     free(400)
     made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda tokens: tokens * MB // 32)
     assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
-    assert (made.max_num_batched_tokens, made.pages) == (1024, 250 - 120 - 32)
+    assert (made.max_num_batched_tokens, made.snapshots, made.pages) == (1024, 2, 250 - 120 - 32 - 20)
     assert made.fits
     assert made.full == 12 * 100
     assert ("rope tables and states", 220 * MB, "states of 12 sequences, 10MiB each") in made.rows()
@@ -225,6 +225,49 @@ def test_states_lower_the_number_of_sequences(free):
     made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda _: MB)
     assert made.max_num_seqs == 1
     assert not made.fits
+
+
+def test_kept_states(free):
+    """900 MiB are left for pages and kept states. These get a quarter, four for each sequence at most; or what is asked for."""
+    free(1300)  # 90% of 2,400 MiB, less 1,100 of weights and tables, 100 of ten states and 60 of steps
+    options = MemoryOptions(max_num_seqs=10)
+    made = plan_memory(Recurrent(), LENGTH, GPU, options, step_bytes=lambda _: 60 * MB)
+    assert (made.max_num_seqs, made.snapshots, made.pages) == (10, 22, 900 - 220)
+    assert made.needed == made.budget
+    assert ("state cache", 220 * MB, "22 snapshots of states, for the prefix cache") in made.rows()
+    few = plan_memory(Recurrent(), LENGTH, GPU, replace(options, max_num_seqs=2), step_bytes=lambda _: 60 * MB)
+    assert few.snapshots == 8
+    for changes, snapshots, pages in (
+        ({"state_cache_memory": "101MiB"}, 10, 800),
+        ({"state_cache_memory": 0}, 0, 900),
+        ({"prefix_cache": False}, 0, 900),
+        ({"kv_cache_memory": 870 * MB}, 3, 870),
+        ({"kv_cache_memory": 870 * MB, "state_cache_memory": 20 * MB}, 2, 870),
+    ):
+        made = plan_memory(Recurrent(), LENGTH, GPU, replace(options, **changes), step_bytes=lambda _: 60 * MB)
+        assert (made.snapshots, made.pages) == (snapshots, pages)
+        assert made.fits
+
+
+def test_no_room_for_kept_states_is_said(free, monkeypatch):
+    """250 MiB for states, steps and pages: less than 40 are left."""
+    free(400)
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda *_, **__: 95 * MB)
+    with pytest.warns(RuntimeWarning, match="no prefix cache: .* 10MiB .*--state-cache-memory"):
+        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12)).snapshots == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", "no prefix cache")
+        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=2)).snapshots == 3
+        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12, state_cache_memory=0)).snapshots == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, "much", 1.5, True])
+def test_a_wrong_size_of_kept_states_is_refused(wrong):
+    with pytest.raises(ConfigError, match="--state-cache-memory"):
+        MemoryOptions(state_cache_memory=wrong)
+    with pytest.raises(ConfigError, match="no prefix cache"):
+        MemoryOptions(state_cache_memory=1 << 20, prefix_cache=False)
 
 
 def test_fewer_sequences_are_said(free, monkeypatch):
@@ -239,4 +282,4 @@ def test_fewer_sequences_are_said(free, monkeypatch):
     assert {made.max_num_seqs, *seen} == {12}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12)).max_num_seqs == 12
+        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12, prefix_cache=False)).max_num_seqs == 12

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -333,14 +334,28 @@ def test_quantized(quantization: str, folders: dict[str, Path]) -> None:
                     assert (found - weights.weight).norm() < 0.12 * weights.weight.norm()
 
 
-def test_the_plan_and_the_load_summary_say_that_there_is_no_prefix_cache(folders: dict[str, Path]) -> None:
-    """Catches a prefix cache that is asked for, and left out without a word."""
-    with Generator.from_pretrained(folders["2-to-1"], device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
+def test_a_model_without_a_prefix_cache_says_so(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a prefix cache that is left out without a word, and memory that the plan does not count."""
+    options: dict[str, Any] = {"device": DEVICE, "kv_cache_memory": 1 << 24, "warmup": False, "max_num_seqs": 3}
+    with Generator.from_pretrained(folders["2-to-1"], state_cache_memory=0, **options) as generator:
         assert generator.prefix_cache_stats is None
-        assert "Note: no prefix cache, since recurrent layers" in str(generator.plan)
         assert "no prefix cache" in load_summary(generator)
-    with Generator.from_pretrained(device=DEVICE, kv_cache_memory=1 << 24, warmup=False) as generator:
-        assert "prefix cache" not in str(generator.plan) + load_summary(generator)
+    with Generator.from_pretrained(folders["2-to-1"], **options) as generator:
+        assert generator.memory.snapshots == 12
+        assert generator.prefix_cache_stats is not None
+        assert "prefix cache" not in load_summary(generator)
+        assert generator.kv_cache_bytes == generator.memory.pages * generator.memory.page + 15 * generator.memory.state
+        state = generator.memory.state
+    with pytest.raises(ConfigError, match=r"--state-cache-memory.*or more"):
+        Generator.from_pretrained(folders["2-to-1"], state_cache_memory=state - 1, **options)
+    with pytest.raises(ConfigError, match="no recurrent layers"):
+        Generator.from_pretrained(state_cache_memory=1 << 20, **options)
+    run = caller(capfd, monkeypatch)
+    arguments = ("plan", "--model", str(folders["2-to-1"]), "--max-num-seqs", 3)
+    assert re.search(r"state cache +\S+ +12 snapshots of states", run(*arguments)[1])
+    assert "No prefix cache" in run(*arguments, "--state-cache-memory", 0)[1]
 
 
 def test_the_plan_says_what_states_take(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

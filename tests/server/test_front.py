@@ -9,9 +9,10 @@ import pytest
 from support.server import answer, chunks, events, front, message
 
 from minirt import models
-from minirt.engine.request import TokenLogprobs, TokenOutput
+from minirt.engine.request import EngineStats, TokenLogprobs, TokenOutput
 from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
 from minirt.server import exchange, generation, protocol
+from minirt.server.metrics import Metrics
 from minirt.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(models.embedded())
@@ -340,6 +341,15 @@ def test_the_engine_dies():
         assert this.engine.ended.done()
 
     run(scenario)
+
+
+def test_tokens_that_were_computed_again_for_want_of_a_state_are_a_metric():
+    """Only of engines that keep states: others would show 0 for what they cannot have."""
+    for recomputed, shown in ((7, True), (0, True), (None, False)):
+        stats = EngineStats(1, 2, 0.5, 3, 40, 50, prefix_cache_recomputed=recomputed)
+        text = Metrics("fake").exposition(stats).decode()
+        assert (f'vllm:prefix_cache_recomputed_total{{model_name="fake"}} {recomputed}.0\n' in text) == shown
+        assert ("recomputed" in text) == shown
 
 
 def test_metrics_without_an_answer_of_the_engine(monkeypatch):

@@ -32,11 +32,11 @@ def tokenizer(folder):
     return Tokenizer.load(folder)
 
 
-def asked(folder, path, body, tokens, scored=False, reason="length"):
+def asked(folder, path, body, tokens, scored=False, reason="length", **options):
     """The body of the answer, and the request that reached the engine, if the model draws these tokens."""
 
     async def run():
-        async with front(folder) as (_, engine, ask):
+        async with front(folder, **options) as (_, engine, ask):
             reader, _ = await ask(message({"model": "fake", **body}, path))
             await engine.until(lambda own: own.requests)
             (request,) = engine.requests
@@ -107,6 +107,25 @@ def test_responses_and_messages_continue_the_prompt(folder, tokenizer):
     assert json.loads(data)["output"][0]["content"][0]["text"] == TEXT
     data, _ = asked(folder, "/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, tokens)
     assert json.loads(data)["content"] == [{"type": "text", "text": TEXT}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
+    ],
+)  # fmt: skip
+def test_the_engine_learns_where_the_history_ends(folder, tokenizer, path, body):
+    """In all APIs; and only an engine that keeps states, since it costs a second rendering of the template."""
+    for keeps in (True, False):
+        _, request = asked(folder, path, body, [tokenizer.token_id("▁there")], keeps_states=keeps)
+        history = request.prompt_token_ids[: request.history_len]
+        assert history == (tokenizer.encode_plain("<s>[user]a") if keeps else [])
+    if "chat" in path:  # an answer that is continued has no generation prompt
+        messages = [*body["messages"], {"role": "assistant", "content": "Once"}]
+        continued = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        assert asked(folder, path, continued, [5], keeps_states=True)[1].history_len == 0
 
 
 def test_a_special_token_ends_a_message_as_the_stop_sequence_that_it_is(folder, tokenizer):

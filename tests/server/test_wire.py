@@ -60,7 +60,7 @@ def test_messages_to_the_engine(message):
 @pytest.mark.parametrize("message", [
     Found(None), Found("/models/é"), Ready(512, 4096, 8, (0, 2), {"top_k": 1}, {"plan": "x"}),
     Step([TokenOutput(2**40, (1, 2**31), None, None, 64, (ROW, ROW), (ROW,), 0.25), TokenOutput(1, (), "stop")]),
-    Stats(EngineStats(1, 2, 0.5, 3, 4, 5, 6)),
+    Stats(EngineStats(1, 2, 0.5, 3, 4, 5, 6)), Stats(EngineStats(1, 2, 0.5, 3, 4, 5, 6, prefix_cache_recomputed=7)),
 ])  # fmt: skip
 def test_messages_to_the_front(message):
     (body,) = bodies(frame(message))

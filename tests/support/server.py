@@ -129,14 +129,14 @@ class FakeEngine:
         self.made: int | None = 0
         self._changed = asyncio.Event()
 
-    async def run(self, folder: Path | None, max_len: int) -> None:
+    async def run(self, folder: Path | None, max_len: int, keeps_states: bool) -> None:
         frames = Frames()
         while data := await self._reader.read(1 << 20):
             for body in frames.feed(data):
                 match TO_ENGINE.decode(body):
                     case Start():
                         self._writer.write(frame(Found(None if folder is None else str(folder))))
-                        self._writer.write(frame(Ready(max_len, 4096, 8, (0,), None, {})))
+                        self._writer.write(frame(Ready(max_len, 4096, 8, (0,), None, {}, keeps_states)))
                     case Submit(requests=requests):
                         self.requests += requests
                     case Abort(request_ids=ids):
@@ -162,7 +162,7 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def front(folder: Path | None, max_len: int = 4096, **options: object):
+async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = False, **options: object):
     """The front with a fake engine, in this process → (the front, the engine, `ask`).
 
     `ask(bytes)` sends a request, and returns the stream that reads the answer and the one that writes.
@@ -170,7 +170,7 @@ async def front(folder: Path | None, max_len: int = 4096, **options: object):
     tasks = asyncio.all_tasks()
     own, other = socket.socketpair()
     fake = FakeEngine(*await asyncio.open_connection(sock=other))
-    running = asyncio.create_task(fake.run(folder, max_len))
+    running = asyncio.create_task(fake.run(folder, max_len, keeps_states))
     engine = await RemoteEngine.connect(own, None, Start({}, False))
     this = Front(ServerOptions("fake", **{"quiet": True} | options), engine, Metrics("fake"), 0)
     listening = socket.create_server(("127.0.0.1", 0))

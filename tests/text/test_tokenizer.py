@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.vocabularies import decoded
+from support.vocabularies import decoded, llama_like
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -282,6 +282,27 @@ def both_agree(ours: Tokenizer, theirs: Any) -> None:
 def test_chat_of_the_real_model_agrees_with_transformers(smollm2: Path, tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["smollm2"].has_chat_template
     both_agree(tokenizers["smollm2"], hf(smollm2))
+
+
+@pytest.mark.parametrize(("template", "history"), [
+    ("{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[a]<t>{% endif %}", True),
+    ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", True),  # it adds nothing
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'a' if add_generation_prompt else 'b' }}", False),  # no beginning
+    ("{{ messages[0].content if add_generation_prompt else raise_exception('no') }}", False),
+])  # fmt: skip
+@pytest.mark.parametrize("library", [byte_level, llama_like])
+def test_where_the_history_of_a_conversation_ends(library: Any, template: str, history: bool, tmp_path: Path) -> None:
+    """The tokens before it are those of the text without a generation prompt, also in vocabularies that add a space."""
+    tokenizer = Tokenizer.load(save(library(), tmp_path, chat_template=template))
+    for chat in ([ONE], [{"role": "user", "content": "Once upon a time\n"}]):
+        tokens = tokenizer.encode_chat(chat, with_history=True)
+        assert tokens == tokenizer.encode_chat(chat)
+        assert tokenizer.encode_chat(chat).history_len == 0, "nobody asked"
+        if history:
+            text = tokenizer.render_chat(chat, add_generation_prompt=False)
+            assert tokens[: tokens.history_len] == tokenizer.encode_plain(text)
+        else:
+            assert tokens.history_len == 0
 
 
 TEMPLATES = [

@@ -30,7 +30,9 @@ from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 from minirt.kernels.speculative import ngram
+from minirt.kernels.step import copies
 from minirt.kernels.step import kernels as step
+from minirt.kernels.step.rows import RowTable
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
@@ -419,8 +421,12 @@ def all_gated_delta(calls: Calls) -> None:
 
 
 def step_table(calls: Calls) -> None:
-    """The table of slots: with and without drafts, several groups of pages, and a history, from which drafts come."""
+    """The table of slots: with and without drafts, several groups of pages, and a history, from which drafts come. Copies of rows
+    of words, and of bytes."""
     ints = calls.ints
+    for word in (4, 1):
+        sizes = ints(3, like=torch.int64)
+        copies.copy_rows(RowTable(sizes, sizes, 786432, word, (sizes,) * 3), 2, 65)
     for columns, B, T, one_token in (
         (Columns(0, 1, 513, 0), 5, 5, True), (Columns(0, 1, 513, 0), 6, 300, False), (Columns(4, 2, 513, 4096), 7, 300, False),
     ):  # fmt: skip

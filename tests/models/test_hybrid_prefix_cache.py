@@ -1,0 +1,242 @@
+"""The prefix cache of a hybrid (Qwen3.5, tiny and random): what is found of a prompt changes nothing that follows.
+
+Each case runs with the cache and without it: the same greedy tokens, and log-probabilities up to rounding. Catches states that
+are copied in part, such as without the inputs of the convolution; labels off by one at pages and at chunks of 64; drafts that
+stay in a kept state. The last cases are reports of other servers: prompts of 561 tokens that are never found, a prefix that is
+shorter than the only kept state, conversations whose template rewrites them.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine.test_drafts import Mixed
+from support.hybrids import prompts, randomize
+from support.tiny import add_tokenizer
+
+from minirt import Generator, SamplingParams
+from minirt.errors import ContextLengthError, OutOfMemoryError
+from minirt.outputs import Completion
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 97, "num_hidden_layers": 4, "full_attention_interval": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 211, "max_position_embeddings": 4096, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24, "impl": "eager", "max_num_seqs": 8}
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
+THINKS = (  # reasoning is shown since the last question only, as in Qwen3.5's template
+    "{% set last = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.index0 > last.at %}"
+    "<t>{{ m.reasoning }}</t>{% endif %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]<t>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(5)
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**TEXT))
+    randomize(model)
+    path = tmp_path_factory.mktemp("hybrid")
+    model.save_pretrained(path)
+    return add_tokenizer(path, THINKS)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Generator]:
+    with Generator.from_pretrained(folder, prefix_cache=False, **OPTIONS) as generator:
+        yield generator
+
+
+def check(own: Completion, expected: Completion, tolerance: float = 2e-4) -> None:
+    assert own.token_ids == expected.token_ids
+    pairs = zip(own.logprobs or (), expected.logprobs or (), strict=True)
+    assert all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs)
+
+
+@pytest.mark.parametrize("budget", [512, 96])
+def test_prompts_that_end_around_pages_and_chunks(folder: Path, plain: Generator, budget: int) -> None:
+    """The same prompt, a longer one, and one that leaves it at its end."""
+    (text, tail) = prompts(200, 70)
+    with Generator.from_pretrained(folder, max_num_batched_tokens=budget, state_cache_memory="64MiB", **OPTIONS) as generator:
+        for length in (63, 64, 65, 66, 127, 128, 129, 130, 191, 192, 193, 200):
+            own = [random.Random(length).randrange(3, 211), *text[: length - 1]]
+            for i, prompt in enumerate((own, own, own + tail, own[:-1] + tail)):
+                found, expected = generator.generate(prompt, GREEDY), plain.generate(prompt, GREEDY)
+                check(found, expected)
+                if i == 1:  # below a page, nothing is kept
+                    assert found.cached_tokens == (length - 1 if length > 64 else 0)
+
+
+def test_what_follows_is_the_same_to_the_bit_if_chunks_are(folder: Path) -> None:
+    """A prompt that is computed in the chunks of one that begins from a kept state."""
+    (prompt,) = prompts(150)
+    with Generator.from_pretrained(folder, **OPTIONS) as generator:
+        first, second = (generator.generate(prompt, GREEDY) for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 149)
+    assert first.logprobs == second.logprobs
+
+
+def test_shorter_and_shorter_beginnings(folder: Path, plain: Generator) -> None:
+    """Shifts of 1 to 200 tokens. What is found lies within a page of what is shared, once a prompt has left it there."""
+    (shared, tail) = prompts(261, 9)
+    with Generator.from_pretrained(folder, state_cache_memory="64MiB", **OPTIONS) as generator:
+        generator.generate(shared, GREEDY)
+        for shift in (1, 2, 3, 5, 61, 63, 64, 65, 66, 100, 127, 129, 150, 195, 200):
+            for attempt in range(2):
+                prompt = [*shared[: 261 - shift], 3 + attempt, *tail]
+                found = generator.generate(prompt, GREEDY)
+                check(found, plain.generate(prompt, GREEDY))
+            assert found.cached_tokens >= (261 - shift) // 64 * 64 - 1
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+def test_drafts(folder: Path, plain: Generator, right: float) -> None:
+    """Turns that go on from answers whose drafts were right, wrong or both."""
+    (first,) = prompts(70)
+    proposer: Any = Mixed(most=3, right=right)
+    proposer.adaptive = False  # each draft is verified
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    with Generator.from_pretrained(folder, speculative=proposer, **OPTIONS) as generator:
+        prompt = first
+        for turn in range(3):
+            expected = plain.generate(prompt, params)
+            proposer.known = {len(prompt): expected.token_ids}
+            found = generator.generate(prompt, params)
+            assert found.token_ids == expected.token_ids
+            assert found.cached_tokens >= len(prompt) - 4 if turn else not found.cached_tokens
+            prompt = [*prompt, *expected.token_ids, 7, 9]
+        stats = generator._live.stats.drafts
+    assert stats.num_draft_tokens > 100
+    accepted = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert accepted == 1 if right == 1 else accepted < 0.1 if right == 0 else 0.2 < accepted < 0.9
+
+
+def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> None:
+    """Few pages and few states, for prompts that share beginnings."""
+    texts = prompts(100, 130, 40)
+    many = [[*texts[i % 3], *texts[(i + 1) % 3][: 17 * i % 90], i + 3] for i in range(14)]
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    expected = [done.token_ids for done in plain.generate(many, params)]
+    page = 64 * plain.kv_bytes_per_token
+    options = OPTIONS | {"kv_cache_memory": 9 * page, "max_num_seqs": 4, "max_model_len": 500}
+    with Generator.from_pretrained(folder, state_cache_memory=4 * plain.memory.state, **options) as generator:
+        for _ in range(2):
+            assert [done.token_ids for done in generator.generate(many, params)] == expected
+        stats = generator.prefix_cache_stats
+        assert stats is not None
+        assert stats.snapshots == 4
+        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
+        sampled = SamplingParams(max_tokens=5, temperature=1.0, seed=4, n=3)
+        found, wanted = (own.generate([many[5]], sampled)[0] for own in (generator, plain))
+        assert [own.token_ids for own in found.outputs] == [own.token_ids for own in wanted.outputs]
+
+
+def test_scores_begin_from_the_state_of_their_prompt(folder: Path, plain: Generator) -> None:
+    """The first of four completions computes the prompt for all. The logits of the prompt's last token score the first one."""
+    context, *tails = prompts(139, 5, 90, 1, 70)
+    with Generator.from_pretrained(folder, **OPTIONS) as generator:
+        found, expected = (own.score(context, tails) for own in (generator, plain))
+        stats = generator.prefix_cache_stats
+    assert sorted(own.cached_tokens for own in found) == [0, 138, 138, 138]
+    for own, other in zip(found, expected, strict=True):
+        assert [row.token_id for row in own.logprobs] == [row.token_id for row in other.logprobs]
+        assert all(abs(a.logprob - b.logprob) < 2e-4 for a, b in zip(own.logprobs, other.logprobs, strict=True))
+    assert stats is not None
+    assert stats.snapshots == 1, "nothing is kept of completions"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_triton(folder: Path, drafts: int) -> None:
+    """The kernels read states that were copied, in slots that are used again; with drafts, also states that can be undone."""
+    (text, tail) = prompts(68, 3)
+    params, found = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0), []
+    for impl, cached in (("eager", False), (["eager", "layers.[01].gated_delta_net=triton"], True)):
+        options = OPTIONS | {"impl": impl, "max_num_seqs": 2, "prefix_cache": cached}
+        proposer: Any = Mixed(most=drafts, right=0.5) if drafts and cached else None
+        if proposer is not None:
+            proposer.adaptive, proposer.known = False, {68: found[0][0].token_ids, 71: found[0][3].token_ids}
+        with Generator.from_pretrained(folder, speculative=proposer, **options) as generator:
+            found.append([generator.generate(prompt, params) for prompt in (text, tail, text, text + tail)])
+    assert [done.cached_tokens for done in found[1]] == [0, 0, 67, 67]
+    assert [done.token_ids for done in found[0]] == [done.token_ids for done in found[1]]
+
+
+def test_warm_prompts_keep_their_state(folder: Path, plain: Generator) -> None:
+    """Other prompts take all pages and all other states in turn."""
+    warm, tail, second, *others = prompts(150, 7, 70, *[200] * 12)
+    options = OPTIONS | {"kv_cache_memory": 12 * 64 * plain.kv_bytes_per_token, "max_model_len": 400}
+    with Generator.from_pretrained(folder, state_cache_memory=3 * plain.memory.state, **options) as generator:
+        assert generator.warm_prompt(warm) == 149
+        with pytest.raises(ContextLengthError, match=r"pinned prompts take too many snapshots of states.*half of 3"):
+            generator.warm_prompt(second)
+        generator.generate(others, GREEDY)
+        found = generator.generate(warm + tail, GREEDY)
+    assert found.cached_tokens == 149
+    check(found, plain.generate(warm + tail, GREEDY))
+
+
+def test_too_much_memory_for_states_is_refused_before_loading(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"state cache 900TiB.*lower --state-cache-memory"):
+        Generator.from_pretrained(folder, state_cache_memory="900TiB", **OPTIONS)
+
+
+def test_prompts_of_561_tokens_are_found(folder: Path, plain: Generator) -> None:
+    """vllm#51250: with blocks of 528 tokens and more, none of 561 shared tokens were."""
+    (shared, *tails) = prompts(561, 20, 20)
+    with Generator.from_pretrained(folder, **OPTIONS) as generator:
+        generator.generate(shared, GREEDY)
+        assert generator.generate(shared, GREEDY).cached_tokens == 560
+        for tail in tails:
+            found = generator.generate(shared + tail, GREEDY)
+            assert found.cached_tokens == 560
+            check(found, plain.generate(shared + tail, GREEDY))
+
+
+@pytest.mark.parametrize("shift", [0, 100, 300])
+def test_a_shorter_shared_beginning_is_found_by_64_of_64(folder: Path, shift: int) -> None:
+    """vllm#45238: the only kept state lay in what prompts did not share, and 52 of 64 hits became none."""
+    shared, *tails = prompts(661, *[40 + i % 9 for i in range(65)])
+    one = SamplingParams(max_tokens=1, temperature=0)
+    with Generator.from_pretrained(folder, max_num_batched_tokens=512, **OPTIONS) as generator:
+        first, *others = ([*shared[: 661 - shift], *tail] for tail in tails)
+        generator.generate(first, one)
+        found = [generator.generate(prompt, one).cached_tokens for prompt in others]
+    shared_pages = (661 - shift) // 64 * 64
+    assert all(count >= shared_pages for count in found[1:]), "all after the first that leaves the known path"
+    assert (found[0] >= 512) == (shift <= 100), "the end of the first chunk"
+
+
+def test_twenty_turns_whose_reasoning_is_left_out(folder: Path) -> None:
+    """Each turn computes what its prompt has more than the one before, without that one's generation prompt.
+
+    The answers are made up, since the model writes noise: what it generates is never a part of the next prompt.
+    """
+    words = random.Random(3)
+    messages: list[dict[str, str]] = [{"role": "system", "content": "abc " * 70}]
+    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+    options = OPTIONS | {"max_model_len": 4096}
+    history = 0
+    with (
+        Generator.from_pretrained(folder, **options) as generator,
+        Generator.from_pretrained(folder, prefix_cache=False, **options) as plain,
+    ):
+        for turn in range(20):
+            messages.append({"role": "user", "content": "".join(words.choices("abcdefgh ", k=66))})
+            tokens = generator.encode_chat(messages)
+            found = generator.chat(messages, params)
+            assert found.cached_tokens == history, f"turn {turn}"
+            history = len(tokens) - len(generator.encode("[assistant]<t>")) + 1  # (encode adds a token at the beginning)
+            if turn % 5 == 4:
+                assert found.token_ids == plain.chat(messages, params).token_ids
+            messages.append({"role": "assistant", "reasoning": "hm " * 20, "content": "".join(words.choices("ijkl ", k=30))})
+        stats = generator.prefix_cache_stats
+    assert stats is not None
+    assert stats.recomputed <= 20 * 64, "at most a page of each turn was there without its state"
