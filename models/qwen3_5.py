@@ -1,7 +1,8 @@
 """Qwen3.5, 3.6 and 3.8 (dense): three of four layers have gated DeltaNet instead of attention, and attention has an output gate.
 
 Official files are those of a model that also sees images (`Qwen3_5ForConditionalGeneration`): the decoder's fields are in
-`text_config`, its tensors below `model.language_model.`. The vision encoder and the multi-token prediction are skipped.
+`text_config`, its tensors below `model.language_model.`. The vision encoder is skipped. The layers of multi-token prediction
+(`mtp.*`) are those of a draft model, if drafts are asked for.
 """
 
 from collections.abc import Collection
@@ -18,9 +19,10 @@ from minirt.modeling.config import (
     GatedDeltaNetConfig,
     ModelConfig,
     MoEConfig,
+    MTPConfig,
     shown,
 )
-from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.decoder import FINAL_NORM, block, decoder_config, decoder_layers, head_weight
 from minirt.models.vision import text_config, text_fields
 
 if TYPE_CHECKING:
@@ -81,7 +83,9 @@ def hybrid_config(
         moe=moe,
         handled=_HANDLED,
     )
-    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped))
+    mtp_layers = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
+    mtp = MTPConfig(mtp_layers, fields.boolean("mtp_use_dedicated_embeddings", default=False))
+    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped), mtp=mtp)
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
@@ -105,6 +109,38 @@ def layers(config: ModelConfig) -> "list[Layer]":
                 )
             number += 1
     return found
+
+
+def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """`layers`, with a `Tap` of the states after the final norm, and the layers of multi-token prediction.
+
+    Args:
+        rows: how many ids the drafts may have; None: those of the whole vocabulary.
+    """
+    from minirt.layers import DraftInput, Head, Select, Tap
+
+    mtp = config.mtp or MTPConfig(0)
+    if mtp.num_layers not in (None, 1):
+        what, expected = "this number of layers of multi-token prediction is not supported", "1"
+        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected=expected, found=mtp.num_layers)
+    if mtp.own_embeddings:
+        what = "multi-token prediction with embeddings of its own is not supported"
+        raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
+    *decoder, head = layers(config)
+    mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
+    attention, mlp = block(config, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
+    draft: list[Layer] = [
+        DraftInput(
+            config, name="mtp.input", norm_embedding="mtp.pre_fc_norm_embedding", norm_hidden="mtp.pre_fc_norm_hidden",
+            fc="mtp.fc",
+        ),
+        attention,
+        Select(config, name="mtp.select"),
+        mlp,
+        Tap(config, name="mtp.tap", norm="mtp.norm", every_row=False),
+        Head(config, name="mtp.head", norm="mtp.norm", weight=head_weight(config), rows=rows),
+    ]  # fmt: skip
+    return [*decoder, Tap(config, norm=FINAL_NORM), head], draft
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:

@@ -26,6 +26,7 @@ from minirt import Generator, SamplingParams, SpeculativeOptions
 from minirt.bench.report import machine
 from minirt.bench.tools.paired import interval
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_NEXT, Columns, Rows
+from minirt.step.batch import Batch
 
 BATCHES, PROMPT, TOKENS, PAIRS, DRAFTS = (1, 8, 32), 100, 256, 8, 4
 
@@ -38,7 +39,7 @@ class Synthetic:
     def __init__(self, rate: float, max_drafts: int) -> None:
         self.max_drafts, self._rate, self._draw = max_drafts, rate, None
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
+    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch) -> None:
         slots = rows.slots.clamp(min=0).long()
         going_on = (table[slots, NUM_NEXT] > 0) & (rows.slots >= 0)
         drafts = NEXT_TOKENS + 1 + torch.arange(columns.drafts, device=table.device)

@@ -57,7 +57,7 @@ class Mixed:
         self.max_drafts, self.right, self._draw = most, right, random.Random(seed)
         self.known = {}
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch):
         for slot in rows.slots.tolist():
             if slot < 0 or table[slot, NUM_NEXT] == 0:
                 continue
@@ -353,8 +353,8 @@ class Wrong(Mixed):
         super().__init__(4, right=1.0)
         self.column, self.value, self.steps = column, value, 0
 
-    def propose(self, table, columns, rows):
-        super().propose(table, columns, rows)
+    def propose(self, table, columns, rows, batch):
+        super().propose(table, columns, rows, batch)
         self.steps += 1
         if self.steps == 3:
             slot = int(rows.slots[0])
