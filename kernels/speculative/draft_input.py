@@ -1,4 +1,4 @@
-"""The input of a draft model that continues from hidden states: the embedding of a token and a state, each normalized, side by side."""
+"""The input of a draft model that continues from hidden states: a token's embedding and a state, each normalized, side by side."""
 
 import torch
 import triton
@@ -61,7 +61,3 @@ def draft_input(
         )
     return out
 
-
-def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations)."""
-    return T * 8 + (4 * T * H + 2 * H) * itemsize, 8 * T * H

@@ -69,9 +69,8 @@ def _first_pass_kernel(
         tl.store(last_ptr + b, last.to(tl.int64))
         for at in range(first, end, BLOCK):
             i = at + tl.arange(0, BLOCK)
-            token = tl.load(tokens_ptr + i + 1, mask=valid & (i < last), other=0)
-            token = tl.where(valid & (i >= last), following.to(tl.int64), token)
-            tl.store(ids_ptr + i, token, mask=i < end)
+            token = tl.load(tokens_ptr + i + 1, mask=i < last, other=0)
+            tl.store(ids_ptr + i, tl.where(i < last, token, following.to(tl.int64)), mask=i < end)  # 0 of padding
 
 
 @prepared
