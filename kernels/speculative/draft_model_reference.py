@@ -53,7 +53,7 @@ def first_pass(table: Tensor, rows: Rows, input_ids: Tensor, positions: Tensor, 
     Args:
         input_ids, positions: [T] int64, those of the target's step. `query_starts`: [B + 1] int32.
     """
-    ids, last = torch.zeros_like(input_ids), torch.zeros(len(rows.slots), dtype=torch.int64)
+    ids, last = torch.zeros_like(input_ids), torch.zeros(len(rows.slots), dtype=torch.int64, device=table.device)
     starts = query_starts.tolist()
     for b, slot in enumerate(rows.slots.tolist()):
         first, end = starts[b], starts[b + 1]
@@ -86,7 +86,7 @@ def draw(
     cached, following, final = words[own, NUM_CACHED], words[own, NUM_NEXT], words[own, FINAL_LEN]
     room = torch.minimum((final - 2 - cached).clamp(max=most), 1 + (-cached) % page_size)
     live = (slots >= 0) & (following > 0)
-    names = torch.arange(logits.shape[1]) if ids is None else ids
+    names = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
     temperature = noisy[own].unsqueeze(1)
     seed = words[own, SEED : SEED + 2].contiguous().view(torch.int64).squeeze(1)
     race = logits / temperature.clamp(min=LEAST_TEMPERATURE) - _noise(seed, cached + number - words[own, PROMPT_LEN], names).log()

@@ -44,6 +44,9 @@ class DraftModelProposer:
             what, hint = "the model was built without a draft model", "load it with the same speculative options"
             raise UnsupportedError(what, where="speculative", expected="Model(…, draft_layers=…)", hint=hint)
         self.max_drafts, self._model, self._cache = max_drafts, model.draft_model, cache
+        # Eager attention reads lengths on the host; a layer of the user's may. Kernels read them on the device.
+        kinds = {layer.implementation for layer in self._model.layers}
+        self._exact = "eager" in kinds or (model.device.type == "cpu" and kinds != {"triton"})
         ids = getattr(self._model.layers[-1].lm_head, "ids", None)  # type: ignore[attr-defined]  # of a reduced vocabulary
         self._ids: Tensor | None = None if ids is None else ids.to(model.device)
 
@@ -64,7 +67,7 @@ class DraftModelProposer:
             )  # fmt: skip
             if number == self.max_drafts:
                 break
-            if table.device.type == "cpu":
+            if self._exact:
                 going_on = (out.seq_lens > 0).nonzero().squeeze(1)
                 if not len(going_on):
                     break
@@ -87,7 +90,7 @@ class DraftModelProposer:
         return self._pass(own, slots, tables, lens, max(lens), sum(splits), hidden=hidden, count=count)
 
     def _all(self, step: Batch, out: DraftTokens, rows: Rows, batch: Batch) -> Batch:
-        """The next pass of all sequences, on a GPU. No row begins a page, so bounds grow to whole pages."""
+        """The next pass of all sequences, in bounds of their lengths. No row begins a page, so they grow to whole pages."""
         size = self._cache.page_size
         lens = tuple(-(-length // size) * size for length in batch.seq_lens)
         longest = -(-batch.max_seq_len // size) * size

@@ -1,8 +1,8 @@
 """Drafts by multi-token prediction: equal to the format's public description, and without effect on any token, in fp32.
 
-Catches halves of `fc` that are exchanged, the target's state before the final norm, norms without the 1, a row of another position,
-pages that a prompt or a chunk of it leaves empty, rows of wrong drafts that are read again, and a slot that keeps the state of
-an earlier sequence. `support/mtp.py` has the reference.
+Catches halves of `fc` that are exchanged, the target's state before the final norm, norms without the 1, a row of another
+position, pages that a prompt or a chunk of it leaves empty, rows of wrong drafts that are read again, and a slot that keeps the
+state of an earlier sequence. `support/mtp.py` has the reference.
 """
 
 from contextlib import closing
@@ -111,7 +111,7 @@ def test_the_same_text_with_drafts_and_without(kind: str, lookahead: int, folder
     for speculative in (None, mtp()):
         with load(folders["hybrid"], speculative, lookahead) as generator:
             done = generator.generate(texts, params)
-            found.append([(own.token_ids, own.finish_reason, own.logprobs and [row.token_id for row in own.logprobs]) for own in done])
+            found.append([(own.token_ids, own.finish_reason, [row.token_id for row in own.logprobs or ()]) for own in done])
             if speculative is not None:
                 stats = generator._live.stats.drafts
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
