@@ -1,4 +1,4 @@
-"""The input of a draft model that continues from hidden states: a token's embedding and a state, each normalized, side by side."""
+"""The input of a draft model that continues from hidden states: an embedding and a state, each normalized, side by side."""
 
 import torch
 import triton

@@ -102,6 +102,15 @@ def build(
     options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
 ) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
+    model = _build(options, found, entries, device)
+    if drafts := options.memory.max_drafts:  # states are larger, which plans count
+        model.keep_undo(1 + drafts)
+    return model
+
+
+def _build(
+    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
+) -> Model:
     config, speculative = found.config, options.speculative
     if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
         return _build_with_drafts(options, found, entries, device, speculative.draft_rows(config.vocab_size))

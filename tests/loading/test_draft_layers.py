@@ -201,7 +201,7 @@ def test_checkpoints_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
 
 def test_models_that_cannot_draft(folder: Path) -> None:
     """Another architecture, a composed model, and a model that was built without."""
-    with pytest.raises(UnsupportedError, match=r"model_type llama: .*no multi-token prediction; expected qwen3_5.*ngram"):
+    with pytest.raises(UnsupportedError, match=r"model_type \w+: .*no multi-token prediction; expected qwen3_5.*ngram"):
         Generator.from_pretrained("embedded", speculative=MTP)
     with pytest.raises(UnsupportedError, match="a composed model has no draft model"):
         load(folder, layers=build)
