@@ -39,7 +39,7 @@ class Synthetic:
     def __init__(self, rate: float, max_drafts: int) -> None:
         self.max_drafts, self._rate, self._draw = max_drafts, rate, None
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch) -> None:
+    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch, wanted: int) -> None:
         slots = rows.slots.clamp(min=0).long()
         going_on = (table[slots, NUM_NEXT] > 0) & (rows.slots >= 0)
         drafts = NEXT_TOKENS + 1 + torch.arange(columns.drafts, device=table.device)

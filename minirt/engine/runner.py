@@ -18,6 +18,7 @@ from torch import Tensor
 from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
 from minirt.engine.cuda_graphs import CudaGraphs
+from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
 from minirt.engine.prompt_time import PromptTime
@@ -56,7 +57,7 @@ class Proposer(Protocol):
     max_drafts: int
     needs_history: bool
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch) -> None:
+    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch, wanted: int) -> None:
         """After the commit of a step: propose for its sequences, unless NUM_NEXT of their row of the table is 0 (the sequence
         yields no more tokens).
 
@@ -64,6 +65,8 @@ class Proposer(Protocol):
         positive number if there are any, else 0. Does not wait for the device. `kernels/step/table.py` describes a row.
 
         `batch` is the step's: sequences in the order of `rows`, and in `taps` the hidden states that the model hands over.
+        `wanted`: how many drafts of a sequence the next step may verify, by the step before it, and one size more. At least 1, at
+        most `max_drafts`. More drafts are allowed; they take time.
         """
 
 
@@ -147,14 +150,16 @@ class Runner:
         model: `model(batch, cache)` → logits [R, V] fp32.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` whose layers can all be captured.
         proposer: proposes drafts. None: there are none.
+        adaptive_drafts: whether steps verify only as many drafts as pay, so that no more need to be proposed.
     """
 
     def __init__(
         self, model: ModelLike, cache: KVCache, device: torch.device, limits: EngineLimits, *, vocab_size: int,
-        cuda_graphs: bool = False, proposer: Proposer | None = None,
+        cuda_graphs: bool = False, proposer: Proposer | None = None, adaptive_drafts: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
+        self._adapts = adaptive_drafts
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
@@ -230,7 +235,7 @@ class Runner:
         if plan.sampling.any_rules:
             self._stages.record(drawn, tensors)
         if self._proposer is not None:
-            self._propose(self._proposer, batch, bucket)
+            self._propose(self._proposer, plan, batch, bucket)
             if self._limits.max_drafts:
                 self._buffers.report(len(tensors.seq_lens))
         result, proposed = self._buffers.to_host(len(plan.sequences))
@@ -240,13 +245,15 @@ class Runner:
         ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
 
-    def _propose(self, proposer: Proposer, batch: Batch, bucket: Bucket | None) -> None:
+    def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
         """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again."""
         try:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
             else:
-                proposer.propose(self._buffers.table, self.columns, self._buffers.rows(batch.num_seqs), batch)
+                planned = plan.sequences
+                wanted = self._wanted(None if planned.starts.max() >= 0 else int(planned.num_tokens.max()) - 1)
+                proposer.propose(self._buffers.table, self.columns, self._buffers.rows(batch.num_seqs), batch, wanted)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -339,15 +346,24 @@ class Runner:
 
         if self._graphs is not None:
             self._graphs.capture(bucket, work)
-            if (draft := self._capturable) is not None:
-                rows = self._buffers.rows(bucket.seqs)
-                self._graphs.capture((_DRAFTS, bucket), lambda: draft(self._buffers.table, self.columns, rows, batch))
+            if (draft := self._capturable(bucket, batch)) is not None:
+                self._graphs.capture((_DRAFTS, bucket), draft)
 
-    @property
-    def _capturable(self) -> Callable[[Tensor, Columns, Rows, Batch], None] | None:
-        """`propose` of a proposer that CUDA graphs may contain."""
+    def _capturable(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
+        """`propose` after a step of this bucket, if CUDA graphs may contain it."""
         own = self._proposer
-        return own.propose if own is not None and getattr(own, "capturable", False) else None
+        if own is None or not getattr(own, "capturable", False):
+            return None
+        wanted, rows = self._wanted(None if bucket.tokens else bucket.drafts), self._buffers.rows(bucket.seqs)
+        return partial(own.propose, self._buffers.table, self.columns, rows, batch, wanted)
+
+    def _wanted(self, verified: int | None) -> int:
+        """How many drafts are proposed after a step that verifies so many of each sequence: one size more, so that the number can
+        grow. None: a step with prompts, after which nothing is known."""
+        most = self._limits.max_drafts
+        if verified is None or not self._adapts:
+            return most
+        return next((size for size in draft_sizes(most) if size > verified), most)
 
     def _dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
@@ -359,8 +375,8 @@ class Runner:
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
             self._model.dry_run(batch, self._cache)
-        if (draft := self._capturable) is not None:
-            draft(self._buffers.table, self.columns, self._buffers.rows(bucket.seqs), batch)
+        if (draft := self._capturable(bucket, batch)) is not None:
+            draft()
 
     @torch.inference_mode()
     def warm_up(self, progress: ProgressCallback | None = None) -> None:

@@ -50,7 +50,7 @@ class DraftModelProposer:
         ids = getattr(self._model.layers[-1].lm_head, "ids", None)  # type: ignore[attr-defined]  # of a reduced vocabulary
         self._ids: Tensor | None = None if ids is None else ids.to(model.device)
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch) -> None:
+    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch, wanted: int) -> None:
         """See `engine.runner.Proposer`."""
         forms, model, page_size = _forms(table.device), self._model, self._cache.page_size
         ids, last = forms.first_pass(table, rows, batch.input_ids, batch.positions, batch.query_starts_device)
@@ -59,13 +59,13 @@ class DraftModelProposer:
             batch, input_ids=ids, logits_indices=batch.logits_indices if once else last, every_row=once, hidden=batch.taps,
             taps=self._states(len(rows.slots)), logits=None, row_maxima=None,
         )  # fmt: skip
-        for number in range(1, self.max_drafts + 1):
+        for number in range(1, wanted + 1):
             logits, out = model(step, self._cache), _buffers(len(rows.slots), table.device)
             forms.draw(
-                logits, self._ids, table, columns, rows, out, number=number, most=self.max_drafts, page_size=page_size,
+                logits, self._ids, table, columns, rows, out, number=number, most=wanted, page_size=page_size,
                 kv_split=KV_SPLIT,
             )  # fmt: skip
-            if number == self.max_drafts:
+            if number == wanted:
                 break
             if self._exact:
                 going_on = (out.seq_lens > 0).nonzero().squeeze(1)

@@ -25,8 +25,13 @@ class NgramProposer:
     def __init__(self, max_drafts: int = 4, shortest: int = 2, longest: int = 4) -> None:
         self.max_drafts, self._shortest, self._longest = max_drafts, shortest, longest
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch | None = None) -> None:
-        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError."""
+    def propose(
+        self, table: Tensor, columns: Columns, rows: Rows, batch: Batch | None = None, wanted: int | None = None
+    ) -> None:
+        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError.
+
+        It needs no `batch`, and all drafts take the time of one.
+        """
         _propose(table.device)(
             table, columns, rows, most=self.max_drafts, shortest=self._shortest, longest=self._longest
         )

@@ -200,7 +200,7 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
         return speculative.num_speculative_tokens, not speculative.has_draft_model
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
-        expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch), max_drafts, needs_history"
+        expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
         found = shortened(repr(speculative), 80)
         raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
     if not 0 <= drafts <= MAX_DRAFTS:

@@ -84,8 +84,8 @@ class Watched(DraftModelProposer):
         super().__init__(model, cache, 3)
         self.drafts = set()
 
-    def propose(self, table, columns, rows, batch):
-        super().propose(table, columns, rows, batch)
+    def propose(self, table, columns, rows, batch, wanted):
+        super().propose(table, columns, rows, batch, wanted)
         for slot in rows.slots.tolist():
             if slot >= 0 and (count := int(table[slot, NUM_NEXT])) > 0:
                 own = table[slot].tolist()

@@ -44,8 +44,8 @@ def watch(generator: Generator) -> list[tuple[int, int, int, list[int]]]:
     proposer, seen = generator._engine.engine._runner._proposer, list[tuple[int, int, int, list[int]]]()
     propose = proposer.propose
 
-    def spy(table: Any, columns: Any, rows: Any, batch: Any) -> None:
-        propose(table, columns, rows, batch)
+    def spy(table: Any, columns: Any, rows: Any, *rest: Any) -> None:
+        propose(table, columns, rows, *rest)
         for slot in rows.slots.tolist():
             if slot >= 0 and (count := int(table[slot, NUM_NEXT])) > 0:
                 row = table[slot].tolist()
