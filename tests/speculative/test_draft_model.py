@@ -66,27 +66,30 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-# Case of `make`, its changes, drafts, tokens of the largest step, ids of drafts.
+# Case of `make`, its changes, drafts, tokens of the largest step, ids of drafts, share of `agree` (0: drafts are hardly ever right).
 PARITY = {
-    "one draft": ("dense", {}, 1, 512, 0),
-    "two drafts, tied, long chunks": ("dense", {"tie_word_embeddings": True}, 2, 64, 0),
-    "three drafts, chunks of a few tokens": ("dense", {"num_key_value_heads": 4}, 3, 7, 0),
-    "four drafts of 50 ids, with attention alone": ("dense", ALL_ATTENTION, 4, 31, 50),
-    "mixtures": ("qwen3_5_moe", {}, 3, 40, 0),
-    "mixtures of another packing": ("qwen3_next", {}, 2, 512, 97),
+    "one draft": ("dense", {}, 1, 512, 0, 0.0),
+    "two drafts, tied, long chunks": ("dense", {"tie_word_embeddings": True}, 2, 64, 0, 0.0),
+    "three drafts, chunks of a few tokens": ("dense", {"num_key_value_heads": 4}, 3, 7, 0, 0.1),
+    "four drafts of 150 ids, with attention alone": ("dense", ALL_ATTENTION, 4, 31, 150, 0.1),
+    "mixtures": ("qwen3_5_moe", {}, 3, 40, 0, 0.0),
+    "mixtures of another packing": ("qwen3_next", {}, 2, 512, 97, 0.1),
 }
 
 
 @pytest.mark.parametrize("case", PARITY)
 def test_drafts_are_the_reference_s(case: str, tmp_path: Path) -> None:
     """Ragged batches, prompts in one step and in chunks, texts over several pages; right and wrong drafts before them."""
-    kind, changes, drafts, budget, vocab = PARITY[case]
+    kind, changes, drafts, budget, vocab, share = PARITY[case]
     model, texts = make(tmp_path, kind, **changes), prompts(1, 2, 61, 30, 130)
+    model = agree(tmp_path, share) if share else model
     reference = Reference(tmp_path, model, list(range(vocab or 211)))
     counts, last = [20, 30, 12, 25, 9], dict[int, int]()
     with load(tmp_path, mtp(drafts, draft_vocab_size=vocab), max_num_batched_tokens=budget) as generator:
         seen = watch(generator)
         done = generator.generate(texts, [greedy(count) for count in counts])
+        stats = generator._live.stats.drafts
+        assert not share or 5 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert {length for length, *_ in seen} == {len(text) for text in texts}
     for prompt_len, cached, token, found in seen:
         i = next(i for i, text in enumerate(texts) if len(text) == prompt_len)
@@ -95,9 +98,9 @@ def test_drafts_are_the_reference_s(case: str, tmp_path: Path) -> None:
         room = len(texts[i]) + counts[i] - 2 - cached
         assert len(found) == max(0, min(drafts, room, 1 + -cached % 64))
         last[i] = max(last.get(i, 0), cached)
-        if found and (cached < prompt_len + 6 or cached % 64 in (0, 1, 62, 63)):  # transformers takes most of the time
+        if found and (cached < prompt_len + 8 or cached % 64 in (0, 1, 62, 63)):  # transformers takes most of the time
             reference.check(tokens[: cached + 1], found)
-    assert last == {i: len(text) + count - 2 for i, (text, count) in enumerate(zip(texts, counts, strict=True))}
+    assert share or last == {i: len(text) + count - 2 for i, (text, count) in enumerate(zip(texts, counts, strict=True))}
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
