@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-# Case of `make`, its changes, drafts, tokens of the largest step, ids of drafts, share of `agree` (0: drafts are hardly ever right).
+# Case of `make`, its changes, drafts, tokens of the largest step, ids of drafts, share of `agree` (0: drafts are seldom right).
 PARITY = {
     "one draft": ("dense", {}, 1, 512, 0, 0.0),
     "two drafts, tied, long chunks": ("dense", {"tie_word_embeddings": True}, 2, 64, 0, 0.0),
