@@ -109,16 +109,21 @@ def test_formats_follow_the_target(quantization: str, head: bool | None, folder:
         assert rows["mtp.attention"].formats == (quantization,)
 
 
-@pytest.mark.parametrize(("stored", "formats"), [("target and draft", ("fp8", "fp8")), ("target alone", ("fp8", None))])
+@pytest.mark.parametrize(("stored", "formats"), [
+    ("target and draft", ("fp8", "fp8")), ("target alone", ("fp8", None)), ("head, too", ("fp8", "fp8")),
+])  # fmt: skip
 def test_stored_formats_are_found_by_their_tensors(
     stored: str, formats: tuple[str, str | None], folder: Path, tmp_path: Path
 ) -> None:
-    """A checkpoint with FP8 weights: `mtp.fc` and the head are not; the draft model's products are, or are not."""
+    """A checkpoint with FP8 weights: `mtp.fc` is not; the draft model's products and the head are, or are not.
+
+    Catches rows of a quantized head without their scales.
+    """
     tensors, quantized = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
     for name, value in tensors.items():
         module = name.removesuffix(".weight")
-        linear = module.endswith(("_proj", "in_proj_qkv", "in_proj_z"))
-        if linear and "in_proj_a" not in name and (stored == "target and draft" or not name.startswith("mtp.")):
+        linear = module.endswith(("_proj", "in_proj_qkv", "in_proj_z")) or (stored == "head, too" and module == "lm_head")
+        if linear and (stored != "target alone" or not name.startswith("mtp.")):
             scale = value.abs().amax(1, keepdim=True) / 448
             quantized[name], quantized[f"{module}.weight_scale"] = (value / scale).to(torch.float8_e4m3fn), scale
         else:
@@ -126,7 +131,7 @@ def test_stored_formats_are_found_by_their_tensors(
     save_file(quantized, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
-    ignored = ["lm_head", "re:.*in_proj_[ab]$", "mtp.fc"]
+    ignored = ["lm_head"] * (stored != "head, too") + ["re:.*in_proj_[ab]$", "mtp.fc"]
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ignored,
     }  # fmt: skip
@@ -140,6 +145,8 @@ def test_stored_formats_are_found_by_their_tensors(
         found = [layer.o.format for layer in (generator.model.layers[3], draft.layers[1])]
         assert tuple(own and own.name for own in found) == formats
         assert draft.layers[0].fc.format is None
+        whole = draft.layers[-1].lm_head is generator.model.layers[-1].lm_head
+        assert whole == (stored == "head, too") == any("drafts may have all ids" in note for note in generator.plan.notes)
         assert generator.generate([5, 6, 7]).token_ids
 
 
