@@ -48,11 +48,11 @@ def eager(layer: Tap) -> Forward:
 def triton(layer: Tap) -> Forward:
     from minirt.kernels.norm import rms_norm
 
-    norm, eps = layer.norm, layer.config.rms_norm_eps
+    norm, eps, pdl = layer.norm, layer.config.rms_norm_eps, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         if batch.taps is not None:
-            rms_norm(x, norm.weight, eps, out=batch.taps, check=False)
+            rms_norm(x, norm.weight, eps, out=batch.taps, pdl=pdl, check=False)
         return x
 
     return forward

@@ -285,7 +285,7 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
         where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
         raise ConfigError(f"there are two select layers; {first} is the first", where=where, hint=hint)
     if selects and selects[0] < behind:
-        what = "attention, or a tap, after a select layer would lack rows"
+        what = "attention or a tap after a select layer would lack rows"
         raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"a place after layers[{behind - 1}]", hint=hint)
     return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
 

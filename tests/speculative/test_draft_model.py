@@ -262,6 +262,26 @@ def test_adaptive_numbers_of_drafts(folders: dict[str, Path]) -> None:
         assert [own.token_ids for own in generator.generate(texts, greedy(60))] == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu(graphs: bool, tmp_path: Path) -> None:
+    """The same text in fp32, with CUDA graphs and without; drafts are the reference's."""
+    make(tmp_path, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)
+    reference, texts, params = Reference(tmp_path, agree(tmp_path, 0.12)), prompts(9, 64, 1, 100), greedy(40)
+    options: dict[str, Any] = {"device": "cuda", "impl": "triton", "cuda_graphs": graphs, "warmup": graphs}
+    with load(tmp_path, lookahead=1, **options) as generator:
+        expected = [own.token_ids for own in generator.generate(texts, params)]
+    with load(tmp_path, mtp(), lookahead=1, **options) as generator:
+        seen = watch(generator)  # with CUDA graphs, only steps that have none
+        assert [own.token_ids for own in generator.generate(texts, params)] == expected
+        assert 0 < generator._live.stats.drafts.num_accepted_tokens < generator._live.stats.drafts.num_draft_tokens
+    for prompt_len, cached, token, found in seen:
+        i = next(i for i, text in enumerate(texts) if len(text) == prompt_len)
+        tokens = texts[i] + expected[i]
+        if tokens[cached] == token:  # the host reads the table one step later
+            reference.check(tokens[: cached + 1], found)
+
+
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_nothing_but_numbers_of_its_own_pages(kv: str, folders: dict[str, Path]) -> None:
     """Pages hold NaN first. Catches a draft that reads a row which was not written."""
