@@ -251,8 +251,8 @@ class Runner:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
             else:
-                planned = plan.sequences
-                wanted = self._wanted(None if planned.starts.max() >= 0 else int(planned.num_tokens.max()) - 1)
+                prompts = len(plan.tokens) > 0
+                wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
                 proposer.propose(self._buffers.table, self.columns, self._buffers.rows(batch.num_seqs), batch, wanted)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -358,8 +358,8 @@ class Runner:
         return partial(own.propose, self._buffers.table, self.columns, rows, batch, wanted)
 
     def _wanted(self, verified: int | None) -> int:
-        """How many drafts are proposed after a step that verifies so many of each sequence: one size more, so that the number can
-        grow. None: a step with prompts, after which nothing is known."""
+        """How many drafts are proposed after a step that verifies so many of each sequence on average: one size more, so that the
+        number can grow. None: a step with prompts, after which nothing is known."""
         most = self._limits.max_drafts
         if verified is None or not self._adapts:
             return most
