@@ -52,7 +52,8 @@ PARAMS = [
 
 
 def run(model, graphs, proposer=None):
-    cache = KVCache(model.cache_specs, 8, torch.device("cpu"), model.kv_dtype, page_size=16)
+    model.keep_undo(4 if proposer else 0)
+    cache = KVCache(model.cache_specs, 8, torch.device("cpu"), model.kv_dtype, page_size=16, num_slots=2)
     it = Engine(
         model, cache, EngineLimits(64, 2, 16), vocab_size=211, lookahead=1, cuda_graphs=graphs, adaptive_drafts=False,
         proposer=None if proposer is None else proposer(model, cache),
@@ -92,11 +93,12 @@ class Watched(DraftModelProposer):
                 self.drafts.add((own[PROMPT_LEN], own[NUM_CACHED], *own[NEXT_TOKENS : NEXT_TOKENS + count]))
 
 
-def drafting(impl, drafts=True):
-    """A model with attention alone, and with layers of multi-token prediction."""
+def drafting(impl):
+    """A model with a recurrent layer, and with layers of multi-token prediction."""
     fields = {
-        **SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"],
-        "linear_num_value_heads": 16,
+        **SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     }  # fmt: skip
     config = models.parse_config({"model_type": "qwen3_5_text", **fields})
     layers, draft = models.build_with_drafts(config, 150)
