@@ -251,8 +251,10 @@ class Runner:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
             else:
-                prompts = len(plan.tokens) > 0
-                wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
+                wanted = 1  # nobody goes on after chunks in the middle of prompts
+                if plan.num_draws:
+                    prompts = len(plan.tokens) > 0
+                    wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
                 proposer.propose(self._buffers.table, self.columns, self._buffers.rows(batch.num_seqs), batch, wanted)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -130,12 +130,13 @@ def _build_with_drafts(
         raise UnsupportedError(what, where="speculative", expected="layers=None", found="layers", hint=hint)
     layers, draft = models.build_with_drafts(config, rows)
     if entries is not None:
-        own = {spec[0] for layer in layers for parameter in layer.parameters() for spec in parameter.expected()}
-        names = [spec[0] for layer in draft for parameter in layer.parameters() for spec in parameter.expected()]
-        names = [name for name in names if name not in own]
-        if not any(name.rpartition(".")[0] in {known.rpartition(".")[0] for known in entries} for name in names):
+        of_target, of_draft = (
+            {spec[0].rpartition(".")[0] for layer in own for weights in layer.parameters() for spec in weights.expected()}
+            for own in (layers, draft)
+        )
+        if of_draft.isdisjoint({name.rpartition(".")[0] for name in entries} - of_target):
             what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
-            raise UnsupportedError(what, where=str(options.model), expected=f"{names[0]}, …", hint=hint)
+            raise UnsupportedError(what, where=str(options.model), expected=f"{min(of_draft - of_target)}, …", hint=hint)
         fuse_experts([*layers, *draft], entries)
     formats, head = choose_formats(options, [*layers, *draft], found, entries, device), draft[-1]
     if isinstance(formats, StoredFormats) and rows is not None:

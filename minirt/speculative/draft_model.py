@@ -84,7 +84,8 @@ class DraftModelProposer:
         """The next pass of the sequences that get a further draft. The host knows their lengths."""
         count, lens = len(kept), tuple(out.seq_lens[kept].tolist())
         splits = [-(-length // KV_SPLIT) for length in lens]
-        own = DraftTokens(out.tokens[kept], out.positions[kept], out.slots[kept], out.seq_lens[kept], _starts(splits))
+        starts = torch.tensor([0, *accumulate(splits)], dtype=torch.int32, device=kept.device)
+        own = DraftTokens(out.tokens[kept], out.positions[kept], out.slots[kept], out.seq_lens[kept], starts)
         hidden = None if step.taps is None else step.taps[kept]
         slots, tables = step.seq_slots[kept], step.block_tables[kept]
         return self._pass(own, slots, tables, lens, max(lens), sum(splits), hidden=hidden, count=count)
@@ -109,10 +110,6 @@ class DraftModelProposer:
             torch.arange(count + 1, dtype=torch.int32, device=device), out.seq_lens, out.split_starts, seq_slots, block_tables,
             (1,) * count, lens, longest, splits, every_row=True, taps=self._states(count), hidden=hidden,
         )  # fmt: skip
-
-
-def _starts(counts: list[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
 
 def _buffers(count: int, device: torch.device) -> DraftTokens:
