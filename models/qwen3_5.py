@@ -19,10 +19,10 @@ from minirt.modeling.config import (
     GatedDeltaNetConfig,
     ModelConfig,
     MoEConfig,
-    MTPConfig,
     shown,
 )
-from minirt.models.decoder import FINAL_NORM, block, decoder_config, decoder_layers, head_weight
+from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.mtp import read_mtp, with_mtp
 from minirt.models.vision import text_config, text_fields
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def hybrid_config(
         moe=moe,
         handled=_HANDLED,
     )
-    mtp_layers = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
-    mtp = MTPConfig(mtp_layers, fields.boolean("mtp_use_dedicated_embeddings", default=False))
-    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped), mtp=mtp)
+    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped), mtp=read_mtp(fields))
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
@@ -112,35 +110,8 @@ def layers(config: ModelConfig) -> "list[Layer]":
 
 
 def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
-    """`layers`, with a `Tap` of the states after the final norm, and the layers of multi-token prediction.
-
-    Args:
-        rows: how many ids the drafts may have; None: those of the whole vocabulary.
-    """
-    from minirt.layers import DraftInput, Head, Select, Tap
-
-    mtp = config.mtp or MTPConfig(0)
-    if mtp.num_layers not in (None, 1):
-        what, expected = "this number of layers of multi-token prediction is not supported", "1"
-        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected=expected, found=mtp.num_layers)
-    if mtp.own_embeddings:
-        what = "multi-token prediction with embeddings of its own is not supported"
-        raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
-    *decoder, head = layers(config)
-    mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
-    attention, mlp = block(config, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
-    draft: list[Layer] = [
-        DraftInput(
-            config, name="mtp.input", norm_embedding="mtp.pre_fc_norm_embedding", norm_hidden="mtp.pre_fc_norm_hidden",
-            fc="mtp.fc",
-        ),
-        attention,
-        Select(config, name="mtp.select"),
-        mlp,
-        Tap(config, name="mtp.tap", norm="mtp.norm", every_row=False),
-        Head(config, name="mtp.head", norm="mtp.norm", weight=head_weight(config), rows=rows),
-    ]  # fmt: skip
-    return [*decoder, Tap(config, norm=FINAL_NORM), head], draft
+    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
+    return with_mtp(config, layers(config), rows)
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
