@@ -213,6 +213,23 @@ OPERATIONS = {
             ("minirt.kernels.speculative.reference:propose",), exported=False,
             no_op="it changes the table of slots, which only minirt's step has",
         ),
+        Operation(
+            "draft_input", "speculative.draft_input", "the input of a draft model: a token's embedding and a hidden state",
+            ("speculative.draft_input:_draft_input_kernel",), ("embedding", "rms_norm"),
+            cases="speculative.draft_input:CASES", exported=False,
+            no_op="only the layers of a draft model have it",
+        ),
+        Operation(
+            "first_pass", "speculative.draft_model", "the tokens of a draft model's first pass",
+            ("speculative.draft_model:_first_pass_kernel",), ("minirt.kernels.speculative.draft_model_reference:first_pass",),
+            exported=False, no_op="it reads the table of slots, which only minirt's step has",
+        ),
+        Operation(
+            "draw", "speculative.draft_model", "a draft of each sequence, and the input of the next pass",
+            ("speculative.draft_model:_race_kernel", "speculative.draft_model:_draw_kernel"),
+            ("minirt.kernels.speculative.draft_model_reference:draw",), exported=False,
+            no_op="it changes the table of slots, which only minirt's step has",
+        ),
     )
 }  # fmt: skip
 # What `minirt.kernels` exports besides the functions of `OPERATIONS`.

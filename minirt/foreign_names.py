@@ -20,7 +20,7 @@ _VLLM, _LLAMA, _HF = "vLLM's name", "llama.cpp's name", "transformers' name"
 _ONE_GPU = "not supported: minirt uses one GPU"
 _ONE_DEVICE = "not needed: a model is wholly on one GPU, or wholly on the CPU"
 _LORA = "not supported: minirt has no LoRA adapters"
-_DRAFTS = "not supported: minirt has no draft models; speculative decoding by n-grams is --speculate ngram"
+_DRAFTS = "not supported: minirt has no draft models in files of their own; --speculate is ngram or mtp"
 _BEAMS = "not supported: minirt has no beam search"
 _ALWAYS = "not needed: it is always on"
 _NO_CODE = "not needed: minirt never runs code of a checkpoint"
@@ -90,7 +90,7 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     **dict.fromkeys(("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "lora", "lora_request", "LoRARequest"), _LORA),
     **dict.fromkeys(("speculative_model", "model_draft"), _DRAFTS),
     "speculative_config": (_VLLM, "--speculative-config", "speculative=SpeculativeOptions(…)"),
-    "num_speculative_tokens": (_VLLM, "--speculate ngram:k", "speculative=SpeculativeOptions(num_speculative_tokens=…)"),
+    "num_speculative_tokens": (_VLLM, "--speculate METHOD:k", "speculative=SpeculativeOptions(num_speculative_tokens=…)"),
     **dict.fromkeys(("use_beam_search", "num_beams", "BeamSearchParams", "length_penalty", "early_stopping"), _BEAMS),
     **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice"), _ALWAYS),
     "tools": "not supported here: requests to minirt serve may have it",

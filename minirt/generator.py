@@ -35,8 +35,8 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
 from minirt.sizes import format_size
-from minirt.speculative.ngram import proposer_of
 from minirt.speculative.options import SpeculativeOptions, drafts_of
+from minirt.speculative.proposers import proposer_of
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class Generator:
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
-            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative),
+            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative, model, self._cache),
             adaptive_drafts=getattr(speculative, "adaptive", True),
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )

@@ -30,7 +30,10 @@ from minirt.models.presets import raw_configs
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "decoder_fields", "embedded", "parse_config", "preset", "presets"]
+__all__ = [
+    "ARCHITECTURES", "EMBEDDED", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
+    "presets",
+]  # fmt: skip
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -95,6 +98,22 @@ def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def build(config: ModelConfig) -> "list[Layer]":
     """The layers of a model in execution order, without weights."""
     return ARCHITECTURES[config.model_type].layers(config)
+
+
+def build_with_drafts(config: ModelConfig, rows: int | None = None) -> "tuple[list[Layer], list[Layer]]":
+    """`build`, with a `Tap`, and the layers of the draft model that the checkpoint has beside the decoder.
+
+    Args:
+        rows: how many ids the drafts may have; None: those of the whole vocabulary.
+    Raises:
+        UnsupportedError: the architecture has none, or not these.
+    """
+    make = getattr(ARCHITECTURES[config.model_type], "draft_layers", None)
+    if make is None:
+        having = ", ".join(name for name, module in ARCHITECTURES.items() if hasattr(module, "draft_layers"))
+        what, hint = "this architecture has no multi-token prediction", "--speculate ngram needs none"
+        raise UnsupportedError(what, where=f"model_type {config.model_type}", expected=having, hint=hint)
+    return make(config, rows)
 
 
 def preset(name: str) -> Preset | None:

@@ -30,6 +30,7 @@ from minirt.models.foreign_fields import refuse_foreign_fields
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
+FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
@@ -311,52 +312,61 @@ def decoder_layers(
     Args:
         attention: the settings of each block's attention, by its number; None: `config.attention`.
     """
-    from minirt.layers import MLP, Attention, Embedding, Head, MoE  # imported here because it imports torch
+    from minirt.layers import Embedding, Head  # imported here because it imports torch
 
     attention = attention or config.attention
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):
-        block = f"model.layers.{i}"
-        layers.append(
-            Attention(
-                config,
-                name=f"layers.{i}.attention",
-                norm=f"{block}.input_layernorm",
-                q=f"{block}.self_attn.q_proj",
-                k=f"{block}.self_attn.k_proj",
-                v=f"{block}.self_attn.v_proj",
-                o=f"{block}.self_attn.o_proj",
-                q_norm=f"{block}.self_attn.q_norm" if config.qk_norm else None,
-                k_norm=f"{block}.self_attn.k_norm" if config.qk_norm else None,
-                gate=f"{block}.self_attn.gate_proj" if config.attention_gate == "gate_proj" else None,
-                settings=attention(i),
-            )
-        )
-        norm = f"{block}.post_attention_layernorm"
-        if config.moe is not None and config.moe.covers(i):
-            shared = f"{block}.mlp.shared_expert" if config.moe.shared_intermediate_size else None
-            layers.append(
-                MoE(
-                    config,
-                    name=f"layers.{i}.moe",
-                    norm=norm,
-                    router=f"{block}.mlp.gate",
-                    experts=f"{block}.mlp.experts",
-                    shared=shared,
-                    shared_gate=None if shared is None else f"{shared}_gate",
-                )
-            )
-            continue
-        layers.append(
-            MLP(
-                config,
-                name=f"layers.{i}.mlp",
-                norm=norm,
-                gate=f"{block}.mlp.gate_proj",
-                up=f"{block}.mlp.up_proj",
-                down=f"{block}.mlp.down_proj",
-            )
-        )
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    layers.append(Head(config, name="head", norm="model.norm", weight=head))
+        layers += block(config, f"layers.{i}", f"model.layers.{i}", attention(i), mixture=config.is_mixture(i))
+    layers.append(Head(config, name="head", norm=FINAL_NORM, weight=head_weight(config)))
     return layers
+
+
+def head_weight(config: ModelConfig) -> str:
+    """Checkpoint prefix of the LM head."""
+    return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+
+
+def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSettings, *, mixture: bool) -> "list[Layer]":
+    """The layers of one block: attention, and an MLP or a mixture of experts.
+
+    Args:
+        name: how the names of the layers begin. `prefix`: how those of the checkpoint's tensors begin.
+    """
+    from minirt.layers import MLP, Attention, MoE
+
+    mixer = Attention(
+        config,
+        name=f"{name}.attention",
+        norm=f"{prefix}.input_layernorm",
+        q=f"{prefix}.self_attn.q_proj",
+        k=f"{prefix}.self_attn.k_proj",
+        v=f"{prefix}.self_attn.v_proj",
+        o=f"{prefix}.self_attn.o_proj",
+        q_norm=f"{prefix}.self_attn.q_norm" if config.qk_norm else None,
+        k_norm=f"{prefix}.self_attn.k_norm" if config.qk_norm else None,
+        gate=f"{prefix}.self_attn.gate_proj" if config.attention_gate == "gate_proj" else None,
+        settings=attention,
+    )
+    norm = f"{prefix}.post_attention_layernorm"
+    if mixture and config.moe is not None:
+        shared = f"{prefix}.mlp.shared_expert" if config.moe.shared_intermediate_size else None
+        experts = MoE(
+            config,
+            name=f"{name}.moe",
+            norm=norm,
+            router=f"{prefix}.mlp.gate",
+            experts=f"{prefix}.mlp.experts",
+            shared=shared,
+            shared_gate=None if shared is None else f"{shared}_gate",
+        )
+        return [mixer, experts]
+    mlp = MLP(
+        config,
+        name=f"{name}.mlp",
+        norm=norm,
+        gate=f"{prefix}.mlp.gate_proj",
+        up=f"{prefix}.mlp.up_proj",
+        down=f"{prefix}.mlp.down_proj",
+    )
+    return [mixer, mlp]

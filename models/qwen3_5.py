@@ -1,7 +1,8 @@
 """Qwen3.5, 3.6 and 3.8 (dense): three of four layers have gated DeltaNet instead of attention, and attention has an output gate.
 
 Official files are those of a model that also sees images (`Qwen3_5ForConditionalGeneration`): the decoder's fields are in
-`text_config`, its tensors below `model.language_model.`. The vision encoder and the multi-token prediction are skipped.
+`text_config`, its tensors below `model.language_model.`. The vision encoder is skipped. The layers of multi-token prediction
+(`mtp.*`) are those of a draft model, if drafts are asked for.
 """
 
 from collections.abc import Collection
@@ -21,6 +22,7 @@ from minirt.modeling.config import (
     shown,
 )
 from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.mtp import read_mtp, with_mtp
 from minirt.models.vision import text_config, text_fields
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def hybrid_config(
         moe=moe,
         handled=_HANDLED,
     )
-    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped))
+    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped), mtp=read_mtp(fields))
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
@@ -105,6 +107,11 @@ def layers(config: ModelConfig) -> "list[Layer]":
                 )
             number += 1
     return found
+
+
+def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
+    return with_mtp(config, layers(config), rows)
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:

@@ -7,6 +7,7 @@ from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.models.decoder import moe_config
 from minirt.models.qwen3_5 import decoder_fields as decoder_fields
+from minirt.models.qwen3_5 import draft_layers as draft_layers
 from minirt.models.qwen3_5 import hybrid_config
 from minirt.models.qwen3_5 import layers as layers
 from minirt.models.vision import text_config

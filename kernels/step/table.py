@@ -28,7 +28,8 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = 6, 7, 8, 9  # fp32, int32, fp32, fp32; as in 
 SEED = 10  # two words, low half first
 RULED = 12  # 1 if it has rules for its logits (`LogitsProcessors`), else 0
 MATCHED = 13  # what its drafts rest on: the length of an n-gram match, or another measure; 0: it has no drafts
-NEXT_TOKENS = 14  # the first of its next tokens; drafts follow
+# The first of its next tokens; drafts follow. With drafts, also in the middle of a prompt: the token after the computed ones.
+NEXT_TOKENS = 14
 
 
 class Columns(NamedTuple):

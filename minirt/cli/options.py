@@ -246,14 +246,15 @@ prefix_cache_option = click.option(
 )  # fmt: skip
 speculative_options = option_group(
     click.option(
-        "--speculate", metavar="ngram[:k]",
-        help="Speculative decoding: propose up to k tokens (default 4) that followed the same tokens before, and verify them in "
-        "one step. The distribution of the output stays the same.",
+        "--speculate", metavar="ngram[:k]|mtp[:k]",
+        help="Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
+        "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
+        "multi-token prediction that Qwen3.5 checkpoints have.",
     ),
     click.option(
         "--speculative-config", metavar="JSON",
         help='The same with the keys of vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
-        '"prompt_lookup_max": 4}.',
+        '"prompt_lookup_max": 4}. Of mtp also "draft_vocab_size" (default 32768; 0: all) and "draft_vocab_text", a file.',
     ),
 )
 warm_prompt_option = click.option(

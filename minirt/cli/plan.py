@@ -14,6 +14,7 @@ from minirt.cli.options import (
     model_name,
     model_options,
     planned_gpu,
+    speculative_options,
     text_format_option,
     to_load_options,
 )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Print how each layer runs and why, and what fits.")
 @model_options
 @memory_options
+@speculative_options
 @gpu_option
 @text_format_option
 @debug_option

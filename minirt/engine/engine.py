@@ -119,7 +119,7 @@ class Engine:
         self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)
         self._runner = Runner(
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
-            proposer=proposer,
+            proposer=proposer, adaptive_drafts=adaptive_drafts,
         )  # fmt: skip
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         learns = adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up

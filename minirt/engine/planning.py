@@ -8,7 +8,7 @@ import numpy as np
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
-from minirt.kernels.step.table import Columns
+from minirt.kernels.step.table import NEXT_TOKENS, Columns
 from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
@@ -30,14 +30,18 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
     for place, sequence in work.prompts:
         slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
         known, stop = sequence.tokens, start + count
+        # In the middle of a prompt, a proposer needs the token that follows the step's.
+        following = known[stop : stop + 1] if columns.drafts and not num_draws else NO_TOKENS
         if sequence.num_sent < 0:
             sequence.needs = _needs(sequence, vocab)
-            edits.append(_admission(sequence, start, vocab))
+            edits.append(_admission(sequence, start, vocab, following))
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
                 rules.append(SlotRules(slot, sequence.rules, known[:prompt_len].copy(), known[prompt_len:].copy()))
             if columns.history and start > 0:  # the other tokens of a prompt come as the tokens of steps
                 edits.append(Edit(slot, columns.tokens, known[:start].copy()))
+        elif len(following):
+            edits.append(Edit(slot, NEXT_TOKENS, following.copy()))
         if (first := max(0, sequence.num_sent)) < len(sequence.pages):
             edits.append(Edit(slot, columns.page_tables + first, np.array(sequence.pages[first:], np.int32)))
         tokens.append(known[start:stop].copy())
@@ -99,8 +103,11 @@ def num_top(asked: int | None, vocab: int) -> int:
     return -1 if asked is None else vocab if asked < 0 else min(asked, vocab)
 
 
-def _admission(sequence: Sequence, cached: int, vocab: int) -> Edit:
-    """The first words of a slot's row, up to the next tokens, in the order of `kernels/step/table.py`."""
+def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarray) -> Edit:
+    """The first words of a slot's row, up to the next tokens, in the order of `kernels/step/table.py`.
+
+    `following`: the token after those of the step, if it is known.
+    """
     s: EffectiveSampling = sequence.sampling
     # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
     temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
@@ -108,4 +115,4 @@ def _admission(sequence: Sequence, cached: int, vocab: int) -> Edit:
         "=6i f i 2f Q 2i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
         min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
-    return Edit(sequence.slot, 0, np.frombuffer(words, np.int32))
+    return Edit(sequence.slot, 0, np.concatenate((np.frombuffer(words, np.int32), following)))

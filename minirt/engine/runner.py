@@ -18,6 +18,7 @@ from torch import Tensor
 from minirt.device import is_out_of_memory, on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens
 from minirt.engine.cuda_graphs import CudaGraphs
+from minirt.engine.draft_lengths import draft_sizes
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.engine.logprobs import TokenLogprobs, unpack
 from minirt.engine.prompt_time import PromptTime
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
 
 _MEASURED_TOKENS = 2048  # of a prompt at warm-up
+_DRAFTS = "drafts"  # with a bucket, the key of the CUDA graph that proposes drafts after such a step
 _REPLAYS = 3  # of each CUDA graph of a decode step, to measure it
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
@@ -48,18 +50,23 @@ class Proposer(Protocol):
     """Proposes drafts: tokens that may follow a slot's next token. They are verified in the next step.
 
     `max_drafts`: the most for a slot, up to `kernels.attention.limits.MAX_DRAFTS`. `needs_history`: whether rows of the table
-    have all tokens of their sequences.
+    have all tokens of their sequences. `capturable`, if it has this attribute: whether `propose` may be a part of CUDA graphs,
+    which run it again with new values in the same tensors.
     """
 
     max_drafts: int
     needs_history: bool
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
+    def propose(self, table: Tensor, columns: Columns, rows: Rows, batch: Batch, wanted: int) -> None:
         """After the commit of a step: propose for its sequences, unless NUM_NEXT of their row of the table is 0 (the sequence
         yields no more tokens).
 
         Write drafts behind the next token (NEXT_TOKENS + 1 …), their number, with the next token, to NUM_NEXT, and to MATCHED a
         positive number if there are any, else 0. Does not wait for the device. `kernels/step/table.py` describes a row.
+
+        `batch` is the step's: sequences in the order of `rows`, and in `taps` the hidden states that the model hands over.
+        `wanted`: how many drafts of a sequence the next step may verify, by the step before it, and one size more. At least 1, at
+        most `max_drafts`. More drafts are allowed; they take time.
         """
 
 
@@ -105,6 +112,8 @@ class _Forward(NamedTuple):
     tensors: StepTensors
     logits: Tensor  # [R, V]
     row_maxima: Tensor | None
+    batch: Batch
+    bucket: Bucket | None  # of its CUDA graph
 
 
 @dataclass(frozen=True)
@@ -141,14 +150,16 @@ class Runner:
         model: `model(batch, cache)` → logits [R, V] fp32.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` whose layers can all be captured.
         proposer: proposes drafts. None: there are none.
+        adaptive_drafts: whether steps verify only as many drafts as pay, so that no more need to be proposed.
     """
 
     def __init__(
         self, model: ModelLike, cache: KVCache, device: torch.device, limits: EngineLimits, *, vocab_size: int,
-        cuda_graphs: bool = False, proposer: Proposer | None = None,
+        cuda_graphs: bool = False, proposer: Proposer | None = None, adaptive_drafts: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
+        self._adapts = adaptive_drafts
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
@@ -164,6 +175,9 @@ class Runner:
             cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows
         )
         self._stages = SamplingStages(limits, vocab_size, draws, device)
+        self._taps: Tensor | None = None  # the hidden states of a step, for a draft model
+        if isinstance(model, Model) and model.draft_model is not None:
+            self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         self._statics: dict[Bucket, tuple[StepTensors, Batch]] = {}
         self.prompt_time: PromptTime | None = None  # after warm-up on a GPU
         self.step_times: GraphTimes | None = None  # after warm-up on a GPU with CUDA graphs and drafts
@@ -209,7 +223,7 @@ class Runner:
             return self._draw(forward)
 
     def _draw(self, forward: _Forward) -> Step:
-        plan, tensors, logits, row_maxima = forward
+        plan, tensors, logits, row_maxima, batch, bucket = forward
         scored = list[ScoredRows]()
         if plan.scored:
             scored = self._stages.score(logits, plan)
@@ -221,7 +235,7 @@ class Runner:
         if plan.sampling.any_rules:
             self._stages.record(drawn, tensors)
         if self._proposer is not None:
-            self._propose(self._proposer, len(tensors.seq_lens))
+            self._propose(self._proposer, plan, batch, bucket)
             if self._limits.max_drafts:
                 self._buffers.report(len(tensors.seq_lens))
         result, proposed = self._buffers.to_host(len(plan.sequences))
@@ -231,10 +245,17 @@ class Runner:
         ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
 
-    def _propose(self, proposer: Proposer, seqs: int) -> None:
+    def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
         """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again."""
         try:
-            proposer.propose(self._buffers.table, self.columns, self._buffers.rows(seqs))
+            if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
+                self._graphs.replay((_DRAFTS, bucket))
+            else:
+                wanted = 1  # nobody goes on after chunks in the middle of prompts
+                if plan.num_draws:
+                    prompts = len(plan.tokens) > 0
+                    wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
+                proposer.propose(self._buffers.table, self.columns, self._buffers.rows(batch.num_seqs), batch, wanted)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -263,7 +284,7 @@ class Runner:
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
-        return _Forward(plan, drawing, logits[:rows], maxima)
+        return _Forward(plan, drawing, logits[:rows], maxima, batch, bucket)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
@@ -279,7 +300,7 @@ class Runner:
                 lens = step.seq_lens.numpy()
             splits = int((-(-lens // KV_SPLIT)).sum())
             batch = Batch.of(step, (1,) * tokens, tuple(lens.tolist()), int(lens.max()), splits, every_row=True)
-            return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
+            return self._with_buffers(batch, logits)
         if not self._cuda:  # what the host knew were upper bounds
             starts, lens = step.query_starts.numpy(), step.seq_lens.numpy()
             counts, tokens = np.diff(starts), int(starts[-1])
@@ -289,7 +310,12 @@ class Runner:
         exact = bool(((planned.starts >= 0) | (planned.num_tokens == 1)).all())
         every_row = exact and logits == tokens and bool((planned.num_logits == planned.num_tokens).all())
         own = tuple(counts.tolist()), tuple(lens.tolist()), int(lens.max())
-        batch = Batch.of(step, *own, splits, every_row)
+        return self._with_buffers(Batch.of(step, *own, splits, every_row), logits)
+
+    def _with_buffers(self, batch: Batch, logits: int) -> Batch:
+        """The batch, with what its layers write to beside their results."""
+        if self._taps is not None:
+            batch = replace(batch, taps=self._taps[: batch.num_tokens])
         return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
 
     def _row_maxima(self, rows: int) -> "RowMaxima | None":
@@ -308,8 +334,9 @@ class Runner:
             step, (query_len,) * seqs, (longest,) * seqs, longest, max_splits(seqs, longest, self._cache.capacity),
             every_row=bucket.one_token,
         )  # fmt: skip
+        batch = self._with_buffers(batch, rows)
         if self._graphs is not None:
-            batch = replace(batch, logits=self._buffers.logits[:rows], row_maxima=self._row_maxima(rows))
+            batch = replace(batch, logits=self._buffers.logits[:rows])
         self._statics[bucket] = step, batch
         return step, batch
 
@@ -323,6 +350,24 @@ class Runner:
 
         if self._graphs is not None:
             self._graphs.capture(bucket, work)
+            if (draft := self._capturable(bucket, batch)) is not None:
+                self._graphs.capture((_DRAFTS, bucket), draft)
+
+    def _capturable(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
+        """`propose` after a step of this bucket, if CUDA graphs may contain it."""
+        own = self._proposer
+        if own is None or not getattr(own, "capturable", False):
+            return None
+        wanted, rows = self._wanted(None if bucket.tokens else bucket.drafts), self._buffers.rows(bucket.seqs)
+        return partial(own.propose, self._buffers.table, self.columns, rows, batch, wanted)
+
+    def _wanted(self, verified: int | None) -> int:
+        """How many drafts are proposed after a step that verifies so many of each sequence on average: one size more, so that the
+        number can grow. None: a step with prompts, after which nothing is known."""
+        most = self._limits.max_drafts
+        if verified is None or not self._adapts:
+            return most
+        return next((size for size in draft_sizes(most) if size > verified), most)
 
     def _dry_run(self, bucket: Bucket) -> None:
         """Run one layer of each kind over a static batch, on padding."""
@@ -334,6 +379,8 @@ class Runner:
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
             self._model.dry_run(batch, self._cache)
+        if (draft := self._capturable(bucket, batch)) is not None:
+            draft()
 
     @torch.inference_mode()
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
@@ -431,21 +478,27 @@ class Runner:
 
     def _dry_batch(self, chunks: Sequence[Chunk]) -> Batch:
         batch = Batch.build(chunks, self._cache.page_size).to(self._device)
-        return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(len(batch.logits_indices)))
+        return self._with_buffers(batch, len(batch.logits_indices))
 
     def _measure_prompts(self, model: Model) -> PromptTime:
-        """Run a chunk of a prompt, at its beginning and at the end of the longest context. All its pages are page 0."""
+        """Run a chunk of a prompt, at its beginning and at the end of the longest context. All its pages are page 0.
+
+        With a proposer that runs layers over all tokens, that is a part of the time.
+        """
         longest = min(self._limits.max_model_len, self._cache.capacity)
         count = min(_MEASURED_TOKENS, self._limits.max_num_batched_tokens, longest)
 
         def seconds(start: int) -> float:
             batch = self._dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
+            draft = self._capturable(Bucket(1, count), batch)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             for event in (None, *events):  # the first run is not counted
                 if event is not None:
                     event.record()
                 if event is not events[1]:
                     model(batch, self._cache)
+                    if draft is not None:
+                        draft()
             torch.cuda.synchronize(self._device)
             return events[0].elapsed_time(events[1]) / 1e3
 
@@ -454,16 +507,18 @@ class Runner:
         return PromptTime(first / count, more)
 
     def _measure_graphs(self, graphs: CudaGraphs) -> "GraphTimes":
-        """Replay the CUDA graph of each decode step on padding. Attention has no context then, with drafts as without."""
+        """Replay the CUDA graphs of each decode step, and of the drafts after it, on padding. Attention has no context then."""
         found, empty = dict[Bucket, float](), StepPlan(PlannedSequences.of(()))
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
             self._buffers.send(empty)
             self._buffers.sent(empty)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            graphs.replay(bucket)
-            events[0].record()
-            for _ in range(_REPLAYS):
-                graphs.replay(bucket)
+            own = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
+            for replays in range(_REPLAYS + 1):  # the first one is not counted
+                if replays == 1:
+                    events[0].record()
+                for key in own:
+                    graphs.replay(key)
             events[1].record()
             torch.cuda.synchronize(self._device)
             found[bucket] = events[0].elapsed_time(events[1]) / 1e3 / _REPLAYS

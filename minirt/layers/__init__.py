@@ -12,17 +12,20 @@ from minirt.layers.base import (
     implementation,
     register,
 )
+from minirt.layers.draft_input import DraftInput
 from minirt.layers.embedding import Embedding
 from minirt.layers.gated_delta_net import GatedDeltaNet
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
 from minirt.layers.moe import MoE
 from minirt.layers.select import Select
+from minirt.layers.tap import Tap
 
 __all__ = [
     "BUILT_IN",
     "MLP",
     "Attention",
+    "DraftInput",
     "Embedding",
     "Forward",
     "GatedDeltaNet",
@@ -33,6 +36,7 @@ __all__ = [
     "LinearOp",
     "MoE",
     "Select",
+    "Tap",
     "has_implementation",
     "implementation",
     "register",

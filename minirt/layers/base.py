@@ -1,9 +1,9 @@
 """The `Layer` contract, and the registry of implementations.
 
 A layer maps the residual stream to the residual stream: `layer(x, batch, kv) -> x`, x [T, H]. (`Embedding` creates the stream,
-`Select` keeps the R rows that need logits, and `Head` turns these into logits. R may be 0.) The kind of a layer fixes *what* it
-computes; an implementation is *how*: a factory that takes the layer with its weights and returns `forward(x, batch, kv)`. The
-choice is made once, at load.
+`Tap` copies it, `Select` keeps the R rows that need logits, and `Head` turns these into logits. R may be 0.) The kind of a layer
+fixes *what* it computes; an implementation is *how*: a factory that takes the layer with its weights and returns
+`forward(x, batch, kv)`. The choice is made once, at load.
 """
 
 import re
@@ -110,6 +110,7 @@ class Layer:
         residual: whether it adds to the residual stream.
         reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
         selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
+        needs_every_row: whether it uses the rows of all tokens though it has no cache spec, so that `Select` comes after it.
         makes_logits: whether its output is logits: the last layer, and no other.
         kernel_tables: modules of `minirt.kernels` with the tables of its kernels beside those of linear layers and experts.
     """
@@ -121,6 +122,7 @@ class Layer:
     makes_logits: ClassVar[bool] = False
     kernel_tables: ClassVar[tuple[str, ...]] = ()
     cache_spec: CacheSpec | None = None
+    needs_every_row: bool = False
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
@@ -181,12 +183,11 @@ class Layer:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0
 
-    def share(self, parameter: Parameter) -> None:
-        """Replace this layer's parameter of the same checkpoint tensors by `parameter` (a tied head)."""
-        names = [spec[0] for spec in parameter.expected()]
+    def share(self, shared: Parameter, own: Parameter) -> None:
+        """Replace this layer's parameter `own` by `shared`, which has the same checkpoint tensors (a tied head)."""
         for attribute, value in list(vars(self).items()):
-            if isinstance(value, Parameter) and [spec[0] for spec in value.expected()] == names:
-                setattr(self, attribute, parameter)
+            if value is own:
+                setattr(self, attribute, shared)
 
     def compile_key(self) -> tuple[Any, ...]:
         """All that kernels can depend on except the values of weights.

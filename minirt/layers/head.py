@@ -6,7 +6,7 @@ from torch import Tensor
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import NormWeight, PackedLinear, Part
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part, SomeRows
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV
 
@@ -17,6 +17,8 @@ class Head(Layer):
     Args:
         multiplier: a factor of the logits.
         softcap: the bound of the logits' magnitude, as in Gemma 2; 0: there is none.
+        rows: how many ids it has logits for, of the V of the vocabulary (a reduced draft vocabulary). The ids are those of
+            `lm_head.ids`. None: all.
     """
 
     kind = "head"
@@ -31,11 +33,13 @@ class Head(Layer):
         weight: str = "lm_head",
         multiplier: float = 1.0,
         softcap: float = 0.0,
+        rows: int | None = None,
     ) -> None:
         super().__init__(config, name)
         self.multiplier, self.softcap = multiplier, softcap
         self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms)
-        self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
+        part = Part(weight, config.vocab_size)
+        self.lm_head = PackedLinear([part], config.hidden_size) if rows is None else SomeRows(part, config.hidden_size, rows)
 
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return (LinearOp(self.lm_head, logits=True),)
@@ -48,7 +52,7 @@ class Head(Layer):
         return row_maxima_tiles(rows, self.lm_head.weight, self.norm.weight.dtype, self.lm_head.scale)
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-        return (x.shape[0], self.config.vocab_size), torch.float32
+        return (x.shape[0], self.lm_head.out_features), torch.float32
 
 
 @register("head", "eager")

@@ -50,7 +50,8 @@ _LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone wi
 # Beginnings of the names of tensors that belong to no decoder layer. A checkpoint may have them; they are not used.
 _VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
            "multi_modal_projector.")  # fmt: skip
-_EXTRAS = {"mtp.": "multi-token prediction"} | dict.fromkeys(_VISION, "a vision encoder")
+_EXTRAS = {"mtp.": "drafts by multi-token prediction are not asked for (--speculate mtp)"}
+_EXTRAS |= dict.fromkeys(_VISION, "a vision encoder is not supported")
 # How the names of a decoder's tensors begin in a model with a vision encoder → how they begin without one.
 _TEXT = {
     "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
@@ -296,7 +297,8 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
         sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
     )
     extras = set(attention_scales(unused, modules))
-    unexpected = [name for name in unused if name not in extras and not name.startswith(tuple(_EXTRAS))]
+    others = tuple(start for start in _EXTRAS if not any(name.startswith(start) for name in specs))
+    unexpected = [name for name in unused if name not in extras and not name.startswith(others)]
     if unexpected and not allow_unused:
         raise CheckpointError(
             f"{len(unexpected)} unexpected tensors",
@@ -327,7 +329,7 @@ def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
     """Warn of unused tensors that belong to no decoder layer. `unused`: from `match`."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
-            warnings.warn(f"{where}: {count} tensors {start}* are not used: {what} is not supported", stacklevel=3)
+            warnings.warn(f"{where}: {count} tensors {start}* are not used: {what}", stacklevel=3)
     if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
         what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
         warnings.warn(f"{where}: {what}", stacklevel=3)

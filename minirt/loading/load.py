@@ -14,7 +14,7 @@ import torch
 
 from minirt import models
 from minirt.device import compute_capability, pick_device, total_memory, triton_installed
-from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError
+from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
 from minirt.loading import checkpoint
@@ -23,12 +23,15 @@ from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
-from minirt.loading.stored_formats import stored_formats
+from minirt.loading.stored_formats import StoredFormats, stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import Model, in_order
+from minirt.modeling.parameters import SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.sizes import format_size
+from minirt.speculative.draft_vocabulary import draft_ids
+from minirt.speculative.options import SpeculativeOptions
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 
@@ -105,11 +108,52 @@ def build(
     options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
 ) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    config = found.config
+    model = _build(options, found, entries, device)
+    if drafts := options.memory.max_drafts:  # states are larger, which plans count
+        model.keep_undo(1 + drafts)
+    return model
+
+
+def _build(
+    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
+) -> Model:
+    config, speculative = found.config, options.speculative
+    if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
+        return _build_with_drafts(options, found, entries, device, speculative.draft_rows(config.vocab_size))
     layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     if entries is not None:
         fuse_experts(layers, entries)
     return Model(config, layers, choose_formats(options, layers, found, entries, device))
+
+
+def _build_with_drafts(
+    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU, rows: int | None
+) -> Model:
+    """The model with the layers of a draft model, whose head has `rows` ids; None: all."""
+    config = found.config
+    if options.layers is not None:
+        what, hint = "a composed model has no draft model", "use method 'ngram', or a proposer"
+        raise UnsupportedError(what, where="speculative", expected="layers=None", found="layers", hint=hint)
+    layers, draft = models.build_with_drafts(config, rows)
+    if entries is not None:
+        of_target, of_draft = (
+            {spec[0].rpartition(".")[0] for layer in own for weights in layer.parameters() for spec in weights.expected()}
+            for own in (layers, draft)
+        )
+        if of_draft.isdisjoint({name.rpartition(".")[0] for name in entries} - of_target):
+            what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
+            raise UnsupportedError(what, where=str(options.model), expected=f"{min(of_draft - of_target)}, …", hint=hint)
+        fuse_experts([*layers, *draft], entries)
+    formats, head = choose_formats(options, [*layers, *draft], found, entries, device), draft[-1]
+    if isinstance(formats, StoredFormats) and rows is not None:
+        stored = [formats.format_of(own.modules, head=True, tied=config.tie_word_embeddings) for own in head.quantizable()]
+        if any(own is not None for own in stored):  # a part of its rows cannot be taken in each format
+            note = "drafts may have all ids, since the checkpoint stores a quantized head"
+            layers, draft = models.build_with_drafts(config, None)
+            if entries is not None:
+                fuse_experts([*layers, *draft], entries)
+            formats = replace(formats, notes=(*formats.notes, note))
+    return Model(config, layers, formats, draft)
 
 
 def choose_formats(
@@ -296,6 +340,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
+    if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
+        _choose_draft_ids(model.draft_model, tokenizer, options.speculative)
     if weights is not None and entries is not None:
         _match(model, entries, options)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
@@ -320,6 +366,13 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), report.bytes_read, report.unused)
+
+
+def _choose_draft_ids(draft_model: Model, tokenizer: Tokenizer | None, speculative: SpeculativeOptions) -> None:
+    """Set the ids that drafts may have, before the rows of the head are loaded."""
+    for head in draft_model.layers[-1].parameters():
+        if isinstance(head, SomeRows):
+            head.ids = draft_ids(tokenizer, len(head.ids), draft_model.config.vocab_size, speculative.draft_vocab_text)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

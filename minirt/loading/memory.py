@@ -311,6 +311,8 @@ def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions
     total = tokens * row + 3 * logits + limits.max_num_seqs * 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
     if options.cuda_graphs:
         total += min(tokens, 2048) * row
+    if model.draft_model is not None:  # the hidden states that it continues from
+        total += tokens * config.hidden_size * size
     return int(1.05 * total)
 
 

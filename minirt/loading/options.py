@@ -79,8 +79,8 @@ class LoadOptions:
         cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
             `enforce_eager`). It does not select eager layers: `impl="eager"` does.
         speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, a dict
-            of its fields, a text as --speculate takes it ("ngram"), or a proposer (`minirt.engine.runner.Proposer`). None: a
-            step yields one token of each sequence.
+            of its fields, a text as --speculate takes it ("ngram"), or a proposer (`minirt.engine.runner.Proposer`). Method
+            "mtp" also loads the layers of multi-token prediction. None: a step yields one token of each sequence.
     Raises:
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """

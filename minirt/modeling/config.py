@@ -179,6 +179,19 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction: layers in the checkpoint that draft tokens from the hidden states of the decoder.
+
+    Attributes:
+        num_layers: None: not stated.
+        own_embeddings: whether they have an embedding and a head of their own.
+    """
+
+    num_layers: int | None = None
+    own_embeddings: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder model: Nq query heads, Nkv key/value heads, head size D, hidden size H, intermediate size I."""
 
@@ -208,6 +221,7 @@ class ModelConfig:
     attention_gate: str | None = None  # see `AttentionSettings.gate`
     zero_centered_norms: bool = False  # the checkpoint stores norm weights minus 1
     gated_delta_net: GatedDeltaNetConfig | None = None  # None: every layer has attention
+    mtp: MTPConfig | None = None  # None: the architecture has no multi-token prediction
 
     def attention(self, layer: int | None = None) -> AttentionSettings:
         """The settings of a layer's attention; None: those of most layers."""

@@ -1,6 +1,7 @@
 """`Model`: a list of layers run in order, each bound to one implementation."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +20,7 @@ from minirt.layers import (
     implementation,
 )
 from minirt.modeling.config import ModelConfig, RopeConfig
-from minirt.modeling.formats import FormatChoice, LinearFormat
+from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
@@ -30,27 +31,43 @@ class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
 
     A layer object that appears more than once has one set of weights, and a cache for each place. Inserts a `Select` after the
-    last attention layer (more exactly, the last layer with a `cache_spec`) unless the list has one. `formats` sets the formats
-    of the linear layers; if a tied head is quantized, its weights are a copy of their own.
+    last attention layer or `Tap` (the last layer with a `cache_spec`, or that needs every row) unless the list has one. `formats`
+    sets the formats of the linear layers; if a tied head is quantized, its weights are a copy of their own.
+
+    `draft_layers`: those of a draft model, which continues from the hidden states of a `Tap` among `layers`. It is `draft_model`.
+    This model's weights, cache specs and plan include those of the draft model, and weights that both have are shared.
     """
 
-    def __init__(self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None,
+        draft_layers: Sequence[Layer] = (),
+    ) -> None:  # fmt: skip
         self.config, self.layers, self.formats = config, in_order(config, layers), formats
+        self.draft_model = Model(config, draft_layers, formats) if draft_layers else None
+        self._first_cache = 0  # of the cache specs of a draft model, among those of its target
+        if self.draft_model is not None:
+            self.draft_model._first_cache = sum(layer.cache_spec is not None for layer in self.layers)
         if formats is not None:
             for layer in self.layers:
                 for weights in layer.quantizable():
                     head, tied = layer is self.layers[-1], config.tie_word_embeddings
                     weights.format = formats.format_of(weights.modules, head=head, tied=tied) or weights.format
-        seen: dict[tuple[str, LinearFormat | None], Parameter] = {}
+        seen: dict[tuple[Any, ...], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
                 name = next(iter(parameter.expected()))[0]
-                layer.share(seen.setdefault((name, parameter.format), parameter))
+                key = name, parameter.format, parameter.compile_key()  # some rows of a weight are another parameter
+                layer.share(seen.setdefault(key, parameter), parameter)
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
         self.plan = Plan((), "meta", "the layers have no implementation yet")
 
     def unique_layers(self) -> Iterator[Layer]:
-        yield from {id(layer): layer for layer in self.layers}.values()
+        """All layers, each once; last, those of the draft model."""
+        yield from {id(layer): layer for model in self._models for layer in model.layers}.values()
+
+    @property
+    def _models(self) -> "tuple[Model, ...]":
+        return (self,) if self.draft_model is None else (self, self.draft_model)
 
     def parameters(self) -> Iterator[Parameter]:
         """All weights, each once."""
@@ -58,8 +75,9 @@ class Model:
 
     @property
     def cache_specs(self) -> list[CacheSpec]:
-        """The cache specs of the layers that have one, in order."""
-        return [layer.cache_spec for layer in self.layers if layer.cache_spec is not None]
+        """The cache specs of the layers that have one, in order; last, those of the draft model."""
+        specs = (layer.cache_spec for model in self._models for layer in model.layers)
+        return [spec for spec in specs if spec is not None]
 
     @property
     def num_parameters(self) -> int:
@@ -67,7 +85,8 @@ class Model:
 
     @property
     def decode_read_bytes(self) -> int:
-        """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
+        """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list, without those
+        of the draft model."""
         return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
     def keep_undo(self, tokens: int) -> None:
@@ -112,7 +131,8 @@ class Model:
             max_model_len: number of positions of the rope tables.
             kv_dtype: dtype of the KV pages; None: the model's.
         """
-        self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
+        for model in self._models:
+            model.device, model.dtype, model.kv_dtype, model.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
@@ -141,7 +161,7 @@ class Model:
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
         used = [False] * len(rules)
-        for layer in self.layers:
+        for layer in (layer for model in self._models for layer in model.layers):
             wanted, why = default, "the default" if default == "auto" else f"--impl {default}"
             for i, (pattern, name) in enumerate(rules):
                 if fnmatchcase(layer.name, pattern):
@@ -162,7 +182,7 @@ class Model:
                     "matches no layer",
                     where=f"--impl {pattern}={name}",
                     expected="a name or glob such as 'layers.*.mlp'",
-                    found=some_names(self.layers),
+                    found=some_names(list(self.unique_layers())),
                 )
         chosen = self.formats
         self.plan = Plan(
@@ -201,21 +221,27 @@ class Model:
 
     @torch.inference_mode()
     def dry_run(self, batch: Batch, cache: KVCache) -> None:
-        """Run one layer for each compile key and implementation. Together they launch every kernel of the model.
+        """Run one layer for each compile key and implementation. Together they launch every kernel of the model, and of the draft
+        model.
 
         Layers after `Select` have another number of rows, so they are run separately.
         """
         firsts: dict[tuple[Any, ...], tuple[Layer, LayerCache | None]] = {}
         selected = False
-        for (layer, kv), row in zip(self._with_cache(cache), self.plan.rows, strict=True):
+        for layer, kv in self._with_cache(cache):
             # For other implementations, it is not known on what their kernels depend.
-            key = (row.implementation, layer.compile_key()) if row.implementation in BUILT_IN else (id(layer),)
+            key = (layer.implementation, layer.compile_key()) if layer.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.selects_rows
         self._run(firsts.values(), batch)
+        if self.draft_model is not None:
+            tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
+            hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
+            own = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
+            self.draft_model.dry_run(own, cache)
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:
-        kept = iter(cache.layers)
+        kept = iter(cache.layers[self._first_cache :])
         return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
     def _run(self, layers: Iterable[tuple[Layer, LayerCache | None]], batch: Batch) -> Tensor:
@@ -230,7 +256,7 @@ class Model:
 
 
 def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
-    """The layers, checked, with a `Select` inserted after the last attention layer unless there is one."""
+    """The layers, checked, with a `Select` inserted after the last layer that needs every row, unless there is one."""
     if not isinstance(layers, Iterable):
         raise ConfigError("a model needs layers", expected="a sequence of layers", found=type(layers).__name__)
     layers = list(layers)
@@ -250,16 +276,20 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
             expected="reads_tokens is true of the first layer only, makes_logits of the last layer only",
             found=", ".join(layer.kind for layer in layers) or "no layers",
         )
-    behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or layer.cache_spec is not None)
+    behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or _needs_every_row(layer))
     selects = [place for place, layer in enumerate(layers) if layer.selects_rows]
     hint = "leave it out: the model inserts one after the last attention"
     if len(selects) > 1:
         where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
         raise ConfigError(f"there are two select layers; {first} is the first", where=where, hint=hint)
     if selects and selects[0] < behind:
-        what = "attention after a select layer would lack rows"
+        what = "attention or a tap after a select layer would lack rows"
         raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"a place after layers[{behind - 1}]", hint=hint)
     return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
+
+
+def _needs_every_row(layer: Layer) -> bool:
+    return layer.cache_spec is not None or layer.needs_every_row
 
 
 def _check_cache_spec(spec: object, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked parts), `PackedExperts` and `NormWeight`.
+"""Weights as layers hold them: `Parameter`, and its kinds.
 
 A parameter knows which checkpoint tensors fill it and in which format it stores them. So loading, random weights and byte counts
 are in one place.
@@ -220,6 +220,32 @@ class PackedLinear(Parameter):
                 self.format.store(values, self.weight, self.scale, own, scales)
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
+
+
+class SomeRows(PackedLinear):
+    """Some rows of a linear, such as those of a reduced draft vocabulary: `ids`, int64 in ascending order.
+
+    They are rows of the checkpoint's tensor, so the format must be none, or one that quantizes while loading.
+
+    Args:
+        part: the whole linear. `count`: how many of its rows; the first ones, until `ids` says which.
+    """
+
+    def __init__(self, part: Part, in_features: int, count: int) -> None:
+        super().__init__([Part(part.name, count)], in_features)
+        self._whole, self.ids = part.rows, torch.arange(count)
+
+    def expected(self) -> Iterator[TensorSpec]:
+        name = self.parts[0].name
+        if self.format is None:
+            yield TensorSpec(f"{name}.weight", (self._whole, self.in_features), pieces=True)
+        else:
+            yield from self.format.tensors(name, self._whole, self.in_features)
+
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        start, stop = torch.searchsorted(self.ids, torch.tensor([first, first + source.shape[0]])).tolist()
+        if start < stop:
+            self._load_rows(source[(self.ids[start:stop] - first).to(source.device)], start)
 
 
 class PackedExperts(PackedLinear):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,10 +9,7 @@ from torch import Tensor
 from minirt.device import is_nvidia
 from minirt.kernels.speculative import reference
 from minirt.kernels.step.table import Columns, Rows
-from minirt.speculative.options import SpeculativeOptions
-
-if TYPE_CHECKING:
-    from minirt.engine.runner import Proposer
+from minirt.step.batch import Batch
 
 
 class NgramProposer:
@@ -29,8 +25,13 @@ class NgramProposer:
     def __init__(self, max_drafts: int = 4, shortest: int = 2, longest: int = 4) -> None:
         self.max_drafts, self._shortest, self._longest = max_drafts, shortest, longest
 
-    def propose(self, table: Tensor, columns: Columns, rows: Rows) -> None:
-        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError."""
+    def propose(
+        self, table: Tensor, columns: Columns, rows: Rows, batch: Batch | None = None, wanted: int | None = None
+    ) -> None:
+        """See `engine.runner.Proposer`, and `kernels.speculative.reference` for the rule and its InputError.
+
+        It needs no `batch`, and all drafts take the time of one.
+        """
         _propose(table.device)(
             table, columns, rows, most=self.max_drafts, shortest=self._shortest, longest=self._longest
         )
@@ -44,10 +45,3 @@ def _propose(device: torch.device) -> Callable[..., None]:
     from minirt.kernels.speculative import ngram
 
     return ngram.propose
-
-
-def proposer_of(speculative: "SpeculativeOptions | Proposer | None") -> "Proposer | None":
-    """The proposer of `LoadOptions.speculative`."""
-    if isinstance(speculative, SpeculativeOptions):
-        return NgramProposer(speculative.num_speculative_tokens, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-    return speculative

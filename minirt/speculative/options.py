@@ -9,16 +9,21 @@ from minirt.errors import ConfigError, MinirtError, UnsupportedError, shortened
 from minirt.foreign_names import check_names
 from minirt.kernels.speculative.limits import LONGEST
 
-METHODS = ("ngram",)
+METHODS = {"ngram": 4, "mtp": 3}  # with the default of num_speculative_tokens
 MAX_DRAFTS = 7  # a step verifies 8 tokens of a sequence, at most
+DRAFT_VOCAB = 32768  # the default of draft_vocab_size
+# Fields that one method alone has.
+_OWN = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draft_vocab_size", "draft_vocab_text")}
+# vLLM's names of the methods.
+_ALSO = {"ngram_gpu": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
 
-_NO_DRAFT_MODEL = "not supported: minirt has no draft models"
+_NO_DRAFT_MODEL = "not supported: minirt has no draft models in files of their own"
 _NO_SUFFIX = "not supported: minirt has no suffix decoding"
 _ONE_VERIFICATION = "not supported: the sampler verifies drafts, which changes no distribution"
 _ADAPTS = "not needed: the number of drafts adapts to the batch by itself"
 # Keys of vLLM's config, and arguments of the same name, that have no meaning here.
 _REFUSED = {
-    "model": 'not supported: minirt has no draft models; for n-grams write "method": "ngram"',
+    "model": 'not supported: minirt has no draft models in files of their own; write "method": "ngram" or "mtp"',
     **dict.fromkeys((
         "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
         "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config", "draft_sample_method",
@@ -37,7 +42,8 @@ _REFUSED = {
     ),
     "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
 }  # fmt: skip
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")  # those of vLLM's that are taken
+_LOOKUP = _OWN["ngram"]
+_KEYS = ("method", "num_speculative_tokens", *_LOOKUP)  # those of vLLM's that are taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +51,13 @@ class SpeculativeOptions:
     """How drafts are proposed. Drafts change no distribution of tokens, only how many tokens a step yields.
 
     Args:
-        method: "ngram": what followed the last tokens where they occurred before (prompt lookup decoding).
-        num_speculative_tokens: drafts of a sequence in a step, at most; 1 to 7.
-        prompt_lookup_min, prompt_lookup_max: tokens that must match, at least and at most; 1 to 16.
+        method: "ngram": what followed the last tokens where they occurred before (prompt lookup decoding). "mtp": the layers of
+            multi-token prediction that the checkpoint has beside the decoder.
+        num_speculative_tokens: drafts of a sequence in a step, at most; 1 to 7. None: 4 with "ngram", 3 with "mtp".
+        prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must match, at least and at most; 1 to 16.
+        draft_vocab_size: of "mtp": drafts are among so many ids, so that their head is small; 0: all.
+        draft_vocab_text: of "mtp": a text file whose most frequent tokens these ids are. None: the first ids of the tokenizer,
+            which are those of its first merges, and its special tokens.
         adaptive: fewer drafts, or none, where measured step times say that they do not pay.
     Raises:
         ConfigError: a value is out of range, or of the wrong type.
@@ -55,9 +65,11 @@ class SpeculativeOptions:
     """
 
     method: str = "ngram"
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = None  # type: ignore[assignment]  # it is a number from __post_init__ on
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    draft_vocab_size: int = DRAFT_VOCAB
+    draft_vocab_text: str | None = None
     adaptive: bool = True
 
     def __new__(cls, *unnamed: Any, **given: Any) -> "SpeculativeOptions":
@@ -65,9 +77,24 @@ class SpeculativeOptions:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not isinstance(self.method, str) or self.method not in METHODS:
             what, found = "minirt does not have this method of speculative decoding", shortened(repr(self.method), 80)
             raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=found)
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", METHODS[self.method])
+        for method, names in _OWN.items():
+            for name in names if method != self.method else ():
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    what, hint = f"only method {method!r} has this option", f"leave it out, or use {method!r}"
+                    raise ConfigError(what, where=name, found=shortened(repr(getattr(self, name)), 80), hint=hint)
+        size, text = self.draft_vocab_size, self.draft_vocab_text
+        if type(size) is not int or not 0 <= size < 1 << 31:
+            expected, found = "a number of ids, or 0 for all", shortened(repr(size), 80)
+            raise ConfigError("not an acceptable value", where="draft_vocab_size", expected=expected, found=found)
+        if text is not None and (not isinstance(text, str) or not text or size == 0):
+            expected = "the name of a text file" + ", with a draft_vocab_size other than 0" * (size == 0)
+            found = shortened(repr(text), 80)
+            raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=found)
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS), ("prompt_lookup_min", LONGEST), ("prompt_lookup_max", LONGEST)
         ):  # fmt: skip
@@ -83,9 +110,21 @@ class SpeculativeOptions:
             found = shortened(repr(self.adaptive), 80)
             raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether drafts come from layers with weights, which are loaded with the model."""
+        return self.method == "mtp"
+
+    def draft_rows(self, vocab: int) -> int | None:
+        """How many of `vocab` ids drafts may have; None: all."""
+        return self.draft_vocab_size if 0 < self.draft_vocab_size < vocab else None
+
     @classmethod
     def parse(cls, text: str, where: str = "--speculate") -> "SpeculativeOptions":
-        """The options that a short text states: "ngram", or "ngram:k" with k drafts. Raises as the constructor does."""
+        """The options that a short text states: a method, or "ngram:k" or "mtp:k" with k drafts.
+
+        Raises as the constructor does.
+        """
         method, colon, count = text.partition(":")
         given: dict[str, Any] = {"method": method}
         if colon:
@@ -97,7 +136,8 @@ class SpeculativeOptions:
 
     @classmethod
     def from_config(cls, text: str, where: str = "--speculative-config") -> "SpeculativeOptions":
-        """The options that vLLM's `--speculative-config` states: a JSON object with "method". "ngram_gpu" is "ngram".
+        """The options that vLLM's `--speculative-config` states: a JSON object with "method". "ngram_gpu" is "ngram",
+        "qwen3_5_mtp" and "qwen3_next_mtp" are "mtp". "draft_vocab_size" and "draft_vocab_text" are keys of minirt alone.
 
         As in vLLM, a prompt_lookup_min or prompt_lookup_max that is not given is equal to the other. If neither is, minirt's
         defaults apply.
@@ -112,15 +152,15 @@ class SpeculativeOptions:
                 raise ConfigError("a key is repeated", where=where, found=shortened(key, 80))
             if key in _REFUSED:
                 raise UnsupportedError("minirt does not have this key of vLLM", where=where, found=key, hint=_REFUSED[key])
-            if key not in _KEYS:
-                raise ConfigError("unknown key", where=where, expected=f"{', '.join(_KEYS)}", found=shortened(key, 80))
+            if key not in (known := (*_KEYS, *_OWN["mtp"])):
+                raise ConfigError("unknown key", where=where, expected=", ".join(known), found=shortened(key, 80))
             given[key] = value
         given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given
         if "method" not in given:
-            raise ConfigError("the method is missing", where=where, expected='"method": "ngram"')
-        if given["method"] == "ngram_gpu":
-            given["method"] = "ngram"
-        for one, other in (_KEYS[2:], _KEYS[:1:-1]):
+            raise ConfigError("the method is missing", where=where, expected='"method": "ngram" or "mtp"')
+        if isinstance(given["method"], str):
+            given["method"] = _ALSO.get(given["method"], given["method"])
+        for one, other in (_LOOKUP, _LOOKUP[::-1]):
             value = given.get(one)
             if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
                 given[other] = value
@@ -160,10 +200,10 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
     if speculative is None:
         return 0, False
     if isinstance(speculative, SpeculativeOptions):
-        return speculative.num_speculative_tokens, True
+        return speculative.num_speculative_tokens, not speculative.has_draft_model
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
-        expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows), max_drafts, needs_history"
+        expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
         found = shortened(repr(speculative), 80)
         raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
     if not 0 <= drafts <= MAX_DRAFTS:

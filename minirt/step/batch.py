@@ -50,6 +50,8 @@ class Batch:
         every_row: whether logits_indices is 0 … T − 1.
         logits: [R, V], the tensor that the head writes to; None: a new one.
         row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
+        taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: nobody reads what it would write.
+        hidden: [T, H], the hidden states from which a draft model continues; None: it has none.
     """
 
     input_ids: Tensor
@@ -68,6 +70,8 @@ class Batch:
     every_row: bool
     logits: Tensor | None = None
     row_maxima: "RowMaxima | None" = None
+    taps: Tensor | None = None
+    hidden: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +136,6 @@ class Batch:
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
-            if field.name != "logits" and isinstance(value := getattr(self, field.name), Tensor)
+            if field.name not in ("logits", "taps", "hidden") and isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)

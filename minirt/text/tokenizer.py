@@ -269,6 +269,12 @@ class Tokenizer:
         """The texts of the special tokens, which `skip_special_tokens` leaves out."""
         return self._special_texts
 
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
+        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self._special_texts})
+        return frozenset(token for token in ids if token is not None)
+
     @property
     def tool_template(self) -> str | None:
         """The source of the chat template for conversations with tools, by which their format can be recognised."""

@@ -596,6 +596,21 @@ def test_plan_of_quantized_weights(run, hf_folder, tmp_path, monkeypatch):
     refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already", code=2)
 
 
+def test_plan_counts_what_drafts_take(run):
+    """Layers, pages, and states that can be taken back. Catches a plan that fits where loading with drafts does not."""
+    base = ("plan", "-m", "Qwen3.5-0.8B", "--gpu", "H200", "--json")
+    plain, ngram, mtp = (json.loads(run(*base, *own)[1]) for own in ((), ("--speculate", "ngram"), ("--speculate", "mtp:2")))
+    names = [{layer["layer"] for layer in record["layers"]} for record in (plain, ngram, mtp)]
+    assert names[0] == names[1]
+    assert names[2] - names[0] == {"tap", *(f"mtp.{name}" for name in ("input", "attention", "select", "mlp", "tap", "head"))}
+    assert plain["weight_bytes"] == ngram["weight_bytes"] < mtp["weight_bytes"]
+    assert mtp["memory"]["page"] == plain["memory"]["page"] * 7 // 6
+    assert plain["memory"]["state"] < mtp["memory"]["state"] < ngram["memory"]["state"]
+    refused(run("plan", "-m", "Qwen2.5-7B", "--device", "cpu", "--speculate", "mtp"), "no multi-token prediction")
+    refused(run("plan", "-m", "Qwen2.5-7B", "--device", "cpu", "--speculate", "eagle"), "expected ngram or mtp", code=2)
+
+
+
 def test_plan_for_a_gpu_that_is_not_here(run):
     base = ("plan", "-m", "Qwen2.5-7B")
     code, out, err = run(*base, "--device", "cuda", "--gpu", "h200")

@@ -57,7 +57,7 @@ class Mixed:
         self.max_drafts, self.right, self._draw = most, right, random.Random(seed)
         self.known = {}
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch, wanted):
         for slot in rows.slots.tolist():
             if slot < 0 or table[slot, NUM_NEXT] == 0:
                 continue
@@ -353,8 +353,8 @@ class Wrong(Mixed):
         super().__init__(4, right=1.0)
         self.column, self.value, self.steps = column, value, 0
 
-    def propose(self, table, columns, rows):
-        super().propose(table, columns, rows)
+    def propose(self, table, columns, rows, batch, wanted):
+        super().propose(table, columns, rows, batch, wanted)
         self.steps += 1
         if self.steps == 3:
             slot = int(rows.slots[0])
@@ -463,3 +463,44 @@ def test_a_prompt_with_unusable_logits_beside_bad_words(drafts):
         outputs += it.step()
     assert [output.finish_reason for output in outputs if output.request_id == bad.id] == ["error"]
     assert [token for output in outputs if output.request_id == good.id for token in output.token_ids] == wanted[0]
+
+
+class Asked(Mixed):
+    """Notes how many drafts are wanted, and writes no more."""
+
+    def __init__(self, most):
+        super().__init__(most, right=1.0)
+        self.wanted, self._most = [], most
+
+    def propose(self, table, columns, rows, batch, wanted):
+        self.wanted.append(wanted)
+        self.max_drafts = wanted
+        super().propose(table, columns, rows, batch, wanted)
+        self.max_drafts = self._most
+
+
+class Linear:
+    """Step times that grow with the tokens by so much."""
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def seconds(self, seqs, tokens):
+        return 1.0 + self.slope * (tokens - seqs)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("slope", "adaptive", "wanted"), [(9.0, True, {1}), (0.0, True, {4}), (9.0, False, {4})])
+def test_drafts_that_do_not_pay_are_not_asked_for(slope, adaptive, wanted, lookahead):
+    """Each draft of a draft model takes a pass. Catches passes for drafts that no step verifies."""
+    prompt = [7, 8, 9]
+    ((tokens, *_),) = run(engine(), [(prompt, settings(temperature=0.0))])
+    proposer = Asked(4)
+    proposer._draw.randint = lambda _, end: end
+    proposer.known = {len(prompt): tokens}
+    it = engine(proposer, lookahead=lookahead, adaptive_drafts=adaptive)
+    if it._drafts.times is not None:
+        it._drafts.times = Linear(slope)
+    assert sum((output.token_ids for output in outputs_of(it, request_of(prompt, temperature=0.0))), ()) == tuple(tokens)
+    assert proposer.wanted[0] == 4, "after a prompt nothing is known"
+    assert set(proposer.wanted[3:]) == wanted

@@ -165,7 +165,7 @@ class Drafts:
         self.right, self._draw = right, random.Random(seed)
         self.cache, self.counts = None, []
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch, wanted):
         for slot in rows.slots.tolist():
             row = table[slot]
             if row[NUM_NEXT] == 0 or row[PROMPT_LEN] > row[NUM_CACHED]:

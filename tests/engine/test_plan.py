@@ -185,7 +185,7 @@ class Watched:
     def __init__(self):
         self.cache, self.compared = None, 0
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch, wanted):
         for slot in [slot for slot in rows.slots.tolist() if slot >= 0]:
             row, size = table[slot], self.cache.page_size
             count = int(row[NUM_CACHED])

@@ -126,6 +126,7 @@ def test_the_largest_plan_fits():
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     limits = EngineLimits(512, 64, 2048)
     own = object.__new__(Runner)
+    own._taps = None
     own._statics, own._graphs, own._limits, own._cache = {}, object(), limits, KVCache([PagesSpec(1, 64)], 70)
     own._buffers = StepBuffers(own._cache, limits, CPU, 211, 64, 2048, 64, row_maxima_tiles=7, logits_rows=64)
     own._row_maxima = lambda rows: own._buffers.row_maxima_of(rows, 7)

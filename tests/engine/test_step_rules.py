@@ -117,7 +117,7 @@ class Known(Drafts):
         super().__init__(1.0)
         self.tokens = tokens
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch, wanted):
         for slot in rows.slots.tolist():
             if slot >= 0 and table[slot, NUM_NEXT]:
                 at = int(table[slot, NUM_CACHED]) + 1 - int(table[slot, PROMPT_LEN])

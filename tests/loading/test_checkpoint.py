@@ -260,7 +260,7 @@ def test_tensors_of_what_is_not_supported_are_named(prefix, hf_folder):
     folder = hf_folder("Qwen2")
     rewrite(folder, lambda t: t.update({f"{prefix}layers.0.weight": torch.ones(3), f"{prefix}norm.weight": torch.ones(3)}))
     for action in (load, lambda folder: plan_model(LoadOptions(model=folder, device="cpu"))):
-        with pytest.warns(UserWarning, match=rf"2 tensors {prefix}\* are not used: .* is not supported") as caught:
+        with pytest.warns(UserWarning, match=rf"2 tensors {prefix}\* are not used: ") as caught:
             result = action(folder)
         assert len(caught) == 1
         assert str(folder) in str(caught[0].message)

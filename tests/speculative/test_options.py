@@ -5,6 +5,7 @@ Catches a key that is ignored, a default that is lost, a value that the kernel c
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,19 @@ def test_the_three_ways_give_the_same():
     config = '{"method": "ngram_gpu", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "prompt_lookup_max": 16}'
     expected = SpeculativeOptions(num_speculative_tokens=1, prompt_lookup_min=3, prompt_lookup_max=16)
     assert SpeculativeOptions.from_config(config) == expected
+
+
+def test_multi_token_prediction():
+    """A default of its own, and vLLM's names. Catches 4 drafts where 3 are the default, and an option of n-grams that is kept."""
+    own = SpeculativeOptions.parse("mtp")
+    assert (own.method, own.num_speculative_tokens, own.draft_vocab_size, own.has_draft_model) == ("mtp", 3, 32768, True)
+    assert SpeculativeOptions.parse("mtp:5") == SpeculativeOptions(method="mtp", num_speculative_tokens=5)
+    for name in ("mtp", "qwen3_5_mtp", "qwen3_next_mtp"):
+        config = f'{{"method": "{name}", "num_speculative_tokens": 2, "draft_vocab_size": 99}}'
+        assert SpeculativeOptions.from_config(config) == replace(own, num_speculative_tokens=2, draft_vocab_size=99)
+    assert [own.draft_rows(vocab) for vocab in (32767, 32768, 32769)] == [None, None, 32768]
+    assert replace(own, draft_vocab_size=0).draft_rows(99) is None
+    assert not SpeculativeOptions().has_draft_model
 
 
 @pytest.mark.parametrize(
@@ -40,8 +54,15 @@ def test_one_length_alone_is_both(given, least, most):
         ({"num_speculative_tokens": True}, "found True$"), ({"num_speculative_tokens": 2.0}, "found 2.0$"),
         ({"prompt_lookup_min": 5}, "prompt_lookup_min: is larger .* prompt_lookup_max, 4; found 5"),
         ({"prompt_lookup_max": 17}, "prompt_lookup_max: .* from 1 to 16; found 17$"), ({"adaptive": 1}, "adaptive: "),
-        ({"method": None}, "method: .*; expected ngram; found None$"), ({"num_drafts": 3}, "no such argument"),
-        ({"model": "x"}, "no draft models; for n-grams"),
+        ({"method": None}, "method: .*; expected ngram or mtp; found None$"), ({"num_drafts": 3}, "no such argument"),
+        ({"model": "x"}, 'no draft models in files of their own; write "method"'), ({"method": ["mtp"]}, "method: .*mtp"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size: only method 'mtp' has this option; found 9"),
+        ({"draft_vocab_text": "a"}, "draft_vocab_text: only method 'mtp'"),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "prompt_lookup_max: only method 'ngram' has"),
+        ({"method": "mtp", "draft_vocab_size": -1}, "draft_vocab_size: .*0 for all; found -1"),
+        ({"method": "mtp", "draft_vocab_size": True}, "found True"),
+        ({"method": "mtp", "draft_vocab_text": ""}, "draft_vocab_text: .*a text file; found ''"),
+        ({"method": "mtp", "draft_vocab_text": "a", "draft_vocab_size": 0}, "draft_vocab_size other than 0"),
     ],
 )  # fmt: skip
 def test_fields_are_checked(given, message):
@@ -81,7 +102,9 @@ def test_short_texts_are_checked(text, message):
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 24}', UnsupportedError, "max_tree_depth .*no suffix decoding"),
         ('{"method": "ngram", "rejection_sample_method": "block"}', UnsupportedError, "the sampler verifies drafts"),
         ('{"method": "ngram", "num_speculative_tokens_per_batch_size": []}', UnsupportedError, "adapts to the batch"),
-        ('{"method": "mtp"}', UnsupportedError, "method: .*found 'mtp'"), ('{"method": {"a": 1}}', UnsupportedError, "method: "),
+        ('{"method": "mtp", "prompt_lookup_min": 3}', ConfigError, "prompt_lookup_.*: only method 'ngram' has"),
+        ('{"method": "eagle3"}', UnsupportedError, "method: .*found 'eagle3'"),
+        ('{"method": {"a": 1}}', UnsupportedError, "method: "),
         ('{"method": "ngram", "num_speculative_tokens": "4"}', ConfigError, "num_speculative_tokens: .*found '4'"),
         ('{"method": "ngram", "prompt_lookup_max": 20}', ConfigError, "prompt_lookup_max: .*found 20"),
         ('{"method": "ngram", "prompt_lookup_min": "2"}', ConfigError, "prompt_lookup_min: .*found '2'"),

@@ -29,7 +29,9 @@ from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
-from minirt.kernels.speculative import ngram
+from minirt.kernels.speculative import draft_model, ngram
+from minirt.kernels.speculative.draft_input import draft_input
+from minirt.kernels.speculative.draft_model_reference import DraftTokens
 from minirt.kernels.step import copies
 from minirt.kernels.step import kernels as step
 from minirt.kernels.step.rows import RowTable
@@ -445,6 +447,15 @@ def step_table(calls: Calls) -> None:
         if columns.history:
             ngram.propose(table, columns, rows, most=4, shortest=2, longest=4)
             ngram.propose(table, columns, rows, most=1, shortest=1, longest=16)
+        if columns.drafts:
+            draft_model.first_pass(table, rows, out.tokens, out.positions, out.query_starts)
+            for ids, count in ((ints(32768, like=long), 32768), (None, 248320)):
+                logits = calls.empty(B, count, like=torch.float32)
+                tokens = DraftTokens(ints(B, like=long), ints(B, like=long), ints(B, like=long), ints(B), ints(B + 1))
+                rest = {"number": 2, "most": 4, "page_size": PAGE, "kv_split": 256}
+                draft_model.draw(logits, ids, table, columns, rows, tokens, **rest)
+    norm_weights = [calls.empty(HIDDEN) for _ in range(2)]
+    draft_input(ints(5, like=torch.int64), calls.empty(97, HIDDEN), calls.empty(5, HIDDEN), *norm_weights, 1e-6)
 
 
 def families(cc: int, dtype: torch.dtype) -> dict[str, Callable[[Calls], None]]:

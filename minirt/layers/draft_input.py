@@ -1,0 +1,96 @@
+"""`DraftInput`: the first layer of a draft model that continues from the target's hidden states (multi-token prediction)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.parameters import NormWeight, PackedLinear, Parameter, Part
+from minirt.step.batch import Batch
+from minirt.step.kv_cache import LayerKV
+
+
+class DraftInput(Layer):
+    """fc([norm_embedding(embedding(input_ids)) | norm_hidden(hidden)]): [T] ids and `batch.hidden` [T, H] → [T, H].
+
+    Row p has the token at position p + 1 and the target's hidden state at position p, as in DeepSeek-V3 (2024) and Qwen3.5. The
+    embedding is the target's. `fc` is never quantized.
+
+    Args:
+        embedding, norm_embedding, norm_hidden, fc: checkpoint names.
+    """
+
+    kind = "draft_input"
+    residual, reads_tokens = False, True
+
+    def __init__(
+        self, config: ModelConfig, *, name: str, norm_embedding: str, norm_hidden: str, fc: str,
+        embedding: str = "model.embed_tokens",
+    ) -> None:  # fmt: skip
+        super().__init__(config, name)
+        h, centered = config.hidden_size, config.zero_centered_norms
+        self.table = PackedLinear([Part(embedding, config.vocab_size)], h)
+        self.norm_embedding = NormWeight(norm_embedding, h, centered)
+        self.norm_hidden = NormWeight(norm_hidden, h, centered)
+        self.fc = PackedLinear([Part(fc, h)], 2 * h)
+
+    def quantizable(self) -> Iterator[Parameter]:
+        """Yields nothing: the table is looked up, and checkpoints with FP8 weights keep `fc` in 16 bits."""
+        return iter(())
+
+    def linear_ops(self) -> tuple[LinearOp, ...]:
+        return (LinearOp(self.fc),)
+
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
+        return self.fc.nbytes(dtype)
+
+    @property
+    def activation_values(self) -> int:
+        return 3 * self.config.hidden_size
+
+    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        return (batch.num_tokens, self.config.hidden_size), self.table.weight.dtype
+
+    def require(self, hidden: Tensor | None) -> Tensor:
+        if hidden is None:
+            raise ConfigError("a draft model needs the hidden states of its target", where=self.name)
+        return hidden
+
+
+@register("draft_input", "eager")
+def eager(layer: DraftInput) -> Forward:
+    eps, table, fc = layer.config.rms_norm_eps, layer.table, layer.fc
+    norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        hidden = layer.require(batch.hidden)
+        token = reference.embedding(batch.input_ids, table.weight)
+        both = (
+            reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
+        )  # fmt: skip
+        return reference.linear(torch.cat(both, 1), fc.weight)
+
+    return forward
+
+
+@register("draft_input", "triton", unsupported=triton_unsupported, capturable=True)
+def triton(layer: DraftInput) -> Forward:
+    """Kernels: embedding and both norms; the product."""
+    from minirt.kernels.linear.dispatch import norm_linear
+    from minirt.kernels.speculative.draft_input import draft_input
+
+    eps, table, fc, workspace, pdl = (
+        layer.config.rms_norm_eps, layer.table, layer.fc, layer.context.workspace, layer.context.pdl
+    )  # fmt: skip
+    norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        hidden = layer.require(batch.hidden)
+        both = draft_input(batch.input_ids, table.weight, hidden, norm_embedding.weight, norm_hidden.weight, eps, check=False)
+        return norm_linear(both, None, 0.0, fc.weight, workspace=workspace, pdl=pdl, check=False)
+
+    return forward

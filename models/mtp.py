@@ -1,0 +1,49 @@
+"""Multi-token prediction in the format of Qwen3.5: a block that drafts tokens from the hidden states of the decoder (`mtp.*`)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minirt.errors import UnsupportedError
+from minirt.modeling.config import MAX_LAYERS, Fields, ModelConfig, MTPConfig
+from minirt.models.decoder import FINAL_NORM, block, head_weight
+
+if TYPE_CHECKING:
+    from minirt.layers import Layer
+
+
+def read_mtp(fields: Fields) -> MTPConfig:
+    """What config.json says of it. What is not supported is refused only if drafts are asked for (`with_mtp`)."""
+    count = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
+    return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False))
+
+
+def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """The layers of a decoder with a `Tap` of the states after the final norm, and those of its draft model.
+
+    Args:
+        rows: how many ids the drafts may have; None: those of the whole vocabulary.
+    Raises:
+        UnsupportedError: the config states another number of layers, or embeddings of their own.
+    """
+    from minirt.layers import DraftInput, Head, Select, Tap  # imported here because it imports torch
+
+    mtp = config.mtp or MTPConfig(0)
+    if mtp.num_layers not in (None, 1):
+        what, expected = "this number of layers of multi-token prediction is not supported", "1"
+        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected=expected, found=mtp.num_layers)
+    if mtp.own_embeddings:
+        what = "multi-token prediction with embeddings of its own is not supported"
+        raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
+    *before, head = decoder
+    mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
+    attention, mlp = block(config, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
+    names = {"norm_embedding": "mtp.pre_fc_norm_embedding", "norm_hidden": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc"}
+    draft: list[Layer] = [
+        DraftInput(config, name="mtp.input", **names),
+        attention,
+        Select(config, name="mtp.select"),
+        mlp,
+        Tap(config, name="mtp.tap", norm="mtp.norm", every_row=False),
+        Head(config, name="mtp.head", norm="mtp.norm", weight=head_weight(config), rows=rows),
+    ]
+    return [*before, Tap(config, norm=FINAL_NORM), head], draft

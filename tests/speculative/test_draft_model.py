@@ -1,0 +1,305 @@
+"""Drafts by multi-token prediction: equal to the format's public description, and without effect on any token, in fp32.
+
+Catches halves of `fc` that are exchanged, the target's state before the final norm, norms without the 1, a row of another
+position, pages that a prompt or a chunk of it leaves empty, rows of wrong drafts that are read again, and a slot that keeps the
+state of an earlier sequence. `support/mtp.py` has the reference.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.test_drafts import PARAMS
+from support.hybrids import prompts
+from support.mtp import Reference, agree, make
+from support.tiny import add_tokenizer
+
+from minirt import Generator, SamplingParams, StructuredOutputsParams
+from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT
+from minirt.speculative.options import SpeculativeOptions
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4}
+MEMORY = 1 << 25
+ALL_ATTENTION = {"layer_types": ["full_attention"] * 3}
+
+
+def mtp(drafts: int = 3, **options: Any) -> SpeculativeOptions:
+    return SpeculativeOptions(method="mtp", num_speculative_tokens=drafts, **{"adaptive": False, **options})
+
+
+def load(folder: Path, speculative: Any = None, lookahead: int = 0, **options: Any) -> Generator:
+    generator = Generator.from_pretrained(folder, speculative=speculative, **{"kv_cache_memory": MEMORY, **OPTIONS, **options})
+    generator._engine.engine._lookahead = lookahead
+    return generator
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
+
+
+def watch(generator: Generator) -> list[tuple[int, int, int, list[int]]]:
+    """From now on, each proposal: (prompt length, cached tokens, next token, drafts)."""
+    proposer, seen = generator._engine.engine._runner._proposer, list[tuple[int, int, int, list[int]]]()
+    propose = proposer.propose
+
+    def spy(table: Any, columns: Any, rows: Any, *rest: Any) -> None:
+        propose(table, columns, rows, *rest)
+        for slot in rows.slots.tolist():
+            if slot >= 0 and (count := int(table[slot, NUM_NEXT])) > 0:
+                row = table[slot].tolist()
+                seen.append((row[3], row[NUM_CACHED], row[NEXT_TOKENS], row[NEXT_TOKENS + 1 : NEXT_TOKENS + count]))
+
+    proposer.propose = spy  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose drafts are right now and then: a hybrid, and one with attention alone, which has a prefix cache."""
+    made = {}
+    for name, changes in (("hybrid", {}), ("attention", ALL_ATTENTION)):
+        made[name] = tmp_path_factory.mktemp(name)
+        make(made[name], **changes)
+        agree(made[name], 0.12)
+    return made
+
+
+# Case of `make`, its changes, drafts, tokens of the largest step, ids of drafts, share of `agree` (0: drafts are seldom right).
+PARITY = {
+    "one draft": ("dense", {}, 1, 512, 0, 0.0),
+    "two drafts, tied, long chunks": ("dense", {"tie_word_embeddings": True}, 2, 64, 0, 0.0),
+    "three drafts, chunks of a few tokens": ("dense", {"num_key_value_heads": 4}, 3, 7, 0, 0.1),
+    "four drafts of 150 ids, with attention alone": ("dense", ALL_ATTENTION, 4, 31, 150, 0.1),
+    "mixtures": ("qwen3_5_moe", {}, 3, 40, 0, 0.0),
+    "mixtures of another packing": ("qwen3_next", {}, 2, 512, 97, 0.1),
+}
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_drafts_are_the_reference_s(case: str, tmp_path: Path) -> None:
+    """Ragged batches, prompts in one step and in chunks, texts over several pages; right and wrong drafts before them."""
+    kind, changes, drafts, budget, vocab, share = PARITY[case]
+    model, texts = make(tmp_path, kind, **changes), prompts(1, 2, 61, 30, 130)
+    model = agree(tmp_path, share) if share else model
+    reference = Reference(tmp_path, model, list(range(vocab or 211)))
+    counts, last = [20, 30, 12, 25, 9], dict[int, int]()
+    with load(tmp_path, mtp(drafts, draft_vocab_size=vocab), max_num_batched_tokens=budget) as generator:
+        seen = watch(generator)
+        done = generator.generate(texts, [greedy(count) for count in counts])
+        stats = generator._live.stats.drafts
+        assert not share or 5 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert {length for length, *_ in seen} == {len(text) for text in texts}
+    for prompt_len, cached, token, found in seen:
+        i = next(i for i, text in enumerate(texts) if len(text) == prompt_len)
+        tokens = texts[i] + done[i].token_ids
+        assert tokens[cached] == token
+        room = len(texts[i]) + counts[i] - 2 - cached
+        assert len(found) == max(0, min(drafts, room, 1 + -cached % 64))
+        last[i] = max(last.get(i, 0), cached)
+        if found and (cached < prompt_len + 8 or cached % 64 in (0, 1, 62, 63)):  # transformers takes most of the time
+            reference.check(tokens[: cached + 1], found)
+    assert share or last == {i: len(text) + count - 2 for i, (text, count) in enumerate(zip(texts, counts, strict=True))}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "hot", "frequency", "bias", "min_tokens", "stops", "logprobs"])
+def test_the_same_text_with_drafts_and_without(kind: str, lookahead: int, folders: dict[str, Path]) -> None:
+    """Five sequences in four slots. Some drafts are right, and some are not."""
+    own = {"logit_bias": {3: 4.0, 90: 3.0, 210: 2.0}} if kind == "bias" else {}
+    given = {"max_tokens": 30, "seed": 11, "ignore_eos": "stop_token_ids" not in PARAMS[kind], **PARAMS[kind], **own}
+    params, texts = SamplingParams(**given), prompts(9, 30, 64, 1, 100)
+    found = []
+    for speculative in (None, mtp()):
+        with load(folders["hybrid"], speculative, lookahead) as generator:
+            done = generator.generate(texts, params)
+            found.append([(own.token_ids, own.finish_reason, [row.token_id for row in own.logprobs or ()]) for own in done])
+            if speculative is not None:
+                stats = generator._live.stats.drafts
+                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_right_drafts_are_accepted_more_often_at_a_temperature(lookahead: int, folders: dict[str, Path]) -> None:
+    """Drafts with the noise of their verification. Catches drafts that are the most probable tokens, of which few are drawn."""
+    params, texts = SamplingParams(max_tokens=60, ignore_eos=True, temperature=2.0, seed=3), prompts(5, 9, 20, 31)
+    lengths = []
+    for noisy in (True, False):
+        with load(folders["hybrid"], mtp(2), lookahead) as generator:
+            if not noisy:
+                proposer = generator._engine.engine._runner._proposer
+                propose = proposer.propose
+
+                def cold(table: Any, *rest: Any, propose: Any = propose) -> None:
+                    kept = table[:, 6].clone()
+                    table[:, 6] = 0
+                    propose(table, *rest)
+                    table[:, 6] = kept
+
+                proposer.propose = cold  # type: ignore[method-assign]
+            done = generator.generate(texts, params)
+            stats = generator._live.stats.drafts
+            lengths.append((stats.num_accepted_tokens / stats.num_draft_tokens, done))
+    (with_noise, first), (without, second) = lengths
+    assert [own.token_ids for own in first] == [own.token_ids for own in second]
+    assert with_noise > without + 0.15
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_preempted_and_aborted(lookahead: int, folders: dict[str, Path]) -> None:
+    """With too few pages for all, beside streams that are closed. Catches pages of drafts that another sequence has by then."""
+    texts = prompts(50, 60, 62, 40, seed=5)
+    with load(folders["hybrid"]) as generator:
+        expected = [generator.generate(text, greedy(70)).token_ids for text in texts]
+        page = generator.memory.page
+    with load(folders["hybrid"], mtp(), lookahead, kv_cache_memory=5 * page * 2) as generator:
+        assert generator.memory.pages < 10, "pages of the draft model are counted"
+        for count in (1, 7):
+            with closing(generator.stream(texts[count % 4], greedy(70))) as pieces:
+                for _ in range(count):
+                    next(pieces)
+        assert [own.token_ids for own in generator.generate(texts, greedy(70))] == expected
+    with load(folders["hybrid"], mtp(), lookahead, kv_cache_memory=5 * (page + page // 2)) as generator:
+        assert [own.token_ids for own in generator.generate(texts, greedy(70))] == expected
+        assert generator._live.stats.num_preemptions > 0
+
+
+def test_drafts_that_are_always_wrong(folders: dict[str, Path]) -> None:
+    """Every draft is undone, in pages and in recurrent layers."""
+    texts = prompts(50, 3, 64)
+    with load(folders["hybrid"]) as generator:
+        expected = [generator.generate(text, greedy(40)).token_ids for text in texts]
+    with load(folders["hybrid"], mtp()) as generator:
+        proposer = generator._engine.engine._runner._proposer
+        propose = proposer.propose
+
+        def wrong(table: Any, *rest: Any) -> None:
+            propose(table, *rest)
+            table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 4] = (table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 4] + 1).clamp(0, 210)
+
+        proposer.propose = wrong  # type: ignore[method-assign]
+        assert [own.token_ids for own in generator.generate(texts, greedy(40))] == expected
+        assert generator._live.stats.drafts.num_accepted_tokens < generator._live.stats.drafts.num_draft_tokens / 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_end_of_a_prompt_has_as_many_tokens_as_a_step_with_drafts(lookahead: int, folders: dict[str, Path]) -> None:
+    """vllm#55766: a prompt's last chunk of 1 + k tokens went to the CUDA graph that verifies drafts, with stale buffers.
+
+    Chunks of 4, 5 and 6 tokens remain of prompts, alone and beside sequences with drafts.
+    """
+    texts = [prompts(length, seed=length)[0] for length in (20, 35, 36, 37, 50, 66)]
+    with load(folders["hybrid"]) as generator:
+        expected = [generator.generate(text, greedy(25)).token_ids for text in texts]
+    with load(folders["hybrid"], mtp(4), lookahead, max_num_batched_tokens=16) as generator:
+        assert [generator.generate(text, greedy(25)).token_ids for text in texts] == expected
+        assert [own.token_ids for own in generator.generate(texts, greedy(25))] == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_slots_change_hands(lookahead: int, folders: dict[str, Path]) -> None:
+    """vllm PR 53919: a state was taken back by another request's number of accepted tokens.
+
+    Many short requests come and go in three slots; each has other drafts that are right.
+    """
+    texts = prompts(*([3, 17, 64, 5, 33] * 5), seed=2)
+    params = [SamplingParams(max_tokens=3 + 5 * i % 17, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(texts))]
+    with load(folders["hybrid"], max_num_seqs=1) as generator:
+        expected = [generator.generate(text, own).token_ids for text, own in zip(texts, params, strict=True)]
+    with load(folders["hybrid"], mtp(), lookahead, max_num_seqs=3) as generator:
+        assert [own.token_ids for own in generator.generate(texts, params)] == expected
+        assert generator._live.stats.drafts.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_texts_that_begin_alike(kind: str, lookahead: int, folders: dict[str, Path]) -> None:
+    """vllm#53912 and #43559: with a prefix cache, drafts led to other text.
+
+    Prompts of lengths around pages, each twice, and with another end at and beside the boundary of a page; then what was
+    generated is a prompt, too. (Where recurrent layers have no prefix cache, nothing is shared.)
+    """
+    (base,) = prompts(140, seed=8)
+    texts = [base[:n] for n in (63, 64, 65, 66, 127, 128, 129, 140)]
+    texts += [[*base[:n], *prompts(9, seed=n)[0]] for n in (63, 64, 65, 127, 128)] + [base]
+    with load(folders[kind], prefix_cache=False) as generator:
+        expected = [generator.generate(text, greedy(20)).token_ids for text in texts]
+        longer = [text + own for text, own in zip(texts, expected, strict=True)]
+        after = [generator.generate(text, greedy(12)).token_ids for text in longer]
+    with load(folders[kind], mtp(), lookahead) as generator:
+        hits = 0
+        for _ in range(2):
+            done = [generator.generate(text, greedy(20)) for text in texts]
+            assert [own.token_ids for own in done] == expected
+            hits += sum(own.cached_tokens for own in done)
+        assert [own.token_ids for own in generator.generate(texts, greedy(20))] == expected
+        assert [own.token_ids for own in generator.generate(longer, greedy(12))] == after
+        assert kind == "hybrid" or hits > 1000
+
+
+def test_a_grammar_beside_drafts(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Masks change the draws; drafts do not know them."""
+    folder = tmp_path / "model"
+    make(folder)
+    agree(folder, 0.12)
+    add_tokenizer(folder)
+    word = SamplingParams(max_tokens=24, seed=1, structured_outputs=StructuredOutputsParams(regex="[abc]{3,9}x"))
+    texts = prompts(5, 40, 66)
+    with load(folder) as generator:
+        expected = [generator.generate(text, word).text for text in texts]
+    with load(folder, mtp()) as generator:
+        assert [own.text for own in generator.generate(texts, word)] == expected
+
+
+def test_adaptive_numbers_of_drafts(folders: dict[str, Path]) -> None:
+    """Steps verify as many drafts as pay, which changes no token either."""
+    texts = prompts(9, 30, 64)
+    with load(folders["hybrid"]) as generator:
+        expected = [own.token_ids for own in generator.generate(texts, greedy(60))]
+    with load(folders["hybrid"], mtp(adaptive=True)) as generator:
+        assert [own.token_ids for own in generator.generate(texts, greedy(60))] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu(graphs: bool, tmp_path: Path) -> None:
+    """The same text in fp32, with CUDA graphs and without; drafts are the reference's."""
+    make(tmp_path, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)
+    reference, texts, params = Reference(tmp_path, agree(tmp_path, 0.12)), prompts(9, 64, 1, 100), greedy(40)
+    options: dict[str, Any] = {"device": "cuda", "impl": "triton", "cuda_graphs": graphs, "warmup": graphs}
+    with load(tmp_path, lookahead=1, **options) as generator:
+        expected = [own.token_ids for own in generator.generate(texts, params)]
+    with load(tmp_path, mtp(), lookahead=1, **options) as generator:
+        seen = watch(generator)  # with CUDA graphs, only steps that have none
+        assert [own.token_ids for own in generator.generate(texts, params)] == expected
+        assert 0 < generator._live.stats.drafts.num_accepted_tokens < generator._live.stats.drafts.num_draft_tokens
+    for prompt_len, cached, token, found in seen:
+        i = next(i for i, text in enumerate(texts) if len(text) == prompt_len)
+        tokens = texts[i] + expected[i]
+        if tokens[cached] == token:  # the host reads the table one step later
+            reference.check(tokens[: cached + 1], found)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_nothing_but_numbers_of_its_own_pages(kv: str, folders: dict[str, Path]) -> None:
+    """Pages hold NaN first. Catches a draft that reads a row which was not written."""
+    with load(folders["hybrid"], mtp(), kv_cache_dtype=kv) as generator:
+        for layer in generator._cache.layers:
+            for tensor in layer.tensors():
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.full_like(tensor, torch.nan, dtype=torch.float32))
+        proposer = generator._engine.engine._runner._proposer
+        model, finite = proposer._model, list[bool]()
+
+        def call(batch: Any, cache: Any) -> Any:
+            logits = model(batch, cache)
+            finite.append(bool(logits.isfinite().all()))
+            return logits
+
+        call.config, call.dtype, call.device = model.config, model.dtype, model.device  # type: ignore[attr-defined]
+        proposer._model = call
+        generator.generate(prompts(3, 64, 70), greedy(40))
+    assert finite
+    assert all(finite)
