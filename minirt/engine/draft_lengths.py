@@ -49,7 +49,8 @@ class OnlineStepTimes:
     def seconds(self, seqs: int, tokens: int) -> float | None:
         count, x, xx, y, xy = self._sums.tolist()
         spread = count * xx - x * x
-        if spread <= 1e-6 * count * count:  # steps of one size only
+        # Steps of one size only, or nearly: what the others took counts too little by now to say what they would take today.
+        if spread <= 1e-2 * count * count:
             return y / count if count and round(x / count) == tokens else None
         slope = max(0.0, (count * xy - x * y) / spread)
         return max(1e-9, (y - slope * x) / count + slope * tokens)

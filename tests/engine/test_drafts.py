@@ -277,6 +277,19 @@ def test_step_times_of_a_cpu():
     assert times.seconds(1, 5) == pytest.approx(3.4, rel=1e-3), "older steps count less"
 
 
+def test_a_slow_step_is_forgotten():
+    """Catches a single slow step with drafts, such as one beside another program, that keeps drafts away for many steps."""
+    times, plain = OnlineStepTimes(), 0
+    for _ in range(20):
+        times.observe(1, 1.0)
+        times.observe(5, 1.2)
+    times.observe(5, 12.0)
+    while (seconds := times.seconds(1, 5)) is not None and seconds > 2 * times.seconds(1, 1):
+        times.observe(1, 1.0)
+        plain += 1
+    assert 0 < plain < 400
+
+
 def request_of(prompt, **options):
     return Request(next(IDS), prompt, resolve(settings(**options), None), (5,))
 
