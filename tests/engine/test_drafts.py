@@ -282,7 +282,6 @@ def test_a_slow_step_is_forgotten():
     times, plain = OnlineStepTimes(), 0
     for _ in range(20):
         times.observe(1, 1.0)
-        times.observe(5, 1.2)
     times.observe(5, 12.0)
     while (seconds := times.seconds(1, 5)) is not None and seconds > 2 * times.seconds(1, 1):
         times.observe(1, 1.0)
