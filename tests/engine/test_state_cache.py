@@ -92,7 +92,7 @@ class Known:
     def __init__(self, most, right, seed=0):
         self.max_drafts, self.right, self.draw = most, right, np.random.default_rng(seed)
 
-    def propose(self, table, columns, rows):
+    def propose(self, table, columns, rows, batch, wanted):
         for slot in rows.slots.tolist():
             if slot < 0 or table[slot, NUM_NEXT] == 0:
                 continue
