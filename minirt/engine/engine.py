@@ -3,13 +3,11 @@
 On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
 for Python. The cost: when a request ends at an EOS token or a stop string, one row has been computed for nothing.
 
-The host works per change: what is the same for all running sequences is done on the arrays of `HostSlots`. Python looks at one
-sequence when it starts or ends, is preempted, or has a reader, a constraint or log-probabilities.
+`Collector` reads the tokens of a step. `Scheduler` says what the next step computes, `Runner` computes it.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -20,43 +18,27 @@ import numpy as np
 import torch
 
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
+from minirt.engine.collector import Collector, Deliver
 from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
-from minirt.engine.failures import no_token, out_of_memory, queue_full
+from minirt.engine.failures import out_of_memory, queue_full
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import DraftStats, EngineStats, Request, TokenLogprobs, TokenOutput
+from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks, no_constraints
-from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step, StepResult
+from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import FEW, Reason
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraint, TokenConstraints
 from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
 from minirt.step.kv_cache import KVCache
 
-Deliver = Callable[[list[TokenOutput]], None]
-_FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
 class _InFlight(NamedTuple):
     step: Step
     work: Work
-
-
-class _Drawn(NamedTuple):
-    """What the host has read of a step of B sequences, of which N still have their slot and drew tokens.
-
-    Args:
-        slots, draws, usable: [N], the slot, the number of draws, and whether the sampler could draw (no −1).
-        same: [B], whether a sequence still has the slot that it had when the step was started.
-    """
-
-    slots: list[int] | np.ndarray
-    draws: list[int] | np.ndarray
-    usable: list[bool] | np.ndarray
-    same: list[bool] | np.ndarray
 
 
 class _DeviceErrors:
@@ -131,7 +113,7 @@ class Engine:
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request id; not in the scheduler yet
         self._compiled = deque[int]()  # requests in `_compiling` whose constraint is there; other threads append
-        self._num_generated = 0
+        self._collector = Collector(self._scheduler, self._requests, self._drafts, constraints, vocab_size)
         self._device_errors = _DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
@@ -168,7 +150,7 @@ class Engine:
         running = len(scheduler.running)
         return EngineStats(
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
-            cached.queries if cached else 0, cached.hits if cached else 0, self._num_generated,
+            cached.queries if cached else 0, cached.hits if cached else 0, self._collector.num_generated,
             DraftStats() if self._drafts is None else self._drafts.stats,
             cached.recomputed if cached and self.keeps_states else None,
         )  # fmt: skip
@@ -251,7 +233,8 @@ class Engine:
         stay.
         """
         self._in_flight.clear()
-        self._requests = {i: sequence for i, sequence in self._requests.items() if not sequence.has_started}
+        for request_id in [i for i, sequence in self._requests.items() if sequence.has_started]:
+            del self._requests[request_id]
         self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
         for request_id, constraint in self._compiling.items():
             self._announce(request_id, constraint)
@@ -360,152 +343,12 @@ class Engine:
                     outputs.append(self._fail(sequence.id, error))
 
     def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:
-        """Wait for a step and return its outputs, unless `deliver` takes them.
-
-        Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
-        """
-        result, work = ended.step.result(), ended.work
-        if self._drafts is not None and result.proposed is not None:
-            planned = work.planned
-            known = (self._scheduler.slots.epochs[planned.slots] == work.epochs) & (planned.num_draws > 0)
-            self._drafts.read(
-                planned.slots[known], planned.num_draws[known], result.counts[known], result.tokens[known], result.proposed[known]
-            )
-        outputs = self._collect_scores(result, work) if result.scored else []
-        drawn = self._collect_tokens(result, work, outputs)
-        if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
-            deliver(outputs)
-        self._scheduler.read(drawn.slots, drawn.draws)
-        self._register(work, drawn)
+        """Wait for a step and return its outputs, unless `deliver` takes them. Drops the requests that have ended."""
+        outputs = self._collector.collect(ended.step.result(), ended.work, deliver)
         for output in outputs:
             if output.finish_reason is not None:
                 self.abort(output.request_id, failed=output.error is not None)
         return outputs if deliver is None else []
-
-    def _collect_scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
-        """Keep what a step has computed of prompts for their callers. Returns the outputs of requests that it completes."""
-        outputs, rows, planned = list[TokenOutput](), iter(result.scored), work.planned
-        for place, sequence in work.prompts:
-            if planned.num_logits[place] == planned.num_draws[place]:
-                continue
-            scored = next(rows)
-            if self._requests.get(sequence.id) is not sequence:  # it ended or was aborted after this step had started
-                continue
-            if sequence.scores is not None:
-                sequence.scores += scored.logprobs()
-            if sequence.logits_only:
-                sequence.logits.append(scored.logits())
-                if sum(map(len, sequence.logits)) == sequence.prompt_len:
-                    logits = torch.cat(sequence.logits)
-                    outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
-        return outputs
-
-    def _collect_tokens(self, result: StepResult, work: Work, outputs: list[TokenOutput]) -> "_Drawn":
-        """Append the tokens of a step to its sequences, and what callers get to `outputs`."""
-        now, slots, planned = time.perf_counter(), self._scheduler.slots, work.planned
-        if len(planned) <= FEW:
-            return self._collect_few(result, work, outputs, now)
-        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
-        draws = planned.num_draws > 0
-        rows = (same & draws).nonzero()[0]
-        own = planned.slots[rows]
-        counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
-        self._num_generated += int(counts.sum())
-        told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
-        if len(told):
-            where = rows[told]
-            values = own[told].tolist(), where.tolist(), counts[told].tolist(), reasons[told].tolist()
-            for slot, row, count, reason, new in zip(*values, result.tokens[where].tolist(), strict=True):
-                sequence = slots.sequences[slot]
-                if sequence is not None:
-                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        if not same.all():
-            for row in (~same & draws).nonzero()[0].tolist():
-                outputs += self._collect_preempted(result, work, row, now)
-        return _Drawn(own, planned.num_draws[rows], reasons != Reason.NO_TOKEN, same)
-
-    def _tell(
-        self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
-    ) -> list[TokenOutput]:
-        """What the caller of a sequence gets after it has taken the tokens of a step."""
-        if reason != Reason.RUNS:
-            sequence.unused = int(result.counts[row]) - len(tokens)
-        if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts
-            before = sequence.watched and tokens
-            outputs = self._tell(sequence, tokens, Reason.RUNS, result, work, row) if before else []
-            error = no_token(sequence, self._constraints, self._vocab_size)  # its constraint says which token was missing
-            return [*outputs, TokenOutput(sequence.id, (), "error", error)]
-        request = sequence.request
-        if sequence.constraint is not None and reason == Reason.RUNS:
-            sequence.constraint.accept(tokens)
-        if result.logprobs is not None and request.sampling.logprobs is not None:
-            first = int(work.planned.num_draws[:row].sum())
-            sequence.logprobs += [own for own in result.logprobs[first : first + len(tokens)] if own is not None]
-        times: tuple[float, ...] = ()
-        if request.final_only:
-            if reason == Reason.RUNS:
-                return []
-            tokens, times = sequence.tokens[sequence.prompt_len :].tolist(), tuple(sequence.times.tolist())
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if sequence.logprobs:
-            logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        drafted, accepted = (0, 0) if self._drafts is None else sequence.num_drafts
-        if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
-            accepted -= sequence.unused
-        output = TokenOutput(
-            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
-            num_draft_tokens=drafted, num_accepted_tokens=accepted,
-        )  # fmt: skip
-        if sequence.queue_time_s is None:
-            return [output]
-        # The first output of the request, and the only one with these.
-        scores, sequence.scores = sequence.scores, None
-        queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
-        return [output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)]
-
-    def _collect_preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
-        """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
-        sequence = self._scheduler.away(int(work.planned.slots[row]), int(work.epochs[row]))
-        if sequence is None or self._requests.get(sequence.id) is not sequence:
-            return []
-        tokens = result.tokens[row, : result.counts[row]].tolist()
-        sequence.drafted = sequence.drafted[0] + len(tokens) - 1, sequence.drafted[1] + len(tokens) - 1
-        count, reason = sequence.append(tokens, now)
-        self._num_generated += count
-        if not sequence.watched and reason == Reason.RUNS:
-            return []
-        return self._tell(sequence, tokens[:count], reason, result, work, row)
-
-    def _collect_few(self, result: StepResult, work: Work, outputs: list[TokenOutput], now: float) -> "_Drawn":
-        """`_collect_tokens`, one sequence after the other."""
-        slots, own, own_draws, usable, same = self._scheduler.slots, list[int](), list[int](), list[bool](), list[bool]()
-        columns = work.planned.slots, work.planned.num_draws, work.epochs, result.counts, result.tokens
-        for row, (slot, draws, epoch, count, new) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            sequence = slots.sequences[slot] if slots.epochs[slot] == epoch else None
-            same.append(sequence is not None)
-            if not draws:
-                continue
-            if sequence is None:
-                outputs += self._collect_preempted(result, work, row, now)
-            else:
-                count, reason = slots.extend_one(slot, count, new, now)
-                self._num_generated += count
-                own.append(slot)
-                own_draws.append(draws)
-                usable.append(reason != Reason.NO_TOKEN)
-                if sequence.watched or reason != Reason.RUNS:
-                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        return _Drawn(own, own_draws, usable, same)
-
-    def _register(self, work: Work, drawn: "_Drawn") -> None:
-        """Register the pages that a step has filled."""
-        slots = drawn.slots
-        if not all(drawn.usable):
-            slots = [slot for slot, usable in zip(drawn.slots, drawn.usable, strict=True) if usable]
-        self._scheduler.register(slots)
-        for place, sequence in work.prompts:
-            if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
-                self._scheduler.register_pages(sequence, min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1))
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)

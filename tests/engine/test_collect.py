@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.test_engine import VOCAB, Request, drafting, engine
 
-from minirt.engine import engine as engine_module
+from minirt.engine import collector as collector_module
 from minirt.sampling_params import SamplingParams, resolve
 
 EOS, SEEDS, MOST_STEPS = 5, 12, 2000
@@ -49,10 +49,10 @@ def collected(seed, few, monkeypatch):
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
     seen, sides, preempted = [], [0, 0], 0
-    collect, away = it._collect_tokens, it._collect_preempted
+    collect, away = it._collector._tokens, it._collector._preempted
 
     def count_sides(result, work, outputs):
-        sides[len(work.planned) > engine_module.FEW] += 1
+        sides[len(work.planned) > collector_module.FEW] += 1
         return collect(result, work, outputs)
 
     def count_preempted(*arguments):
@@ -60,8 +60,8 @@ def collected(seed, few, monkeypatch):
         preempted += 1
         return away(*arguments)
 
-    monkeypatch.setattr(it, "_collect_tokens", count_sides)
-    monkeypatch.setattr(it, "_collect_preempted", count_preempted)
+    monkeypatch.setattr(it._collector, "_tokens", count_sides)
+    monkeypatch.setattr(it._collector, "_preempted", count_preempted)
     for step in range(MOST_STEPS):
         for arrival, request, _, aborted in requests:
             if arrival == step:
@@ -70,7 +70,7 @@ def collected(seed, few, monkeypatch):
                 it.abort(request.id)
         with monkeypatch.context() as patch:
             if few is not None:
-                patch.setattr(engine_module, "FEW", few)
+                patch.setattr(collector_module, "FEW", few)
             outputs = it.step()
         for output in outputs:
             assert len(output.times) == (len(output.token_ids) if requests[output.request_id][1].final_only else 0)
@@ -80,7 +80,7 @@ def collected(seed, few, monkeypatch):
         plain = [
             own._replace(error=str(own.error), times=(), queue_time_s=own.queue_time_s is not None) for own in outputs
         ]
-        seen.append((sorted(plain, key=lambda own: own.request_id), it.stats._replace(generation_tokens=it._num_generated),
+        seen.append((sorted(plain, key=lambda own: own.request_id), it.stats,
                      cache.allocator.num_free, sorted(cache.allocator._pages.values())))  # fmt: skip
         if not it.has_work and step > 40:
             assert cache.allocator.num_free == options["pages"]

@@ -16,8 +16,8 @@ import pytest
 from engine.test_engine import PAGE, engine, following, undisturbed
 from support.native import native_error
 
+from minirt.engine import collector, engine_thread, planning, scheduler, sinks, waiting_queue
 from minirt.engine import engine as engine_module
-from minirt.engine import engine_thread, planning, scheduler, sinks, waiting_queue
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread, _Submit
 from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
@@ -188,7 +188,8 @@ def test_streams_are_read_in_any_order(thread):
     assert at_rest(it, cache)
 
 
-FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, sinks, waiting_queue, planning, kv_cache)}
+MODULES = (engine_module, collector, engine_thread, scheduler, sinks, waiting_queue, planning, kv_cache)
+FILES = {module.__file__ for module in MODULES}
 
 
 class Injected(BaseException):

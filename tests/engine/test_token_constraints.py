@@ -89,7 +89,7 @@ class Fake:
 
 def bound_engine(*, late=0, **options):
     it, cache = engine(**options)
-    it._constraints = it.checks._constraints = Fake(late)
+    it._constraints = it.checks._constraints = it._collector._constraints = Fake(late)
     return it, cache
 
 
