@@ -15,12 +15,11 @@ import pytest
 import torch
 import transformers
 from engine.test_drafts import Mixed
-from support.hybrids import prompts, randomize
+from support.hybrids import check, prompts, randomize
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
 from minirt.errors import ContextLengthError, OutOfMemoryError
-from minirt.outputs import Completion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXT: dict[str, Any] = {
@@ -52,12 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(folder: Path) -> Iterator[Generator]:
     with Generator.from_pretrained(folder, prefix_cache=False, **OPTIONS) as generator:
         yield generator
-
-
-def check(own: Completion, expected: Completion, tolerance: float = 2e-4) -> None:
-    assert own.token_ids == expected.token_ids
-    pairs = zip(own.logprobs or (), expected.logprobs or (), strict=True)
-    assert all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs)
 
 
 @pytest.mark.parametrize("budget", [512, 96])
