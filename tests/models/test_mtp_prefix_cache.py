@@ -30,7 +30,7 @@ def params(count: int = COUNT, **options: Any) -> SamplingParams:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mtp")
     make(path)
-    agree(path, 0.2)
+    agree(path, 0.1)
     return path
 
 
