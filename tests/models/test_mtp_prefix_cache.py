@@ -202,3 +202,22 @@ def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> Non
         assert cache.nbytes == memory.pages * memory.page + (memory.max_num_seqs + memory.snapshots) * memory.state
         assert len(cache._states) == 2 * 4
         assert len(cache._pages) == 2 * 2
+
+
+def test_with_experts_of_4_bits(tmp_path: Path) -> None:
+    """The draft model's experts and head are quantized as the others."""
+    make(tmp_path, "qwen3_5_moe")
+    agree(tmp_path, 0.12)
+    texts, options = prompts(30, 70, 100), {"quantization": "int4", "quantize_head": True}
+    with load(tmp_path, prefix_cache=False, **options) as generator:
+        expected = generator.generate(texts, params(20))
+    with load(tmp_path, mtp(draft_vocab_size=97), lookahead=1, **options) as generator:
+        formats = {row.layer: row.formats for row in generator.plan.rows}
+        assert formats["mtp.moe"] == formats["mtp.head"] == formats["mtp.attention"] == ("int4",)
+        for _ in range(2):
+            for found, wanted in zip(generator.generate(texts, params(20)), expected, strict=True):
+                check(found, wanted)
+        stats = generator.prefix_cache_stats
+        assert stats is not None
+        assert stats.hits == 69 + 99
+        assert generator._live.stats.drafts.num_accepted_tokens > 0
