@@ -76,7 +76,7 @@ class Scheduler:
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
         self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
-        self._copies = self.prefix_cache is not None and cache.has_states  # whether steps copy states
+        self._keeps_states = self.prefix_cache is not None and cache.has_states  # whether steps copy states
         self.starting: Work | None = None  # a step whose layers run, before `started`
         # The token limit of a step, lowered when memory runs out, and the number of steps since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
@@ -150,7 +150,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
-        if self._copies and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
+        if self._keeps_states and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
             self._keep_end(sequence)
         self._free(sequence)
 
@@ -281,7 +281,7 @@ class Scheduler:
             prompts = [own for own in prompts if own[0].slot >= 0]
         if not len(slots) and not prompts:
             return None
-        copies = self.prefix_cache.copies() if self._copies and self.prefix_cache is not None else NO_COPIES
+        copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
         if not prompts:
             return Work(_going_on(slots, counts, lens), epochs, [], copies)
         planned = PlannedSequences.of(own for _, own in prompts)
@@ -401,7 +401,7 @@ class Scheduler:
         own, going_on = self.slots, len(work.planned) - len(work.prompts)
         slots, draws = work.planned.slots, work.planned.num_draws
         self.starting = None
-        if self._copies and self.prefix_cache is not None:
+        if self._keeps_states and self.prefix_cache is not None:
             self.prefix_cache.started()
         if going_on:
             own.num_sent[slots[:going_on]] = own.num_pages[slots[:going_on]]
@@ -434,7 +434,7 @@ class Scheduler:
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
         """
         self.starting = None
-        if self._copies and self.prefix_cache is not None:
+        if self._keeps_states and self.prefix_cache is not None:
             self.prefix_cache.failed()
         if self._cache.has_states:
             for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):

@@ -32,20 +32,23 @@ def consistent(allocator):
     assert all(allocator._keys.values()), "a page with an empty list of keys"
 
 
+REQUESTS = st.lists(  # (the step in which it comes, its prompt, tokens of its answer)
+    st.tuples(
+        st.integers(0, 30),
+        st.builds(
+            lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
+            st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
+        ),
+        st.integers(1, 14),
+    ),
+    min_size=2,
+    max_size=14,
+)  # fmt: skip
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(
-            st.integers(0, 30),
-            st.builds(
-                lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
-                st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
-            ),
-            st.integers(1, 14),
-        ),
-        min_size=2,
-        max_size=14,
-    ),
+    requests=REQUESTS,
     pages=st.integers(9, 40),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from engine.test_engine import PAGE, VOCAB, following, run
 from engine.test_engine import engine as attention_engine
-from engine.test_prefix_cache import NUMBERS, consistent
+from engine.test_prefix_cache import NUMBERS, REQUESTS, consistent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -160,28 +160,13 @@ def check(it, cache):
     assert all(snapshot.holds == (id(snapshot) in held) for snapshot in states._known.values())
 
 
-STEMS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [7, 8, 9, 10, 39, 12, 13, 14], [20] * 13, []]
-REQUESTS = st.lists(
-    st.tuples(
-        st.integers(0, 30),
-        st.builds(
-            lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
-            st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
-        ),
-        st.integers(1, 14),
-    ),
-    min_size=2,
-    max_size=12,
-)  # fmt: skip
-
-
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=REQUESTS,
     pages=st.integers(9, 40),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
-    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 11)), max_size=4),
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 13)), max_size=4),
     lookahead=st.integers(0, 1),
     snapshots=st.integers(1, 9),
     drafts=st.sampled_from([0, 0, 1, 3]),

@@ -15,20 +15,15 @@ import pytest
 import torch
 import transformers
 from engine.test_drafts import Mixed
-from support.hybrids import prompts, randomize
+from support.hybrids import check, prompts, randomize
+from support.mtp import DENSE
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
 from minirt.errors import ContextLengthError, OutOfMemoryError
-from minirt.outputs import Completion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TEXT: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 97, "num_hidden_layers": 4, "full_attention_interval": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 211, "max_position_embeddings": 4096, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
+TEXT: dict[str, Any] = DENSE | {"num_hidden_layers": 4, "max_position_embeddings": 4096}
 OPTIONS: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "kv_cache_memory": 1 << 24, "impl": "eager", "max_num_seqs": 8}
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
 THINKS = (  # reasoning is shown since the last question only, as in Qwen3.5's template
@@ -52,12 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(folder: Path) -> Iterator[Generator]:
     with Generator.from_pretrained(folder, prefix_cache=False, **OPTIONS) as generator:
         yield generator
-
-
-def check(own: Completion, expected: Completion, tolerance: float = 2e-4) -> None:
-    assert own.token_ids == expected.token_ids
-    pairs = zip(own.logprobs or (), expected.logprobs or (), strict=True)
-    assert all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs)
 
 
 @pytest.mark.parametrize("budget", [512, 96])

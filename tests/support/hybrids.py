@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import transformers
 
+from minirt.outputs import Completion
+
 TEXT: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 211, "max_position_embeddings": 1024, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -66,3 +68,10 @@ def prompts(*lengths: int, seed: int = 7) -> list[list[int]]:
 def truth(model: Any, tokens: list[int]) -> torch.Tensor:
     """transformers' logits [T, V]."""
     return model(input_ids=torch.tensor([tokens])).logits[0]
+
+
+def check(own: Completion, expected: Completion, tolerance: float = 2e-4) -> None:
+    """The same tokens, and log-probabilities up to rounding, which show a state with a token too many or too few."""
+    assert own.token_ids == expected.token_ids
+    pairs = zip(own.logprobs or (), expected.logprobs or (), strict=True)
+    assert all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs)

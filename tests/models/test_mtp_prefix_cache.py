@@ -1,0 +1,223 @@
+"""Multi-token prediction beside the prefix cache of a hybrid (tiny Qwen3.5, fp32): each of them changes nothing that follows.
+
+Each case is compared with a model that has neither: the same tokens, and log-probabilities up to rounding, which show a state
+with a token too many or too few. Catches copies of pages without the draft model's rows, snapshots without what undoes drafts
+(`gates`, `folded`), a snapshot of a token that was only drafted, pages of drafts that another sequence has by then.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from speculative.test_draft_model import MEMORY, load, mtp, watch
+from support.hybrids import check, prompts
+from support.mtp import Reference, agree, make
+
+from minirt import Generator, SamplingParams
+
+COUNT = 8  # tokens of an answer
+
+
+def params(count: int = COUNT, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": count, "temperature": 0, "ignore_eos": True, "logprobs": 0, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    make(path)
+    agree(path, 0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Generator]:
+    with load(folder, prefix_cache=False) as generator:
+        yield generator
+
+
+def both(folder: Path, lookahead: int, drafts: int = 3, **options: Any) -> Generator:
+    """A model with drafts and a prefix cache, whose pages and states hold NaN first."""
+    generator = load(folder, mtp(drafts), lookahead, **{"state_cache_memory": MEMORY, **options})
+    for layer in generator._cache.layers:  # type: ignore[union-attr]
+        for tensor in layer.tensors():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 7)
+    return generator
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_repeated_prompts_forks_and_a_conversation(lookahead: int, folder: Path, plain: Generator) -> None:
+    """Prompts that end around a page, each twice, then forks of them; each answer is a part of the next turn's prompt."""
+    (base, tail) = prompts(140, 9)
+    with both(folder, lookahead, max_num_batched_tokens=96) as generator:
+        for length in (64, 100, 129):
+            prompt = [3 + length, *base[: length - 1]]
+            for turn, own in enumerate((prompt, prompt, [*prompt[:-2], *tail], [*prompt, *tail])):
+                found, expected = generator.generate(own, params()), plain.generate(own, params())
+                check(found, expected)
+                if turn == 1:
+                    assert found.cached_tokens == (length - 1 if length > 64 else 0)
+            for _ in range(2):
+                own = [*own, *found.token_ids, *tail[:3]]
+                found, expected = generator.generate(own, params()), plain.generate(own, params())
+                check(found, expected)
+                if len(own) > 140:
+                    assert found.cached_tokens >= len(own) - 3 - COUNT - 64
+        stats = generator._live.stats.drafts
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_drafts_behind_copied_pages_are_the_reference_s(folder: Path) -> None:
+    """The rows of the draft model come along: behind a hit in a page, and at its end, drafts are those without a hit."""
+    reference = Reference(folder, agree_model(folder))
+    with both(folder, 0) as generator:
+        seen = watch(generator)
+        for text in prompts(65, 100, 129):
+            answer = generator.generate(text, params()).token_ids
+            for own in (text, [*text, *answer, 5, 6]):
+                seen.clear()
+                done = generator.generate(own, params(3))
+                assert done.cached_tokens >= 64
+                tokens = [*own, *done.token_ids]
+                assert seen
+                for _, cached, token, drafts in seen:
+                    assert tokens[cached] == token
+                    reference.check(tokens[: cached + 1], drafts)
+
+
+def agree_model(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_few_pages_few_states_and_requests_that_are_dropped(lookahead: int, folder: Path, plain: Generator) -> None:
+    """Preemptions, evictions of pages and of states, streams that are closed with drafts in flight, several samples."""
+    texts = prompts(100, 90, 40, seed=4)
+    many = [[*texts[i % 3], *texts[(i + 1) % 3][: 17 * i % 70], i + 3] for i in range(7)]
+    expected = plain.generate(many, params(30))
+    options = {"kv_cache_memory": 9 * 64 * (plain.kv_bytes_per_token * 3 // 2 + 1), "max_num_seqs": 3, "max_model_len": 256}
+    with both(folder, lookahead, state_cache_memory=plain.memory.state * 7, **options) as generator:
+        for _ in range(2):
+            for i in (0, 5):
+                with closing(generator.stream(many[i], params(40))) as pieces:
+                    for _ in range(1 + i):
+                        next(pieces)
+            for found, wanted in zip(generator.generate(many, params(30)), expected, strict=True):
+                check(found, wanted)
+        stats = generator.prefix_cache_stats
+        assert stats is not None
+        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
+        sampled = params(9, temperature=1.0, seed=4, n=3)
+        for found, wanted in zip(*(own.generate([many[5]], sampled)[0].outputs for own in (generator, plain)), strict=True):
+            check(found, wanted)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_memory_that_runs_out(lookahead: int, folder: Path, plain: Generator) -> None:
+    """Large steps fail when states, pages and copies are made already. Their sequences begin again from kept states."""
+    (base, *tails) = prompts(150, 5, 9, 30, 2, 17)
+    texts = [[*base[: 150 - 13 * i], *tail] for i, tail in enumerate(tails)]
+    expected = plain.generate(texts, params(20))
+    with both(folder, lookahead) as generator:
+        runner: Any = generator._engine.engine._runner
+        model, draw = runner._model, random.Random(3)
+
+        def breaking(batch: Any, cache: Any) -> Any:
+            logits = model(batch, cache)
+            if batch.num_tokens > 60 or (batch.num_tokens > 4 and draw.random() < 0.3):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return logits
+
+        runner._model = breaking
+        for _ in range(2):
+            for found, wanted in zip(generator.generate(texts, params(20)), expected, strict=True):
+                check(found, wanted)
+        stats = generator.prefix_cache_stats
+        assert stats is not None
+        assert stats.hits > 0
+        assert generator._live.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_answers_that_end_in_the_middle_of_a_step(lookahead: int, folder: Path, plain: Generator) -> None:
+    """Where the answer stops behind a right draft, the device has gone on. The next turn goes on from what is kept."""
+    (text,) = prompts(60, seed=9)  # below a page, so that the first state is kept at the end of the answer
+    found = 0
+    with both(folder, lookahead) as generator:
+        for count in range(7, 40, 4):
+            prompt = [count, *text[1:]]
+            answer = plain.generate(prompt, params(count)).token_ids
+            stop = params(40, stop_token_ids=[answer[-1]])
+            check(generator.generate(prompt, stop), plain.generate(prompt, stop))
+            answer = answer[: answer.index(answer[-1]) + 1]
+            for turn in ([*prompt, *answer, 8, 9], [*prompt, *answer], [*prompt, *answer[:-1], 9]):
+                done = generator.generate(turn, params(3))
+                check(done, plain.generate(turn, params(3)))
+                found += done.cached_tokens >= 64
+        stats = generator._live.stats.drafts
+    assert found > 9
+    assert stats.num_accepted_tokens > 20
+
+
+def test_scores_salts_and_kept_prompts(folder: Path, plain: Generator) -> None:
+    """Prompts whose tokens are scored, that share nothing by their salt, or that are pinned, with drafts in between."""
+    text, tail, *others = prompts(150, 7, *[140] * 8)
+    options = {"kv_cache_memory": 14 * 64 * (plain.kv_bytes_per_token * 3 // 2 + 1), "max_model_len": 300, "max_num_seqs": 2}
+    with both(folder, 1, state_cache_memory=plain.memory.state * 12, **options) as generator:
+        assert generator.warm_prompt(text) == 149
+        generator.generate(others, params(3))
+        found = generator.generate([*text, *tail], params())
+        assert found.cached_tokens == 149
+        check(found, plain.generate([*text, *tail], params()))
+        for salt, cached in (("a", 0), ("a", 149), ("b", 0)):
+            call = generator._processor.prepare(text, params(), single=True, cache_salt=salt)
+            list(generator._run(call))
+            found = call.results[0]
+            assert found.cached_tokens == cached
+            check(found, plain.generate(text, params()))
+        scored = params(prompt_logprobs=0)
+        for _ in range(2):
+            found, expected = (own.generate([*text[:130], *tail], scored) for own in (generator, plain))
+            check(found, expected)
+            for own, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+                assert abs(own.logprob - other.logprob) < 2e-4
+        for own, other in zip(*(each.score(text, [tail, others[0][:80]]) for each in (generator, plain)), strict=True):
+            assert all(abs(a.logprob - b.logprob) < 2e-4 for a, b in zip(own.logprobs, other.logprobs, strict=True))
+
+
+def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> None:
+    """The pages of the draft model, and in each snapshot what undoes drafts."""
+    with load(folder, mtp(), state_cache_memory="1MiB") as generator:
+        memory, cache = generator.memory, generator._cache
+        assert memory.page == plain.memory.page * 2, "one layer with pages, and the draft model's"
+        assert memory.state > plain.memory.state
+        assert memory.snapshots == (1 << 20) // memory.state
+        assert cache is not None
+        assert cache.nbytes == memory.pages * memory.page + (memory.max_num_seqs + memory.snapshots) * memory.state
+        assert len(cache._states) == 2 * 4
+        assert len(cache._pages) == 2 * 2
+
+
+def test_with_experts_of_4_bits(tmp_path: Path) -> None:
+    """The draft model's experts and head are quantized as the others."""
+    make(tmp_path, "qwen3_5_moe")
+    agree(tmp_path, 0.12)
+    texts, options = prompts(30, 70, 100), {"quantization": "int4", "quantize_head": True}
+    with load(tmp_path, prefix_cache=False, **options) as generator:
+        expected = generator.generate(texts, params(20))
+    with load(tmp_path, mtp(draft_vocab_size=97), lookahead=1, **options) as generator:
+        formats = {row.layer: row.formats for row in generator.plan.rows}
+        assert formats["mtp.moe"] == formats["mtp.head"] == formats["mtp.attention"] == ("int4",)
+        for _ in range(2):
+            for found, wanted in zip(generator.generate(texts, params(20)), expected, strict=True):
+                check(found, wanted)
+        stats = generator.prefix_cache_stats
+        assert stats is not None
+        assert stats.hits == 69 + 99
+        assert generator._live.stats.drafts.num_accepted_tokens > 0
