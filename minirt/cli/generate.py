@@ -123,7 +123,8 @@ def generate(
             for i, completion in enumerate(samples):
                 sample = {"sample": i} if params.n > 1 else {}
                 if as_json:
-                    write(json_line({"prompt": text, **sample, **completion_record(completion, verbose)}))
+                    record = completion_record(completion, verbose, generator.speculative is not None)
+                    write(json_line({"prompt": text, **sample, **record}))
                 elif sample:
                     write(sample_text(completion.text if shows_text else " ".join(map(str, completion.token_ids)), i))
                 else:

@@ -70,7 +70,9 @@ def generate_many(
         raise InputError("--chat-template-kwargs is for conversations, and the file has none", where=shown_name(name), hint=hint)
     with open_model(options, printing.quiet, texts, chat or conversations) as generator:
         inputs = [request.encode(generator, chat, system, variables) for request in requests]
-        results = _Results(requests, printing, texts=generator.tokenizer is not None)
+        results = _Results(
+            requests, printing, texts=generator.tokenizer is not None, drafts=generator.speculative is not None
+        )
         started = time.perf_counter()
         try:
             _run(generator, inputs, results, printing.quiet)
@@ -106,8 +108,8 @@ def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", q
 class _Results:
     """All completions so far, and their printing in the order of the file. A finished one has a finish_reason."""
 
-    def __init__(self, requests: "Sequence[PromptLine]", printing: Printing, texts: bool) -> None:
-        self.requests, self._printing, self._texts = requests, printing, texts
+    def __init__(self, requests: "Sequence[PromptLine]", printing: Printing, texts: bool, drafts: bool) -> None:
+        self.requests, self._printing, self._texts, self._drafts = requests, printing, texts, drafts
         self.all: list[Completion] = []
         self._samples: list[dict[str, int]] = []  # of each completion, which of several samples it is
         self._next = 0  # index of the first completion not printed yet
@@ -137,7 +139,7 @@ class _Results:
                 return
             completion = replace(completion, finish_reason="abort")
         if self._printing.as_json:
-            record = completion_record(completion, self._printing.verbose)
+            record = completion_record(completion, self._printing.verbose, self._drafts)
             write(json_line({**request.record(), **sample, **record}))
         else:
             texts = self._texts and request.params.detokenize

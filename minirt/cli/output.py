@@ -88,10 +88,11 @@ def warn_incomplete(completions: Sequence["Completion"]) -> None:
         warnings.warn(f"{what}: {end} came before the end of the structured output", stacklevel=2)
 
 
-def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]:
+def completion_record(completion: "Completion", verbose: bool, drafts: bool) -> dict[str, Any]:
     """The fields that --json prints for a completion, in addition to its request. Missing values are null.
 
-    `verbose`: with all sampling values and their sources; otherwise only the seed of random draws.
+    `verbose`: with all sampling values and their sources; otherwise only the seed of random draws. `drafts`: whether there may
+    be drafts, whose numbers are then printed, also if they are 0.
     """
     names = ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens")
     record = {name: getattr(completion, name) for name in names}
@@ -108,7 +109,7 @@ def completion_record(completion: "Completion", verbose: bool) -> dict[str, Any]
     effective = completion.sampling
     if effective.temperature > 0:
         record["seed"] = effective.seed
-    if completion.num_draft_tokens:
+    if drafts:
         record |= {name: getattr(completion, name) for name in ("num_draft_tokens", "num_accepted_tokens", "acceptance_length")}
     if verbose:
         record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
@@ -169,7 +170,8 @@ def completion_summary(generator: "Generator", samples: Sequence["Completion"]) 
     decode += f" of {len(samples)} samples" if len(samples) > 1 else ""
     if rate:  # else there was no step after the prompt's
         decode += f", {rate:.1f} tokens/s"
-        decode += f", {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights" if len(samples) == 1 else ""
+        if len(samples) == 1 and not completion.num_draft_tokens:  # else a step yields several tokens
+            decode += f", {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights"
     ends = Counter(str(own.finish_reason) for own in samples)
     each = [f"{reason} ({counted(number, 'sample')})" if len(ends) > 1 else reason for reason, number in ends.items()]
     lines = [
@@ -188,7 +190,9 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     drafted = sum(own.num_draft_tokens for own in completions)
     accepted = sum(own.num_accepted_tokens for own in completions)
     tokens = sum(len(own.token_ids) for own in completions)
-    text = f"drafts: {accepted:,} of {drafted:,} accepted" if drafted else "drafts: none were verified"
+    text = "drafts: none were verified, as nothing matched or it did not pay"
+    if drafted:
+        text = f"drafts: {accepted:,} of {drafted:,} accepted"
     if drafted and tokens > accepted:
         text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
     if any(name.startswith("fp8") for name in generator.plan.formats):

@@ -181,7 +181,19 @@ def test_one_token_has_no_rate(run, folder):
     """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
     err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
     assert "decode 1 token · peak memory" in err
-    assert "drafts: none were verified\n" in err
+    assert "drafts: none were verified, as nothing matched or it did not pay\n" in err
+
+
+def test_what_drafts_change_in_the_output(run, folder):
+    """A step yields several tokens, so tokens by bytes of weights are no bandwidth. JSON has the same keys on each line."""
+    options = ("--max-tokens", 60, "--ignore-eos", "--temperature", 0, "--speculate", "ngram", "hello hello hello")
+    err = run("generate", "-m", folder, *CACHE, *options)[2]
+    assert "accepted" in err
+    assert "GB/s" not in err
+    for prompt in ("hello hello hello", "world"):
+        record = json.loads(run("generate", "-m", folder, *CACHE, "--max-tokens", 2, "--speculate", "ngram", "--json", prompt)[1])
+        assert {"num_draft_tokens", "num_accepted_tokens", "acceptance_length"} <= record.keys()
+    assert "num_draft_tokens" not in json.loads(run("generate", "-m", folder, *CACHE, "--max-tokens", 2, "--json", "hello")[1])
 
 
 @pytest.mark.parametrize("group", [(), ("bench",), ("eval",)])
