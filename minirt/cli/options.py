@@ -249,7 +249,7 @@ speculative_options = option_group(
         "--speculate", metavar="ngram[:k]|mtp[:k]",
         help="Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
         "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
-        "multi-token prediction that Qwen3.5 checkpoints have.",
+        "multi-token prediction of Qwen3.5 (also 3.6, 3.8) and Qwen3-Next.",
     ),
     click.option(
         "--speculative-config", metavar="JSON",
