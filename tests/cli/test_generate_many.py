@@ -247,7 +247,8 @@ def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     out = []
     monkeypatch.setattr(generate_many, "write", out.append)
     requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
-    results = generate_many._Results(requests, generate_many.Printing(as_json=False, verbose=False, quiet=True), texts=False)
+    printing = generate_many.Printing(as_json=False, verbose=False, quiet=True)
+    results = generate_many._Results(requests, printing, texts=False, drafts=False)
     results.expect([completion([i], None) for i in range(4)])
     for finished, printed in ((2, ""), (0, "0"), (3, "0"), (1, "0123")):
         results.all[finished].finish_reason = "length"
