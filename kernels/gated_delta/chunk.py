@@ -225,7 +225,7 @@ def _delta_norm_kernel(x_ptr, weights, sequences, out_ptr, B, x_stride, C):
 
 
 class _StateConfig(NamedTuple):
-    """block_v: channels of Dv of a program."""
+    """block_v: channels of Dv of a program. num_stages: of loads; 3 load two chunks ahead."""
 
     block_v: int
     num_warps: int
@@ -233,17 +233,15 @@ class _StateConfig(NamedTuple):
 
 
 def _state_config(a: GatedDeltaInput) -> _StateConfig:
-    """As many channels a program as leave one for each SM, and loads two chunks ahead where the shared memory holds them."""
+    """Narrow programs if all those of one prompt then run at once. Depends on the model and the GPU only, so that no step after
+    warm-up compiles another variant."""
     _, Hv, Dk, Dv = a.head_shape
     dtype, device = a.qkvz.dtype, a.qkvz.device
     if dtype == torch.float32:
         return _StateConfig(min(Dv, 32), 8, 1)
     if dtype != torch.bfloat16 or max(Dk, Dv) < 128 or shared_limit(capability(device)) < 200 << 10:
         return _StateConfig(min(Dv, 32), 4, 1)
-    seqs = min(a.sequences.slots.shape[0], -(-a.qkvz.shape[0] // a.max_query_len))  # about so many of many new tokens
-    if seqs * Hv * Dv // 32 <= sm_count(device):
-        return _StateConfig(32, 4, 3)
-    return _StateConfig(64, 4, 3 if seqs * Hv * Dv // 64 <= sm_count(device) else 1)
+    return _StateConfig(32 if Hv * Dv // 32 <= sm_count(device) else min(Dv, 64), 4, 3)
 
 
 def chunk(a: GatedDeltaInput) -> None:

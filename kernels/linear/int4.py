@@ -30,7 +30,7 @@ from minirt.kernels.reference import INT4_CHUNK, int4_group
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
 MAX_TOKENS = 256  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
-EXACT_TOKENS = 64  # tokens up to which scales multiply sums
+_EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 
 CASES = [
     {"T": T, "N": N, "K": K}
@@ -267,7 +267,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
         programs -= 1
     stages = max(2, min(stages, (shared_limit(cc) // programs - 2048) // step))
     split = 1 if gated else max(1, min(int(enough * num_sms / tiles), _MOST_PARTS, chunks // shortest))
-    return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= EXACT_TOKENS)
+    return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= _EXACT_TOKENS)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Config]:
