@@ -61,7 +61,7 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
     last_ptr = row_ptr + C.TOKENS + cached
     suffix = ()
     for j in tl.static_range(C.LONGEST):
-        suffix += (tl.load(last_ptr - j, mask=j <= length, other=-1),)
+        suffix += (tl.load(last_ptr - j, mask=live & (j <= length), other=-1),)
     best = tl.zeros([C.BLOCK], tl.int32)
     for first in range(0, length, C.BLOCK):
         back = first + tl.arange(0, C.BLOCK)  # place 0 is the token before the last

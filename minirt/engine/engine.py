@@ -68,7 +68,8 @@ class Engine:
         vocab_size: the number of token ids; prompts with other ids are refused.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
-        lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
+        lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 0 if steps wait for the
+            device (`Runner.waits`), else 1.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
         proposer: proposes drafts; what `limits` says of them becomes its own. None: there are none.
         adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
@@ -103,7 +104,7 @@ class Engine:
             model, cache, device, replace(limits, max_model_len=self.max_len), vocab_size=vocab_size, cuda_graphs=cuda_graphs,
             proposer=proposer, adaptive_drafts=adaptive_drafts,
         )  # fmt: skip
-        self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
+        self._lookahead = int(not self._runner.waits) if lookahead is None else lookahead
         learns = adaptive_drafts and limits.max_drafts and device.type != "cuda"  # a GPU's are measured at warm-up
         self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, adaptive_drafts
         self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None

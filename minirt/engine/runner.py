@@ -151,6 +151,8 @@ class Runner:
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` whose layers can all be captured.
         proposer: proposes drafts. None: there are none.
         adaptive_drafts: whether steps verify only as many drafts as pay, so that no more need to be proposed.
+
+    `waits`: whether a step waits for the device: always on a CPU, and for eager layers, which take lengths from the host.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Runner:
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
         self._adapts = adaptive_drafts
+        self.waits = not self._cuda or (isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
@@ -296,13 +299,13 @@ class Runner:
         step = self._buffers.tensors(tokens, len(planned), logits, plan.num_draws)
         self._buffers.prepare(step, one_token=int(counts.max()) == 1, settings=settings)
         if tokens == logits == len(planned):  # a token and a row of logits of each
-            if not self._cuda:
-                lens = step.seq_lens.numpy()
+            if self.waits:
+                lens = step.seq_lens.cpu().numpy()
             splits = int((-(-lens // KV_SPLIT)).sum())
             batch = Batch.of(step, (1,) * tokens, tuple(lens.tolist()), int(lens.max()), splits, every_row=True)
             return self._with_buffers(batch, logits)
-        if not self._cuda:  # what the host knew were upper bounds
-            starts, lens = step.query_starts.numpy(), step.seq_lens.numpy()
+        if self.waits:
+            starts, lens = step.query_starts.cpu().numpy(), step.seq_lens.cpu().numpy()
             counts, tokens = np.diff(starts), int(starts[-1])
             step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
         splits = int((-(-lens // KV_SPLIT)).sum())

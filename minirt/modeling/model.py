@@ -118,6 +118,11 @@ class Model:
         return any(row.implementation == "triton" for row in self.plan.rows)
 
     @property
+    def has_eager_layers(self) -> bool:
+        """Whether any layer runs its eager implementation."""
+        return any(row.implementation == "eager" for row in self.plan.rows)
+
+    @property
     def capturable(self) -> bool:
         """Whether small steps can be captured in CUDA graphs; if not, `plan.not_capturable` says why."""
         return self.plan.not_capturable is None
