@@ -37,7 +37,9 @@ BATCHES, PROMPT, TOKENS, PAIRS, DRAFTS = (1, 8, 32), 100, 256, 8, 4
 
 def force(generator: Generator, rate: float) -> None:
     """From now on, draws of this generator's engine are drafts with the probability `rate`, and other tokens otherwise."""
-    stages = generator._engine.engine._runner._stages
+    runner = generator._engine.engine._runner
+    runner._draws_in_graphs = False
+    stages = runner._stages
     draw = stages.draw
 
     def forced(logits: Tensor, row_maxima: Any, step: Any, plan: Any, proposed: Tensor | None = None) -> Any:

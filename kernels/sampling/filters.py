@@ -57,6 +57,18 @@ def logit_of(packed):
 
 
 @triton.jit
+def token_of(packed):
+    """The index in the lower half of a packed maximum."""
+    return (packed & MAX_INT) ^ MAX_INT
+
+
+@triton.jit
+def greedy_token(packed):
+    """The token of a row whose largest logit, packed, this is: int64; -1 if it is NaN or infinite."""
+    return tl.where(tl.abs(logit_of(packed)) < float("inf"), token_of(packed), -1)
+
+
+@triton.jit
 def pack(key, v):
     """Key and index v as one int64. The largest has the largest key and, among equal keys, the lowest index."""
     return (key.to(tl.int64) << 32) | (v ^ MAX_INT).to(tl.int64)

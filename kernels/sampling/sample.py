@@ -30,18 +30,18 @@ from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LOWEST,
     MASS_SCALE,
-    MAX_INT,
     NUM_SUMS,
     SamplingWorkspace,
     after_top_k,
+    greedy_token,
     is_settled,
-    logit_of,
     pack,
     row_block,
     row_maximum,
     select,
     sortable,
     takes_short_way,
+    token_of,
     weights_of,
 )
 
@@ -72,6 +72,16 @@ def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEA
     if CLEAR and split == 0:
         tl.store(sums_ptr + b * NUM_SUMS + tl.arange(0, NUM_SUMS), tl.zeros((NUM_SUMS,), tl.int64))
         tl.store(checks_ptr + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+
+
+@prepared
+@triton.jit(do_not_specialize_on_alignment=["wanted_ptr"])
+def _wanted_row_maxima_kernel(logits_ptr, row_maxima_ptr, wanted_ptr, V, BLOCK: tl.constexpr):
+    """`_row_maxima_kernel` without zeros, or nothing."""
+    if tl.load(wanted_ptr) != 0:
+        b, split = tl.program_id(1), tl.program_id(0)
+        v, _, x = row_block(logits_ptr, b, V, BLOCK)
+        tl.store(row_maxima_ptr + b * tl.num_programs(0) + split, tl.max(pack(sortable(x), v), 0))
 
 
 @prepared
@@ -133,7 +143,7 @@ def _check_kernel(
         return
     s = tl.arange(0, BLOCK_S)
     best = tl.max(tl.load(races_ptr + b * splits + s, mask=s < splits, other=0), 0)
-    winner = (best & MAX_INT) ^ MAX_INT
+    winner = token_of(best)
     _, _, x = row_block(logits_ptr, b, V, BLOCK)
     weights = weights_of(x, top, temperature)
     mass = (weights * MASS_SCALE).to(tl.int64)
@@ -153,12 +163,11 @@ def _token_kernel(
     """Stores a row's token from the maxima of its tiles; -1 if the largest logit is NaN or infinite."""
     b = tl.program_id(1)
     at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
-    best = tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0)
-    top = logit_of(best)
+    token = greedy_token(tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0))
     if not ALL_GREEDY and tl.load(temperature_ptr + b) > 0:
-        best = tl.max(tl.load(races_ptr + at, mask=valid, other=0), 0)
-    token = (best & MAX_INT) ^ MAX_INT
-    tl.store(out_ptr + b, tl.where(tl.abs(top) < float("inf"), token, -1))
+        winner = token_of(tl.max(tl.load(races_ptr + at, mask=valid, other=0), 0))
+        token = tl.where(token >= 0, winner, token)
+    tl.store(out_ptr + b, token)
 
 
 def sample(
@@ -239,6 +248,16 @@ def sample(
         _race_kernel[grid](*race, SHORT=False, **kept, **sizes)
     _tokens(temperature, w.row_maxima.view(-1)[: B * splits].view(B, splits), w.races, out, all_greedy)
     return out
+
+
+def row_maxima(logits: Tensor, wanted: Tensor, workspace: SamplingWorkspace) -> Tensor:
+    """Row maxima, as an LM head stores them (`RowMaxima`), of `logits` [B, V] fp32 → [B, P] int64, a part of the workspace.
+
+    If `wanted` [1] int32 is 0, they are not computed, and what the result holds has no meaning.
+    """
+    (B, V), splits = logits.shape, cdiv(logits.shape[1], BLOCK_V)
+    _wanted_row_maxima_kernel[(splits, B)](logits, workspace.row_maxima, wanted, V, BLOCK=BLOCK_V)
+    return workspace.row_maxima.view(-1)[: B * splits].view(B, splits)
 
 
 def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:

@@ -1,8 +1,8 @@
 """The Triton kernels of the table of slots: `edit_table`, `derive`, `commit` and `report`, with the results of `step/table.py`.
 
-CUDA graphs hold the first two, so grids depend on the sizes of tensors only. How many edits, tokens and draws there are is read
-on the device. Each program of `derive` and `commit` adds up what the sequences before its own have, instead of a kernel for the
-sums: a decode step is a chain of short kernels, and one launch more takes longer.
+CUDA graphs hold the first two, and `commit_greedy`, so grids depend on the sizes of tensors only. How many edits, tokens and
+draws there are is read on the device. Each program of `derive` and `commit` adds up what the sequences before its own have,
+instead of a kernel for the sums: a decode step is a chain of short kernels, and one launch more takes longer.
 """
 
 import functools
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.sampling.filters import LOWEST, greedy_token
 from minirt.kernels.step import table as words
 from minirt.kernels.step.table import Columns, Rows, StepTensors
 
@@ -237,10 +238,9 @@ def _draws_before(rows, first, end, C):
     return tl.sum(tl.where(slots >= 0, tl.load(rows.draws + b, mask=b < end, other=0), 0), 0)
 
 
-@prepared
 @triton.jit
-def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
-    """One sequence."""
+def _commit(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, stride, tiles, C, BLOCK_S: tl.constexpr):
+    """One sequence. `drawn_ptr`: its drawn tokens [Q]; with BLOCK_S, a power of two, row maxima of logits [Q, tiles] instead."""
     b = tl.program_id(0)
     slot, start, draws = tl.load(rows.slots + b), tl.load(rows.starts + b), tl.load(rows.draws + b)
     length = tl.load(seq_lens_ptr + b)
@@ -255,7 +255,14 @@ def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
     valid = valid & ((start >= 0) | (following != 0))
     i = tl.arange(0, C.BLOCK_DRAWS)
     count = tl.where(valid, tl.minimum(tl.where(start < 0, length - cached, 1), draws), 0)  # of its draws, those that are valid
-    drawn = tl.load(drawn_ptr + first + i, mask=i < count, other=-1).to(tl.int32)
+    if BLOCK_S:
+        drawn, tile = tl.full([C.BLOCK_DRAWS], -1, tl.int32), tl.arange(0, BLOCK_S)
+        for draw in range(count):
+            maxima_ptr = drawn_ptr + (first + draw).to(tl.int64) * stride
+            best = tl.max(tl.load(maxima_ptr + tile, mask=tile < tiles, other=LOWEST), 0)
+            drawn = tl.where(i == draw, greedy_token(best).to(tl.int32), drawn)
+    else:
+        drawn = tl.load(drawn_ptr + first + i, mask=i < count, other=-1).to(tl.int32)
     drafts = tl.load(row_ptr + _NEXT_TOKENS + 1 + i, mask=i + 1 < count, other=-1)
     # Drafts from the first wrong one on do not count. The draw after the last valid draft has none.
     right = tl.min(tl.where((i + 1 < count) & (drawn >= 0) & (drawn == drafts), C.BLOCK_DRAWS, i), 0)
@@ -264,7 +271,7 @@ def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
     to_ptr = result_ptr + b.to(tl.int64) * (2 + C.DRAFTS)
     tl.store(to_ptr, tl.where(yields, right + 1, 0))
     tl.store(to_ptr + 1 + i, tl.where(yields & (i <= right), drawn, 0), mask=i <= C.DRAFTS)
-    if C.DRAFTS:
+    if C.DRAFTS and not BLOCK_S:
         tl.store(drawn_ptr + first + i, -1, mask=(i > tl.where(yields, right, -1)) & (i < tl.where(slot >= 0, draws, 0)))
     unusable = yields & (token < 0)
     length = tl.where(yields, length - (count - 1 - right), length)
@@ -274,6 +281,23 @@ def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
     tl.store(row_ptr + _NEXT_TOKENS, token, mask=yields & (unusable == 0))
     if C.HISTORY:
         tl.store(row_ptr + C.TOKENS + length, token, mask=yields & (unusable == 0) & (length < C.HISTORY))
+
+
+@prepared
+@triton.jit
+def _commit_kernel(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, C):
+    """One sequence."""
+    _commit(table_ptr, rows, seq_lens_ptr, drawn_ptr, result_ptr, 0, 0, C, 0)
+
+
+@prepared
+@triton.jit(do_not_specialize_on_alignment=["wanted_ptr"])
+def _commit_greedy_kernel(
+    table_ptr, rows, seq_lens_ptr, row_maxima_ptr, wanted_ptr, result_ptr, stride, tiles, C, BLOCK_S: tl.constexpr
+):
+    """One sequence, or nothing."""
+    if tl.load(wanted_ptr) != 0:
+        _commit(table_ptr, rows, seq_lens_ptr, row_maxima_ptr, result_ptr, stride, tiles, C, BLOCK_S)
 
 
 @prepared
@@ -320,6 +344,21 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     C = _constants(columns)
     if B:
         _commit_kernel[(B,)](table, rows, seq_lens, drawn, result, C, num_warps=1, num_stages=1)
+
+
+def commit_greedy(
+    table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, row_maxima: Tensor, wanted: Tensor, result: Tensor
+) -> None:
+    """`commit` of the token with the largest logit for each draw, unless `wanted` [1] int32 is 0.
+
+    Args:
+        row_maxima: [Q, P] int64 with any row stride, as the LM head stores them (`RowMaxima`).
+    """
+    (B,), (_, tiles) = rows.slots.shape, row_maxima.shape
+    block, stride = next_power_of_2(tiles), row_maxima.stride(0)
+    warps = max(1, min(4, block // 256))
+    operands = table, rows, seq_lens, row_maxima, wanted, result, stride, tiles
+    _commit_greedy_kernel[(B,)](*operands, _constants(columns), BLOCK_S=block, num_warps=warps, num_stages=1)
 
 
 def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor, vocab: int) -> None:

@@ -114,6 +114,7 @@ class _Forward(NamedTuple):
     row_maxima: Tensor | None
     batch: Batch
     bucket: Bucket | None  # of its CUDA graph
+    committed: bool  # whether the CUDA graph has drawn the tokens, too
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Runner:
         proposer: proposes drafts. None: there are none.
         adaptive_drafts: whether steps verify only as many drafts as pay, so that no more need to be proposed.
 
-    `waits`: whether a step waits for the device: always on a CPU, and for eager layers, which take lengths from the host.
+    `waits`: whether a step waits for the device: always on a CPU, and with drafts if layers are eager, which take lengths from
+    the host.
     """
 
     def __init__(
@@ -161,8 +163,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
-        self._adapts = adaptive_drafts
-        self.waits = not self._cuda or (isinstance(model, Model) and model.has_eager_layers)
+        self._adapts, self._draws_in_graphs = adaptive_drafts, True
+        self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
         seqs, tokens, tiles, rows = limits.max_num_seqs, limits.max_num_batched_tokens, 0, 0
@@ -226,15 +228,16 @@ class Runner:
             return self._draw(forward)
 
     def _draw(self, forward: _Forward) -> Step:
-        plan, tensors, logits, row_maxima, batch, bucket = forward
+        plan, tensors, logits, row_maxima, batch, bucket, committed = forward
         scored = list[ScoredRows]()
         if plan.scored:
             scored = self._stages.score(logits, plan)
             logits, row_maxima = logits.index_select(0, tensors.draw_rows), None
         packed, drawn = None, tensors.draw_rows  # no token, if there are no draws
-        if plan.num_draws:
-            drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
-        self._buffers.commit(tensors, drawn)
+        if not committed:
+            if plan.num_draws:
+                drawn, packed = self._stages.draw(logits, row_maxima, tensors, plan, self._buffers.drafts)
+            self._buffers.commit(tensors, drawn)
         if plan.sampling.any_rules:
             self._stages.record(drawn, tensors)
         if self._proposer is not None:
@@ -272,7 +275,8 @@ class Runner:
         if bucket is not None and self._graphs is not None and bucket not in self._graphs:
             self._dry_run(bucket)
             self._capture(bucket)
-        self._buffers.send(plan, logits_needed=needed)
+        greedy = not needed and bucket is not None and self._draws_in_graphs
+        self._buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
             self._cache.copy(plan.copies)
         rows = plan.num_logits
@@ -287,7 +291,7 @@ class Runner:
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
-        return _Forward(plan, drawing, logits[:rows], maxima, batch, bucket)
+        return _Forward(plan, drawing, logits[:rows], maxima, batch, bucket, greedy)
 
     def _eager(self, plan: StepPlan, *, settings: bool = True) -> Batch:
         """The batch of a step without a CUDA graph.
@@ -350,11 +354,20 @@ class Runner:
         def work() -> None:
             self._buffers.prepare(step, one_token=bucket.one_token)
             self._model(batch, self._cache)
+            self._commit_greedy(step, batch)
 
         if self._graphs is not None:
             self._graphs.capture(bucket, work)
             if (draft := self._capturable(bucket, batch)) is not None:
                 self._graphs.capture((_DRAFTS, bucket), draft)
+
+    def _commit_greedy(self, step: StepTensors, batch: Batch) -> None:
+        """The draw and the commit, if the step is greedy and nothing else needs logits."""
+        if batch.row_maxima is not None:
+            maxima = batch.row_maxima.values
+        else:
+            maxima = self._stages.row_maxima(self._buffers.logits[: len(step.draw_rows)], self._buffers.greedy)
+        self._buffers.commit_greedy(step, maxima)
 
     def _capturable(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
         """`propose` after a step of this bucket, if CUDA graphs may contain it."""
@@ -382,6 +395,8 @@ class Runner:
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
             self._model.dry_run(batch, self._cache)
+        if self._graphs is not None:
+            self._commit_greedy(step, batch)
         if (draft := self._capturable(bucket, batch)) is not None:
             draft()
 

@@ -117,6 +117,13 @@ class SamplingStages:
             packed = self._packed_to_host(packed)
         return tokens, packed
 
+    def row_maxima(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """Row maxima of logits [Q, V], as a head stores them, if `wanted` [1] int32 is not 0. On a GPU."""
+        from minirt.kernels.sampling import sample as kernels
+
+        workspace = self._workspace or kernels.SamplingWorkspace(len(logits), self._vocab, self._device)
+        return kernels.row_maxima(logits, wanted, workspace)
+
     def record(self, tokens: Tensor, step: StepTensors) -> None:
         """Count the tokens of a step whose sequences have rules. After `commit`, which says which drawn tokens count."""
         self._processors.record(tokens, step.draw_slots, step.step)

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
-_HEAD = 4  # words of a message before them: number of edits, whether logits are needed
+_HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
 
 
 class StepBuffers:
     """One of each buffer. It serves all steps, which run one after the other.
 
     The host sends a message for each step: its sequences, and edits of the table. On the device, `prepare` applies the edits and
-    derives the step's input, and `commit` writes what was drawn into the table. CUDA graphs begin with `prepare`: nothing that
-    it does on the host depends on the values.
+    derives the step's input, and `commit` writes what was drawn into the table. CUDA graphs begin with `prepare` and end with
+    `commit_greedy`: nothing that these do on the host depends on the values.
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
@@ -66,8 +66,13 @@ class StepBuffers:
         self.logits = torch.zeros(logits_rows, vocab_size, device=device)
         self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
-    def send(self, plan: StepPlan, *, logits_needed: bool = True) -> None:
-        """Queue the copy of a step's message to the device. Call `sent` when the step is queued."""
+    def send(self, plan: StepPlan, *, logits_needed: bool = True, greedy: bool = False) -> None:
+        """Queue the copy of a step's message to the device. Call `sent` when the step is queued.
+
+        Args:
+            logits_needed: whether a head that stores row maxima must write logits, too.
+            greedy: whether `commit_greedy` does anything in this step.
+        """
         edits, count, size = plan.edits, len(plan.sequences), self._max_seqs
         if self.columns.history:  # of unbounded size, so it is not a part of the message
             for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
@@ -76,7 +81,7 @@ class StepBuffers:
                 self.table[slot, first : first + len(values)].copy_(known, non_blocking=True)
             edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
         words = self._message.array()
-        words[0], words[1] = len(edits), logits_needed
+        words[:3] = len(edits), logits_needed, greedy
         rows = words[_HEAD : self._edits_at].reshape(_NUM_ROWS, size)
         rows[:, :count] = plan.sequences.values[:_NUM_ROWS]
         rows[:, count:], rows[0, count:] = 0, -1
@@ -171,6 +176,18 @@ class StepBuffers:
         else:
             eager.commit(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], step.seq_lens, drawn, result)
         return result
+
+    @property
+    def greedy(self) -> Tensor:
+        """[1] int32: whether `commit_greedy` does anything in this step."""
+        return self._message.device[2:3]
+
+    def commit_greedy(self, step: StepTensors, row_maxima: Tensor) -> None:
+        """`commit` of the token with the largest logit of each row, by its row maxima [Q, P]. On a GPU."""
+        if self._kernels is not None:
+            seqs = len(step.seq_lens)
+            operands = self.rows(seqs), step.seq_lens, row_maxima, self.greedy, self._kept(self._result_of, seqs)
+            self._kernels.commit_greedy(self.table, self.columns, *operands)
 
     def _result_of(self, seqs: int) -> Tensor:
         return self._result[0, :seqs]

@@ -45,7 +45,8 @@ class Batch:
         split_starts_device: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
         seq_slots: [B] int32, the row of each sequence's state in recurrent layers; −1 for padding.
         block_tables: [B, width] int32, the page numbers of each sequence.
-        query_lens, seq_lens: new tokens and cached tokens of each sequence, on the host. On a GPU, upper bounds, if no layer is eager.
+        query_lens, seq_lens: new tokens and cached tokens of each sequence, on the host. On a GPU upper bounds, if no
+            layer is eager.
         max_seq_len, max_splits: upper bounds of sequence length and of KV splits together, which set the kernels' grid sizes.
         every_row: whether logits_indices is 0 … T − 1.
         logits: [R, V], the tensor that the head writes to; None: a new one.

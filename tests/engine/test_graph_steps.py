@@ -14,6 +14,7 @@ from minirt.engine import step_buffers
 from minirt.engine.buckets import Bucket
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
+from minirt.engine.sampling_stages import SamplingStages
 from minirt.kernels.speculative import draft_model as kernels
 from minirt.kernels.step.table import NEXT_TOKENS, NUM_CACHED, NUM_NEXT, PROMPT_LEN
 from minirt.loading.checkpoint import randomize
@@ -43,11 +44,12 @@ class Graphs:
         self.captured[key]()
 
 
-PROMPTS = [[5, 6, 7, 8, 9], [11], [20] * 9]
+PROMPTS = [[5, 6, 7, 8, 9], [11], [20] * 9, [3, 1, 4]]
 PARAMS = [
     SamplingParams(max_tokens=4, temperature=0.0),
     SamplingParams(max_tokens=3, temperature=0.8, seed=3, top_p=0.9),
     SamplingParams(max_tokens=4, temperature=0.0, presence_penalty=2.0),
+    SamplingParams(max_tokens=9, temperature=0.0),
 ]
 
 
@@ -72,8 +74,12 @@ def test_steps_in_static_buffers_give_the_tokens_of_other_steps(monkeypatch):
     expected, _ = run(build("qwen2", "eager"), graphs=False)
     monkeypatch.setattr(runner_module, "CudaGraphs", Graphs)
     monkeypatch.setattr(step_buffers, "is_nvidia", lambda device: True)
+    drawn, draw = [], SamplingStages.draw
+    monkeypatch.setattr(SamplingStages, "draw", lambda *args: drawn.append(args[4].sampling) or draw(*args))
     found, graphs = run(build("qwen2", "triton"), graphs=True)
     assert found == expected
+    assert drawn
+    assert not [own for own in drawn if own.all_greedy and not own.any_rules]  # CUDA graphs draw these
     assert graphs.replays > 6
     assert {bucket.tokens > 0 for bucket in graphs.captured} == {True, False}
 

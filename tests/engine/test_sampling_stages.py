@@ -327,7 +327,7 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     """The LM head writes none, and `sample` reads its row maxima."""
     runner = Runner(Mock(), engine()[1], torch.device("cpu"), EngineLimits(64, 2, 64), vocab_size=VOCAB)
     asked, maxima, forward, send = [], torch.zeros(1, 1, dtype=torch.int64), runner._forward, runner._buffers.send
-    monkeypatch.setattr(runner._buffers, "send", lambda plan, logits_needed: asked.append(logits_needed) or send(plan))
+    monkeypatch.setattr(runner._buffers, "send", lambda plan, logits_needed, greedy: asked.append(logits_needed) or send(plan))
     monkeypatch.setattr(runner, "_forward", lambda plan: forward(plan)._replace(row_maxima=maxima))
     used = []
 

@@ -147,6 +147,47 @@ def test_padding_only(one_token, extra, garbage, device):
     check_derive((3, Columns(1, 2, 5, 20), 4, one_token), garbage, device, padding=0, extra=extra)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("tiles", [7, 100])
+def test_greedy_draws(case, tiles, device):
+    """Like the commit of each row's largest logit; −1 where that is NaN or infinite; nothing unless it is wanted.
+
+    Catches the row maxima of another draw, drafts that count although they are wrong, and a step that is committed twice.
+    """
+    B, columns, page_size, one_token = case
+    words, step, (_, _, draws) = problem(11 + B, B, columns, page_size, one_token=one_token)
+    step = step._replace(draws=step.draws.clamp(max=1 + columns.drafts))
+    draws = int(step.draws[step.slots >= 0].sum())
+    starts = torch.where(step.starts < 0, words[step.slots.clamp(min=0).long(), table.NUM_CACHED], step.starts)
+    lengths = torch.where(step.slots < 0, 0, starts + step.counts).int()
+    generator = torch.Generator().manual_seed(tiles)
+    logits = torch.randint(-3, 4, (draws, 16 * tiles), generator=generator).float() * 0.25  # many equal ones, and -0
+    drafts = words[step.slots.clamp(min=0).long(), table.NEXT_TOKENS + 1 : table.NEXT_TOKENS + 1 + columns.drafts]
+    drafts = torch.cat((drafts, torch.full((B, 1), -1)), 1)
+    place = [(b, i) for b in range(B) if step.slots[b] >= 0 for i in range(int(step.draws[b]))]
+    for row, (b, i) in enumerate(place):
+        if 0 <= (draft := int(drafts[b, i])) < logits.shape[1] and row % 4:
+            logits[row, draft] = 9.0
+    logits[::9] = torch.tensor([float("-inf"), float("nan"), float("inf")])[torch.arange(len(logits[::9])) % 3, None]
+    tokens = torch.where(logits.amax(1).isfinite(), logits.argmax(1), -1)
+    value, column = logits.view(draws, tiles, 16).max(2)
+    bits = (value + 0.0).view(torch.int32).long()
+    key = torch.where(value.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    packed = (key << 32) | (2**31 - 1 - (column + 16 * torch.arange(tiles)))
+    maxima = torch.full((draws, tiles + 3), 2**62)[:, :tiles].copy_(packed).to(device)
+    result = torch.full((B, 2 + columns.drafts), -77, dtype=torch.int32)
+    for wanted in (0, 1):
+        ours, own_words = result.clone().to(device), words.clone().to(device)
+        flag = torch.tensor([0, 0, wanted], dtype=torch.int32, device=device)[2:]
+        kernels.commit_greedy(own_words, columns, on(device, step), lengths.to(device), maxima, flag, ours)
+        if not wanted:
+            assert torch.equal(ours.cpu(), result)
+            assert torch.equal(own_words.cpu(), words)
+    table.commit(words, columns, step, lengths, tokens, result)
+    assert torch.equal(ours.cpu(), result)
+    assert torch.equal(own_words.cpu(), words)
+
+
 def test_no_draws_and_no_tokens_to_commit(device):
     """A step without draws commits the cached tokens only."""
     columns = Columns(0, 1, 3, 0)
