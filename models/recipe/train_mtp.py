@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -20,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from network import Block, Norm, Qwen2, Shape, initialize
 from torch import Tensor, nn
-from train import END, END_ID, SEED, encode, rate
+from train import SEED, rate
 
 FILE = "model-mtp.safetensors"
 DRAFTS, WEIGHTS = 3, (1.0, 0.8, 0.6)  # drafts in a row, and the weights of their losses
 INTERMEDIATE = 256  # of the MLP; with the model's own 896, the layers would take 4.1 MB instead of 2.4
-TEMPERATURES = (0.0, 0.6, 1.0, 1.0)  # of the stories, a fourth each
-PROMPT, LENGTH = 24, 288  # tokens of a story's prompt, at most; tokens of a story, at most
+TEMPERATURES = (0.3, 0.6, 1.0, 1.0)  # of the texts, a fourth each
+# Tokens of a prompt, at most; of a text, which has LENGTH − 1 rows of drafts (kernels want multiples of 8); of most of a story.
+PROMPT, LENGTH, STORY = 24, 505, 201
 
 
 class MTP(nn.Module):
@@ -95,101 +97,92 @@ def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
 
 
 @torch.no_grad()
-def write_stories(model: Qwen2, starts: list[list[int]], temperatures: Tensor, length: int = LENGTH) -> Tensor:
-    """Stories [B, length] of the model, −1 after their end. `temperatures`: [B], 0: greedy."""
-    device, count = model.cos.device, len(starts)
+def write_texts(model: Qwen2, starts: list[list[int]], temperatures: Tensor, length: int) -> Tensor:
+    """Texts [B, length] of the model, one story after the other. `temperatures`: [B], 0: greedy."""
+    device, count, blocks = model.cos.device, len(starts), model.model["layers"]
     tokens = torch.full((count, length), -1, device=device)
     for row, start in zip(tokens, starts, strict=True):
         row[: len(start)] = torch.tensor(start)
-    blocks, ended = model.model["layers"], torch.zeros(count, dtype=torch.bool, device=device)
     kept = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.dim, device=device)
-    scale = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    scale, noisy = temperatures.where(temperatures > 0, 1)[:, None], (temperatures > 0)[:, None]
     for place in range(length - 1):
-        x = model.model["embed_tokens"](tokens[:, place : place + 1].clamp(min=0))
+        cos, sin = (table[place : place + 1] for table in (model.cos, model.sin))
+        x = model.model["embed_tokens"](tokens[:, place : place + 1])
         for block, (keys, values) in zip(blocks, kept, strict=True):
-            q, k, v = block.self_attn.project(
-                block.input_layernorm(x), model.cos[place : place + 1], model.sin[place : place + 1]
-            )
+            q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
             keys[:, :, place : place + 1], values[:, :, place : place + 1] = k, v
             # All query heads share the keys and see all of them, so they are rows of one head.
-            before = (own[:, :, : place + 1] for own in (keys, values))
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), *before)
+            seen = (own[:, :, : place + 1] for own in (keys, values))
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), *seen)
             x = x + block.self_attn.o_proj(out.flatten(2))
             x = x + block.mlp(block.post_attention_layernorm(x))
-        logits = model.lm_head(model.model["norm"](x))[:, 0].float()
-        noise = torch.empty_like(logits).exponential_().log() * (temperatures > 0)[:, None]
-        drawn = (logits / scale - noise).argmax(1)
-        ended |= tokens[:, place] == END_ID
-        own = tokens[:, place + 1]
-        own.copy_(torch.where(ended, -1, torch.where(own >= 0, own, drawn)))
-        if place % 32 == 0 and ended.all():
-            break
+        logits = model.lm_head(model.model["norm"](x))[:, 0]
+        noise = torch.empty_like(logits).exponential_().log() * noisy
+        following = tokens[:, place + 1]
+        following.copy_(following.where(following >= 0, (logits / scale - noise).argmax(1)))
     return tokens
 
 
-def stories(model: Qwen2, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
-    """`count` stories [N, LENGTH], or fewer after `seconds`; always a batch."""
-    device, rng, found, begun = model.cos.device, random.Random(SEED), [], time.perf_counter()
-    cycle = torch.tensor(TEMPERATURES, device=device).repeat(-(-batch // len(TEMPERATURES)))[:batch]
+def training_texts(model: Qwen2, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
+    """`count` texts [N, LENGTH], or fewer after `seconds`; always a batch."""
+    rng, found, begun = random.Random(SEED), [], time.perf_counter()
+    temperatures = torch.tensor(TEMPERATURES, device=model.cos.device)
+    temperatures = temperatures.repeat(-(-batch // len(TEMPERATURES)))[:batch]
     while not found or (len(found) * batch < count and time.perf_counter() - begun < seconds):
-        found.append(write_stories(model, prompts(folder, batch, rng), cycle).short())
+        found.append(write_texts(model, prompts(folder, batch, rng), temperatures, LENGTH))
     return torch.cat(found)
 
 
-def divergences(logits: list[Tensor], wanted: Tensor, counted: Tensor) -> list[Tensor]:
-    """The mean divergence of each draft from the model's distribution, in nats.
+def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The logits [B, T − s, V] of draft s for texts [B, T], and those of the model [B, T − 1, V] for the same tokens.
 
-    Args:
-        wanted: [B, T − 1, V], the model's logits. `counted`: [B, T − 1], whether the story goes on after the token at p + 1.
+    The first s − 1 rows of draft s, which have no earlier draft, are left out. bf16 products on a GPU; on a CPU, these would be
+    slower than fp32.
     """
-    target, found = wanted.float().log_softmax(-1), []
-    for draft, own in enumerate(logits):
-        each = F.kl_div(own.float().log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
-        rows = counted[:, draft:]
-        found.append((each[:, draft:] * rows).sum() / rows.sum())
-    return found
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        with torch.no_grad():
+            states = model.states(tokens)
+            wanted = model.lm_head(states[:, 1:])
+        logits = mtp(model, tokens, states)
+    return [own[:, draft:].float() for draft, own in enumerate(logits)], wanted.float()
 
 
-def autocast(device: str) -> torch.autocast:
-    """bf16 products on a GPU. On a CPU they would take longer than fp32."""
-    return torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
-
-
-def run(mtp: nn.Module, model: Qwen2, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The logits of the drafts of stories [B, T] int64, those of the model, and which rows count: see `divergences`."""
-    tokens = rows.clamp(min=0)
-    with torch.no_grad():
-        states = model.states(tokens)
-        wanted = model.lm_head(states[:, 1:])
-    return mtp(model, tokens, states), wanted, (rows[:, 1:] >= 0) & (rows[:, 1:] != END_ID)
+def divergences(logits: list[Tensor], wanted: Tensor) -> list[Tensor]:
+    """The mean divergence of each draft from the model's distribution, in nats. See `run`."""
+    target = wanted.log_softmax(-1)
+    return [
+        F.kl_div(own.log_softmax(-1), target[:, draft:], reduction="none", log_target=True).sum(-1).mean()
+        for draft, own in enumerate(logits)
+    ]
 
 
 @torch.no_grad()
-def evaluate(mtp: nn.Module, model: Qwen2, rows: Tensor, size: int) -> dict:
-    """Of drafts for stories [N, T]: agreement, overlap, and the tokens of a step that verifies all.
+def evaluate(mtp: nn.Module, model: Qwen2, texts: Tensor, size: int) -> dict:
+    """Of drafts for texts [N, T]: agreement, overlap, and the tokens of a step that verifies all.
 
     Agreement: how often draft s is the model's most probable token where drafts 1 to s − 1 are. Overlap: Σ min(p, q), how often a
     draft can be accepted at temperature 1.
     """
-    hits, common, drafted, total = [0] * DRAFTS, [0.0] * DRAFTS, [0] * DRAFTS, 0
-    for part in rows.split(size):
-        with autocast(part.device.type):
-            logits, wanted, counted = run(mtp, model, part.long())
-        best, target, right = wanted.argmax(-1), wanted.float().softmax(-1), counted
-        total += int(counted.sum())
+    hits, common, counts = ([0.0] * (DRAFTS + 1) for _ in range(3))
+    for part in texts.split(size):
+        logits, wanted = run(mtp, model, part)
+        # Draft s of a sequence is in the row after that of draft s − 1, so its first row belongs to the first row of draft 1.
+        best, target = wanted.argmax(-1), wanted.softmax(-1)
+        right = torch.ones_like(best, dtype=torch.bool)
+        hits[0] += right.numel()
         for draft, own in enumerate(logits):
-            common[draft] += (torch.minimum(own.float().softmax(-1), target).sum(-1) * counted)[:, draft:].sum().item()
-            drafted[draft] += int(counted[:, draft:].sum())
-            # Draft s of a sequence is in the row after that of draft s − 1.
-            right = (F.pad(right[:, :-1], (1, 0)) if draft else right) & counted & (own.argmax(-1) == best)
-            hits[draft] += int(right.sum())
+            right = right[:, : own.shape[1]] & (own.argmax(-1) == best[:, draft:])
+            hits[draft + 1] += right.sum().item()
+            common[draft] += torch.minimum(own.softmax(-1), target[:, draft:]).sum().item()
+            counts[draft] += right.numel()
     return {
-        "agreement": [now / max(before, 1) for before, now in zip([total, *hits], hits, strict=False)],
-        "overlap": [own / count for own, count in zip(common, drafted, strict=True)], "tokens a step": 1 + sum(hits) / total,
+        "agreement": [now / max(before, 1) for before, now in pairwise(hits)],
+        "overlap": [own / count for own, count in zip(common[:-1], counts[:-1], strict=True)],
+        "tokens a step": sum(hits) / hits[0],
     }  # fmt: skip
 
 
-def fit(mtp: MTP, model: Qwen2, rows: Tensor, options: argparse.Namespace) -> dict:
+def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> dict:
     """Train for `options.seconds`; the learning rate falls with the time. Returns steps, epochs and the last losses."""
     matrices, others = ([p for p in mtp.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -198,13 +191,11 @@ def fit(mtp: MTP, model: Qwen2, rows: Tensor, options: argparse.Namespace) -> di
     step, started = 0, time.perf_counter()
     while (progress := (time.perf_counter() - started) / options.seconds) < 1:
         if len(order) < options.rows:
-            order = torch.cat((order, torch.randperm(len(rows), generator=shuffling)))
-        batch, order = rows[order[: options.rows].to(rows.device)].long(), order[options.rows :]
+            order = torch.cat((order, torch.randperm(len(texts), generator=shuffling)))
+        batch, order = texts[order[: options.rows].to(texts.device)], order[options.rows :]
         for group in optimizer.param_groups:
             group["lr"] = rate(progress)
-        with autocast(options.device):
-            logits, wanted, counted = run(mtp, model, batch)
-        losses = divergences(logits, wanted, counted)
+        losses = divergences(*run(mtp, model, batch))
         sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)).backward()
         nn.utils.clip_grad_norm_(mtp.parameters(), 1.0)
         optimizer.step()
@@ -213,7 +204,7 @@ def fit(mtp: MTP, model: Qwen2, rows: Tensor, options: argparse.Namespace) -> di
             entry = {"step": step, "seconds": progress * options.seconds, "loss": [loss.item() for loss in losses]}
             print(json.dumps(entry), flush=True)
         step += 1
-    return {"steps": step, "epochs": step * options.rows / len(rows), "loss": [loss.item() for loss in losses]}
+    return {"steps": step, "epochs": step * options.rows / len(texts), "loss": [loss.item() for loss in losses]}
 
 
 def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
@@ -235,15 +226,16 @@ def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=1) + "\n")
 
 
-def held_out(model: Qwen2, folder: Path, count: int, length: int) -> dict[str, Tensor]:
-    """Stories that no training saw: `count` of the model, greedy and at temperature 1, and those of heldout.txt."""
+def held_out(model: Qwen2, folder: Path, count: int) -> dict[str, Tensor]:
+    """Texts that no training saw: `count` beginnings of stories by the model, and windows of heldout.txt."""
+    from tokenizers import Tokenizer
+
     device, starts = model.cos.device, prompts(folder, count, random.Random(SEED + 1))
     text = (Path(__file__).parent / "heldout.txt").read_text(encoding="utf-8")
-    told = torch.full((100, Shape.max_position_embeddings), -1)
-    for row, ids in zip(told, encode(folder, text.split(END)[:-1]), strict=False):
-        row[: len(ids)] = torch.from_numpy(ids)
-    own = {t: write_stories(model, starts, torch.full((count,), t, device=device), length) for t in (0.0, 1.0)}
-    return {"greedy": own[0.0], "temperature 1": own[1.0], "held-out text": told[:count].to(device)}
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    own = {t: write_texts(model, starts, torch.full((count,), t, device=device), STORY) for t in (0.0, 1.0)}
+    return {"greedy": own[0.0], "temperature 1": own[1.0], "held-out text": windows[:count].to(device)}
 
 
 def main() -> None:
@@ -252,28 +244,30 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=here.parent / "embedded", help="folder of the model, which is changed")
     parser.add_argument("--results", type=Path, default=here / "results" / "mtp.json")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=75, help="of training; a third of it, at most, writes stories")
-    parser.add_argument("--stories", type=int, default=32768, help="to train on, at most")
-    parser.add_argument("--batch", type=int, default=2048, help="stories that are written together")
-    parser.add_argument("--rows", type=int, default=64, help="stories in a step of training")
+    parser.add_argument("--seconds", type=float, default=75, help="of training; before it, texts are written for a third as long")
+    parser.add_argument("--texts", type=int, default=16384, help="to train on, at most; each has some two stories")
+    parser.add_argument("--batch", type=int, help="texts that are written together; default: 2048, on a CPU 4")
+    parser.add_argument("--rows", type=int, help="texts in a step of training; default: 32, on a CPU 2")
     parser.add_argument("--every", type=int, default=100, help="steps between lines of progress")
     parser.add_argument("--intermediate", type=int, default=INTERMEDIATE, help="size of the MLP")
     options = parser.parse_args()
+    small = options.device == "cpu"
+    options.batch, options.rows = options.batch or (4 if small else 2048), options.rows or (2 if small else 32)
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     begun = time.perf_counter()
     model, shape = load(options.model, options.device)
-    rows = stories(model, options.model, options.stories, options.batch, options.seconds / 3)
-    print(f"{len(rows)} stories, {int((rows >= 0).sum()):,} tokens; {time.perf_counter() - begun:.0f} s", flush=True)
+    texts = training_texts(model, options.model, options.texts, options.batch, options.seconds / 3)
+    print(f"{len(texts)} texts, {texts.numel():,} tokens; {time.perf_counter() - begun:.0f} s", flush=True)
     mtp = MTP(shape, options.intermediate).to(options.device)
     record: dict = {
         "parameters": sum(p.numel() for p in mtp.parameters()), "intermediate": options.intermediate, "seed": SEED,
         "torch": torch.__version__, "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
-        "stories": len(rows), "tokens": int((rows >= 0).sum()), "training": fit(mtp, model, rows, options),
+        "tokens": texts.numel(), "training": fit(mtp, model, texts, options),
     }  # fmt: skip
     write(mtp, model, options.model)
     mtp.bfloat16().float()  # as written
-    for name, own in held_out(model, options.model, min(options.batch, 256), LENGTH).items():
+    for name, own in held_out(model, options.model, min(options.batch, 256)).items():
         record[name] = evaluate(mtp, model, own, options.rows)
         print(name, json.dumps(record[name]), flush=True)
     options.results.write_text(json.dumps(record, indent=1) + "\n")
