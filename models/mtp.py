@@ -1,10 +1,11 @@
 """Multi-token prediction in the format of Qwen3.5: a block that drafts tokens from the hidden states of the decoder (`mtp.*`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minirt.errors import UnsupportedError
-from minirt.modeling.config import MAX_LAYERS, Fields, ModelConfig, MTPConfig
+from minirt.modeling.config import MAX_INTERMEDIATE, MAX_LAYERS, Fields, ModelConfig, MTPConfig
 from minirt.models.decoder import FINAL_NORM, block, head_weight
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 def read_mtp(fields: Fields) -> MTPConfig:
     """What config.json says of it. What is not supported is refused only if drafts are asked for (`with_mtp`)."""
     count = fields.integer_or_none("mtp_num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
-    return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False))
+    intermediate = fields.integer_or_none("mtp_intermediate_size", maximum=MAX_INTERMEDIATE)
+    return MTPConfig(count, fields.boolean("mtp_use_dedicated_embeddings", default=False), intermediate)
 
 
 def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) -> "tuple[list[Layer], list[Layer]]":
@@ -23,11 +25,15 @@ def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) 
     Args:
         rows: how many ids the drafts may have; None: those of the whole vocabulary.
     Raises:
-        UnsupportedError: the config states another number of layers, or embeddings of their own.
+        UnsupportedError: the config states no such layers, another number of them, embeddings of their own, or an MLP that is no
+            dense one.
     """
     from minirt.layers import DraftInput, Head, Select, Tap  # imported here because it imports torch
 
-    mtp = config.mtp or MTPConfig(0)
+    mtp = config.mtp
+    if mtp is None:
+        what, hint = "the model has no multi-token prediction", "--speculate ngram needs none"
+        raise UnsupportedError(what, where="mtp_num_hidden_layers", expected="1", found="no such field", hint=hint)
     if mtp.num_layers not in (None, 1):
         what, expected = "this number of layers of multi-token prediction is not supported", "1"
         raise UnsupportedError(what, where="mtp_num_hidden_layers", expected=expected, found=mtp.num_layers)
@@ -36,7 +42,11 @@ def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) 
         raise UnsupportedError(what, where="mtp_use_dedicated_embeddings", expected="false", found="true")
     *before, head = decoder
     mixture = config.moe is not None  # also where some layers of the decoder have a dense MLP
-    attention, mlp = block(config, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
+    if mixture and mtp.intermediate_size is not None:
+        what = "an MLP of its own size is not supported beside mixtures of experts"
+        raise UnsupportedError(what, where="mtp_intermediate_size", expected="no such field", found=mtp.intermediate_size)
+    own = replace(config, intermediate_size=mtp.intermediate_size or config.intermediate_size)
+    attention, mlp = block(own, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
     names = {"norm_embedding": "mtp.pre_fc_norm_embedding", "norm_hidden": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc"}
     draft: list[Layer] = [
         DraftInput(config, name="mtp.input", **names),

@@ -1,14 +1,24 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v.
+
+A file may state layers of multi-token prediction, with the fields and tensors of Qwen3.5: the embedded model has such layers.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import WINDOW_OFF_BY_DEFAULT, decoder_config, decoder_layers
+from minirt.models.mtp import read_mtp, with_mtp
+
+if TYPE_CHECKING:
+    from minirt.layers import Layer
 
 layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
-    return decoder_config(
+    found = decoder_config(
         fields,
         model_type="qwen2",
         classes=("Qwen2ForCausalLM",),
@@ -17,3 +27,9 @@ def config(fields: Fields) -> ModelConfig:
         qkv_bias=True,
         window=WINDOW_OFF_BY_DEFAULT,
     )
+    return found if fields.raw.get("mtp_num_hidden_layers") is None else replace(found, mtp=read_mtp(fields))
+
+
+def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
+    """`layers` with a `Tap`, and the layers of multi-token prediction. `rows`: see `with_mtp`."""
+    return with_mtp(config, decoder_layers(config), rows)

@@ -50,7 +50,8 @@ _LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone wi
 # Beginnings of the names of tensors that belong to no decoder layer. A checkpoint may have them; they are not used.
 _VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
            "multi_modal_projector.")  # fmt: skip
-_EXTRAS = {"mtp.": "drafts by multi-token prediction are not asked for (--speculate mtp)"}
+DRAFTS = "mtp."  # of multi-token prediction
+_EXTRAS = {DRAFTS: "config.json describes no layers of multi-token prediction"}
 _EXTRAS |= dict.fromkeys(_VISION, "a vision encoder is not supported")
 # How the names of a decoder's tensors begin in a model with a vision encoder → how they begin without one.
 _TEXT = {
@@ -326,7 +327,7 @@ def _check_scale_shape(model: Model, entry: Entry) -> None:
 
 
 def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
-    """Warn of unused tensors that belong to no decoder layer. `unused`: from `match`."""
+    """Warn of unused tensors that belong to no decoder layer. `unused`: those from `match` that need a warning."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
             warnings.warn(f"{where}: {count} tensors {start}* are not used: {what}", stacklevel=3)

@@ -198,12 +198,12 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     found = find(options.model, options.revision, need_weights=False)
     config, entries = found.config, _headers(found, options)
     planned = build(options, found, entries, target)
-    if entries is not None:
-        _match(planned, entries, options)
+    idle = _match(planned, entries, options) if entries is not None else None
     planned.device = cast(torch.device, target)
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
+    _note(planned, idle)
     _note_slow(planned)
     return planned
 
@@ -212,20 +212,34 @@ def _note_slow(model: Model) -> str | None:
     """Have the plan say that the model will be slow on this device, and why. Returns the same text, or None."""
     old = model.device.type == "cuda" and compute_capability(model.device) < (8, 0)
     slow = _OLD_GPU if old else _SLOW_ON_CPU if model.device.type == "cpu" and model.plan.formats else None
-    if slow is not None:
-        model.plan = replace(model.plan, notes=(*model.plan.notes, slow))
+    _note(model, slow)
     return slow
 
 
-def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> None:
-    """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them."""
-    matched = checkpoint.match(model, entries, options.layers is not None)
+def _note(model: Model, note: str | None) -> None:
+    if note is not None:
+        model.plan = replace(model.plan, notes=(*model.plan.notes, note))
+
+
+def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
+    """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them.
+
+    Returns:
+        A note for the plan if a draft model is left out. That needs no warning, as it changes no result.
+    """
+    matched, idle = checkpoint.match(model, entries, options.layers is not None), None
     if options.layers is None:
-        checkpoint.warn_of_extras(matched.unused, options.model)
+        mtp, unused = model.config.mtp, list(matched.unused)
+        if mtp is not None and mtp.num_layers != 0:
+            unused = [name for name in unused if not name.startswith(checkpoint.DRAFTS)]
+            if count := len(matched.unused) - len(unused):
+                idle = f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them"
+        checkpoint.warn_of_extras(unused, options.model)
     quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
     if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
         what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
         warnings.warn(f"{options.model}: {what}", stacklevel=3)
+    return idle
 
 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
@@ -342,14 +356,16 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     check_vocabulary(tokenizer, config)
     if model.draft_model is not None and isinstance(options.speculative, SpeculativeOptions):
         _choose_draft_ids(model.draft_model, tokenizer, options.speculative)
+    idle = None
     if weights is not None and entries is not None:
-        _match(model, entries, options)
+        idle = _match(model, entries, options)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     model.dtype, model.kv_dtype = dtype, kv_dtype
     _check_memory(options, model, length, device)
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
+    _note(model, idle)
     if (slow := _note_slow(model)) is not None:
         warnings.warn(slow, stacklevel=2)
     if device.type == "cuda" and not triton_installed():

@@ -185,10 +185,12 @@ class MTPConfig:
     Attributes:
         num_layers: None: not stated.
         own_embeddings: whether they have an embedding and a head of their own.
+        intermediate_size: of their MLP; None: that of the decoder's.
     """
 
     num_layers: int | None = None
     own_embeddings: bool = False
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.dim)
         self.o_proj = nn.Linear(self.heads * self.dim, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, D], rotated."""
+
         def split(y: Tensor, heads: int) -> Tensor:
             return y.unflatten(-1, (heads, self.dim)).transpose(1, 2)
 
         q = rotate(split(self.q_proj(x), self.heads), cos, sin)
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin)
-        v = split(self.v_proj(x), self.kv_heads)
+        return q, k, split(self.v_proj(x), self.kv_heads)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
         # Expanded, because not every fused kernel supports enable_gqa.
         k, v = (t.expand(-1, self.heads, -1, -1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -97,23 +102,28 @@ class Qwen2(nn.Module):
         angles = torch.outer(torch.arange(shape.max_position_embeddings), inverse).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        self._initialize(shape.num_hidden_layers)
+        initialize(self, shape.num_hidden_layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.states(tokens))
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """The hidden states [B, T, H] after the final norm."""
         count = tokens.shape[1]
         x = self.model["embed_tokens"](tokens)
         for block in self.model["layers"]:
             x = block(x, self.cos[:count], self.sin[:count])
-        return self.lm_head(self.model["norm"](x))
+        return self.model["norm"](x)
 
-    def _initialize(self, layers: int) -> None:
-        """Draw weights with a standard deviation of 0.02, less for projections into the residual stream (GPT-2); zero biases."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
-                scale = (2 * layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 * scale)
+
+def initialize(module: nn.Module, layers: int) -> None:
+    """Draw weights with a standard deviation of 0.02, less for projections into the residual stream (GPT-2); zero biases."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
+            scale = (2 * layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            nn.init.normal_(parameter, std=0.02 * scale)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ than the target's, rows of the head that belong to other ids, and a checkpoint o
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from minirt import Generator, LoadOptions
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Head, Tap
 from minirt.loading.load import plan_load, plan_model
-from minirt.models import build
+from minirt.modeling.config import MTPConfig
+from minirt.models import build, build_with_drafts, preset
 from minirt.speculative.draft_vocabulary import draft_ids
 from minirt.speculative.options import SpeculativeOptions
 from minirt.step.kv_cache import page_bytes
 from minirt.text.tokenizer import Tokenizer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 1 << 24, "max_num_seqs": 2, "max_model_len": 256}
+NOT_LOADED = "15 tensors mtp.* are not loaded: --speculate mtp makes drafts with them"
 MTP = SpeculativeOptions(method="mtp", draft_vocab_size=100)
 
 
@@ -42,13 +45,14 @@ def load(folder: Path, **options: Any) -> Generator:
 
 
 def test_nothing_is_kept_without_drafts(folder: Path) -> None:
-    """Neither weights, nor pages, nor hidden states; a warning says what would use them."""
-    with pytest.warns(UserWarning, match=r"15 tensors mtp\.\* are not used: .*--speculate mtp"):
-        plain = load(folder, speculative=None)
+    """Neither weights, nor pages, nor hidden states; a note of the plan says what would use them."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drafting = load(folder)
+        plain, drafting = load(folder, speculative=None), load(folder)
+        planned = plan_model(LoadOptions(model=folder, device="cpu"))
     with plain, drafting:
+        assert plain.plan.notes == planned.plan.notes == (NOT_LOADED,)
+        assert drafting.plan.notes == ()
         assert plain.model.draft_model is None
         assert not any(isinstance(layer, Tap) for layer in plain.model.layers)
         assert plain._engine.engine._runner._taps is None
@@ -170,6 +174,8 @@ def test_a_preset_counts_them_only_when_asked() -> None:
     ({"mtp_num_hidden_layers": 0}, UnsupportedError, "mtp_num_hidden_layers: .*found 0"),
     ({"mtp_use_dedicated_embeddings": True}, UnsupportedError, "mtp_use_dedicated_embeddings: .*of its own"),
     ({"mtp_num_hidden_layers": "1"}, ConfigError, "mtp_num_hidden_layers"),
+    ({"mtp_intermediate_size": 0}, ConfigError, "mtp_intermediate_size"),
+    ({"mtp_intermediate_size": 255}, CheckpointError, r"mtp\.layers\.0\.mlp.*\[255, 128\].*\[256, 128\]"),
 ], ids=str)  # fmt: skip
 def test_configs_that_cannot_be_used(
     changes: dict[str, Any], error: type[Exception], message: str, folder: Path, tmp_path: Path
@@ -180,8 +186,11 @@ def test_configs_that_cannot_be_used(
     with pytest.raises(error, match=message):
         load(tmp_path)
     if error is UnsupportedError:
-        with pytest.warns(UserWarning, match="15 tensors"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             load(tmp_path, speculative=None).close()
+        told = "15 tensors mtp.* are not used: config.json describes no layers of multi-token prediction"
+        assert sum(told in str(own.message) for own in caught) == (changes.get("mtp_num_hidden_layers") == 0)
 
 
 def test_checkpoints_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
@@ -208,13 +217,15 @@ def test_checkpoints_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
 
 def test_models_that_cannot_draft(folder: Path) -> None:
     """Another architecture, a composed model, and a model that was built without."""
-    with pytest.raises(UnsupportedError, match=r"model_type \w+: .*no multi-token prediction; expected qwen3_5.*ngram"):
-        Generator.from_pretrained("embedded", speculative=MTP)
+    with pytest.raises(UnsupportedError, match=r"model_type llama: .*no multi-token prediction; expected qwen2, qwen3_5.*ngram"):
+        plan_model(LoadOptions(model="Llama-3.1-8B", device="cpu", speculative=MTP))
+    with pytest.raises(UnsupportedError, match=r"mtp_num_hidden_layers: the model has no multi-token prediction; .*ngram"):
+        plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu", speculative=MTP))
+    with pytest.raises(UnsupportedError, match=r"mtp_intermediate_size: .*mixtures of experts; .*found 64"):
+        build_with_drafts(replace(preset("Qwen3.5-35B-A3B").config, mtp=MTPConfig(1, intermediate_size=64)))
     with pytest.raises(UnsupportedError, match="a composed model has no draft model"):
         load(folder, layers=build)
-    with pytest.warns(UserWarning, match="15 tensors"):
-        generator = load(folder, speculative=None)
-    with generator, pytest.raises(UnsupportedError, match="built without a draft model"):
+    with load(folder, speculative=None) as generator, pytest.raises(UnsupportedError, match="built without a draft model"):
         Generator(generator.model, speculative=MTP, kv_cache_memory=1 << 24, max_num_seqs=2)
 
 

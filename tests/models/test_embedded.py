@@ -1,4 +1,4 @@
-"""The embedded model: its files and shape, parity with transformers, stories that end, errors for damaged files.
+"""The embedded model: files, shape, parity with transformers, stories that end, drafts of its layers, errors for damaged files.
 
 MINIRT_TEST_EMBEDDED can name another folder, to test a new model before it is put into models/embedded.
 """
@@ -15,10 +15,12 @@ from support.package import ROOT, transformers_perplexity
 from minirt import Generator, SamplingParams
 from minirt.bench.perplexity import perplexity
 from minirt.errors import CheckpointError
+from minirt.speculative.options import SpeculativeOptions
 
 FOLDER = Path(os.environ.get("MINIRT_TEST_EMBEDDED", ROOT / "models" / "embedded"))
 HELD_OUT = Path(os.environ.get("MINIRT_TEST_HELDOUT", ROOT / "models" / "recipe" / "heldout.txt"))
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+DRAFTS = "model-mtp.safetensors"
 INDEX = "model.safetensors.index.json"
 OTHERS = ("README.md", "config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
 PROMPTS = [
@@ -37,6 +39,16 @@ def generator():
 
 
 @pytest.fixture(scope="module")
+def drafting():
+    """Each step verifies all drafts, also on a machine where that does not pay."""
+    options = SpeculativeOptions(method="mtp", adaptive=False)
+    with Generator.from_pretrained(
+        FOLDER, device="cpu", dtype="float32", kv_cache_memory=1 << 27, speculative=options
+    ) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
 def model():
     import transformers
 
@@ -45,11 +57,12 @@ def model():
 
 def test_files():
     """The folder holds no other files, and each file is small enough for a repository and a wheel."""
-    assert {path.name for path in FOLDER.iterdir()} == {*SHARDS, *OTHERS}
+    assert {path.name for path in FOLDER.iterdir()} == {*SHARDS, DRAFTS, *OTHERS}
     assert all((FOLDER / name).stat().st_size <= 15 << 20 for name in SHARDS)
+    assert (FOLDER / DRAFTS).stat().st_size <= 3_000_000
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 26 << 20
     tensors = json.loads((FOLDER / INDEX).read_text())["weight_map"]
-    assert set(tensors.values()) == set(SHARDS)
+    assert {file: name.startswith("mtp.") for name, file in tensors.items()} == dict.fromkeys(SHARDS, False) | {DRAFTS: True}
 
 
 def test_shape():
@@ -63,12 +76,14 @@ def test_shape():
     assert config["max_position_embeddings"] >= 512
     assert 2000 <= config["vocab_size"] <= 4096
     assert config["torch_dtype"] == "bfloat16"
+    assert config["mtp_num_hidden_layers"] == 1
 
 
 def test_loads_strictly(generator):
     assert generator.config.num_parameters <= 12_000_000
     assert generator.config.qkv_bias
-    assert generator.unused_tensors == ()
+    assert len(generator.unused_tensors) == 16
+    assert all(name.startswith("mtp.") for name in generator.unused_tensors), "drafts are not asked for"
     assert generator.tokenizer.vocab_size == generator.config.vocab_size
     assert generator.eos_token_ids == (generator.tokenizer.eos_token_id,)
     assert generator.tokenizer.decode(generator.eos_token_ids, skip_special_tokens=False) == "<|endoftext|>"
@@ -107,6 +122,19 @@ def test_stories_end_by_themselves(generator):
         assert len(set(trigrams)) > 0.8 * len(trigrams)
 
 
+@pytest.mark.parametrize(("temperature", "least"), [(0, 1.2), (1, 1.15)])
+def test_trained_drafts_are_accepted_and_change_no_text(temperature, least, generator, drafting):
+    """The same tokens with drafts and without, and more of them in a step than with layers that were not trained (1.0)."""
+    assert drafting.unused_tensors == ()
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=60) for seed in range(len(PROMPTS))]
+    plain, drafted = (own.generate(PROMPTS, params) for own in (generator, drafting))
+    assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
+    tokens = sum(len(own.token_ids) for own in drafted)
+    accepted = sum(own.num_accepted_tokens for own in drafted)
+    assert accepted < sum(own.num_draft_tokens for own in drafted)
+    assert tokens / (tokens - accepted) > least
+
+
 @pytest.mark.gpu
 def test_triton_in_bf16_has_the_perplexity_of_fp32():
     text, results = HELD_OUT.read_text(encoding="utf-8"), {}
@@ -135,6 +163,13 @@ def empty(folder):
     return SHARDS[0]
 
 
+def truncated_drafts(folder):
+    """Also if no drafts are asked for."""
+    path = folder / DRAFTS
+    path.write_bytes(path.read_bytes()[:-1000])
+    return DRAFTS
+
+
 def unlisted_tensor(folder):
     index = json.loads((folder / INDEX).read_text())
     file = index["weight_map"].pop("model.norm.weight")
@@ -149,7 +184,7 @@ def moved_tensor(folder):
     return "model.norm.weight"
 
 
-@pytest.mark.parametrize("damage", [truncated, flipped_header, empty, unlisted_tensor, moved_tensor])
+@pytest.mark.parametrize("damage", [truncated, flipped_header, empty, truncated_drafts, unlisted_tensor, moved_tensor])
 def test_a_damaged_model_is_an_error_that_names_it(damage, tmp_path):
     """There is no fallback to another model, and no part of the damaged model is used."""
     folder = tmp_path / "embedded"

@@ -1,7 +1,8 @@
-"""The embedded model's training recipe: outlines, filters, packing, the network, and its checkpoint. Reads no real model.
+"""The embedded model's training recipe: outlines, filters, packing, the network, its draft layers, and its checkpoint.
 
-Catches a plot that mentions a character before the introduction, a filter that accepts bad text, rows that do not begin with a
-story, and a network or checkpoint that differs from Qwen2 in transformers and minirt.
+Reads no real model. Catches a plot that mentions a character before the introduction, a filter that accepts bad text, rows that
+do not begin with a story, a network or checkpoint that differs from Qwen2 in transformers and minirt, and draft layers that are
+trained on other inputs than they get at inference.
 """
 
 import json
@@ -10,11 +11,13 @@ import re
 
 import pytest
 import torch
+from speculative.test_draft_model import watch
 from support.package import ROOT
 
-from minirt import Generator
+from minirt import Generator, SamplingParams
+from minirt.speculative.options import SpeculativeOptions
 
-NAMES = ("outlines", "clean", "network", "train", "stories")
+NAMES = ("outlines", "clean", "network", "train", "train_mtp", "stories")
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +225,119 @@ def test_the_learning_rate(recipe):
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[-1] == pytest.approx(recipe.train.PEAK_RATE / 100)
+
+
+@pytest.fixture
+def tiny(recipe, tmp_path):
+    """A tiny model and draft layers, with biases and norms that are not trivial, written to `tmp_path` in fp32 values of bf16."""
+    shape = recipe.network.Shape(
+        vocab_size=97, hidden_size=56, num_hidden_layers=2, intermediate_size=64, max_position_embeddings=160
+    )
+    torch.manual_seed(1)
+    model, mtp = recipe.network.Qwen2(shape), recipe.train_mtp.MTP(shape, 24)
+    with torch.no_grad():
+        for module in (model, mtp):
+            for name, parameter in module.named_parameters():
+                parameter.copy_((torch.randn_like(parameter) * 0.2 + ("norm" in name)).to(torch.bfloat16))
+    recipe.train.write_model(model, shape, tmp_path)
+    recipe.train_mtp.write(mtp, model, tmp_path)
+    return model, mtp, tmp_path
+
+
+def test_the_draft_layers_are_trained_on_what_they_get_at_inference(recipe, tiny):
+    """minirt's drafts are those of the network, which computes all of them for all positions at once.
+
+    Catches halves of `fc` that are exchanged, states of another position, further drafts that see rows of the first one which do
+    not exist yet, and an MLP of the decoder's size.
+    """
+    model, mtp, folder = tiny
+    model = recipe.train_mtp.load(folder, "cpu")[0]
+    options = SpeculativeOptions(method="mtp", adaptive=False)
+    texts = [[5, 6, 7], [(7 * i * i + 3) % 96 + 1 for i in range(70)]]
+    with Generator.from_pretrained(
+        folder, device="cpu", dtype="float32", kv_cache_memory=1 << 22, max_num_seqs=2, speculative=options
+    ) as generator:
+        assert generator.unused_tensors == ()
+        seen = watch(generator)
+        done = generator.generate(texts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    checked = set()
+    for length, cached, _, drafts in seen:
+        text, own = next((text, own) for text, own in zip(texts, done, strict=True) if len(text) == length)
+        tokens = torch.tensor([[*text, *own.token_ids][: cached + 1] + drafts])
+        with torch.no_grad():
+            logits = mtp(model, tokens, model.states(tokens))
+        for number, draft in enumerate(drafts):
+            row = logits[number][0, cached - 1 + number]
+            assert row[draft] >= row.max() - 1e-4
+            checked.add(number)
+    assert checked == {0, 1, 2}
+    assert len(seen) > 30
+
+
+def test_texts_that_the_model_writes(recipe, tiny):
+    """Greedy tokens are those of the whole network, prompts stay, and a temperature is obeyed."""
+    model = recipe.train_mtp.load(tiny[2], "cpu")[0]
+    starts = [[3, 4, 5], [9], [11, 0], list(range(1, 21))]
+    torch.manual_seed(0)
+    rows = recipe.train_mtp.write_texts(model, starts, torch.tensor([0.0, 0.0, 0.0, 3.0]), 40)
+    with torch.no_grad():
+        logits = model(rows)[:, :-1]
+    short = logits.max(-1).values - logits.gather(-1, rows[:, 1:, None]).squeeze(-1)
+    for row, start, gap in zip(rows.tolist(), starts, short, strict=True):
+        assert row[: len(start)] == start
+        assert (gap[len(start) - 1 :].max() < 1e-4) == (len(start) < 20)
+
+
+def test_losses_and_figures_of_drafts(recipe):
+    """Layers that know the model's distribution have no divergence, and all of their drafts are right. Wrong ones count as such.
+
+    The rows of a further draft that have no earlier draft must not count.
+    """
+    shape = recipe.network.Shape(vocab_size=31, hidden_size=14, num_hidden_layers=1, intermediate_size=8)
+    torch.manual_seed(2)
+    model = recipe.network.Qwen2(shape)
+    torch.nn.init.normal_(model.lm_head.weight)
+    texts = torch.randint(0, 31, (5, 20))
+
+    def oracle(_, tokens, states):
+        logits, found = model.lm_head(states[:, 1:]), []
+        for draft in range(3):
+            found.append(logits.clone())
+            found[-1][:, :draft] = float("nan")
+        return found
+
+    logits, wanted = recipe.train_mtp.run(oracle, model, texts)
+    for loss in recipe.train_mtp.divergences(logits, wanted):
+        assert loss.abs() < 1e-5
+    for loss in recipe.train_mtp.divergences([own.roll(1, -1) for own in logits], wanted):
+        assert loss > 0.1
+    figures = recipe.train_mtp.evaluate(oracle, model, texts, 2)
+    assert figures["agreement"] == pytest.approx([1, 18 / 19, 17 / 18]), "of 19 rows, 18 have a second draft"
+    assert figures["overlap"] == pytest.approx([1, 1, 1])
+    assert figures["tokens a step"] == pytest.approx((19 + 19 + 18 + 17) / 19)
+
+    def first_alone(*given):
+        first, *others = oracle(*given)
+        return [first, *(own.roll(1, -1) for own in others)]
+
+    figures = recipe.train_mtp.evaluate(first_alone, model, texts, 5)
+    assert figures["agreement"] == [1, 0, 0]
+    assert figures["tokens a step"] == 2
+    assert 0 < figures["overlap"][1] < 0.99 < figures["overlap"][0]
+
+
+def test_writing_again_replaces_the_layers(recipe, tiny):
+    """The index states each tensor once, with the size of all of them, and the files hold what it states."""
+    from safetensors.torch import load_file
+
+    model, _, folder = tiny
+    mtp = recipe.train_mtp.MTP(recipe.network.Shape(vocab_size=97, hidden_size=56), 40)
+    recipe.train_mtp.write(mtp, model, folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    held = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    assert index["weight_map"] == held
+    sizes = [tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["mtp_num_hidden_layers"], config["mtp_intermediate_size"]) == (1, 40)
+    assert load_file(folder / "model-mtp.safetensors")["mtp.layers.0.mlp.down_proj.weight"].shape == (56, 40)

@@ -1,0 +1,278 @@
+"""Train layers of multi-token prediction for the embedded model: `python models/recipe/train_mtp.py`.
+
+The model is frozen. It writes stories, and the layers learn its distribution of the token after the next one, by Kullback-Leibler
+divergence. As at inference, further drafts continue from the layers' own output, so each loss is that of DRAFTS drafts in a row.
+Writes model-mtp.safetensors into the model's folder, and changes its index and its config. Figures go to results/mtp.json.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import outlines
+import torch
+import torch.nn.functional as F
+from network import Block, Norm, Qwen2, Shape, initialize
+from torch import Tensor, nn
+from train import SEED, rate
+
+FILE = "model-mtp.safetensors"
+DRAFTS, WEIGHTS = 3, (1.0, 0.8, 0.6)  # drafts in a row, and the weights of their losses
+INTERMEDIATE = 256  # of the MLP; with the model's own 896, the layers would take 4.1 MB instead of 2.4
+TEMPERATURES = (0.3, 0.6, 1.0, 1.0)  # of the texts, a fourth each
+# Tokens of a prompt, at most; of a text, which has LENGTH − 1 rows of drafts (kernels want multiples of 8); of most of a story.
+PROMPT, LENGTH, STORY = 24, 505, 201
+
+
+class MTP(nn.Module):
+    """One block on fc([norm_embedding(embedding of the next token) | norm_hidden(state)]), with Qwen3.5's names."""
+
+    def __init__(self, shape: Shape, intermediate: int) -> None:
+        super().__init__()
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = Norm(shape), Norm(shape), Norm(shape)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Block(replace(shape, intermediate_size=intermediate))])
+        initialize(self, 1)
+
+    def forward(self, model: Qwen2, tokens: Tensor, states: Tensor, drafts: int = DRAFTS) -> list[Tensor]:
+        """The logits [B, T − 1, V] of each draft in a row. Row p of each is a draft of the token at p + 2.
+
+        Draft s in row p rests on the states up to p − s + 1, and on the rows of drafts 1 to s − 1 after them. The tokens of
+        these rows are those of the text, as if the earlier drafts were right.
+
+        Args:
+            tokens: [B, T]. `states`: [B, T, H], the model's, after its final norm.
+        """
+        (block,), count = self.layers, tokens.shape[1] - 1
+        cos, sin = model.cos[:count], model.sin[:count]
+        token, hidden = self.pre_fc_norm_embedding(model.model["embed_tokens"](tokens[:, 1:])), states[:, :-1]
+        behind = torch.arange(count, device=tokens.device)[:, None] - torch.arange(count, device=tokens.device)  # row − column
+        keys, values, found = [], [], []
+        for draft in range(drafts):
+            x = self.fc(torch.cat((token, self.pre_fc_norm_hidden(hidden)), -1))
+            q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
+            keys, values = [*keys, k], [*values, v]
+            mask = torch.cat([behind >= draft, *(behind == draft - s for s in range(1, draft + 1))], 1)
+            k, v = (torch.cat(own, 2).expand(-1, q.shape[1], -1, -1) for own in (keys, values))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            x = x + block.self_attn.o_proj(out.transpose(1, 2).flatten(2))
+            x = self.norm(x + block.mlp(block.post_attention_layernorm(x)))
+            found.append(model.lm_head(x))
+            hidden = F.pad(x[:, :-1], (0, 0, 1, 0))
+        return found
+
+
+def load(folder: Path, device: str) -> tuple[Qwen2, Shape]:
+    """The model of a folder, frozen, in fp32."""
+    from safetensors.torch import load_file
+
+    config, weights = json.loads((folder / "config.json").read_text()), {}
+    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
+    model = Qwen2(shape)
+    for path in sorted(folder.glob("model-*-of-*.safetensors")):
+        weights |= load_file(path)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return model.requires_grad_(False).to(device), shape
+
+
+def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
+    """The first 1 to PROMPT tokens of outlines, without what SmolLM2 would have written."""
+    from tokenizers import Tokenizer
+
+    texts = []
+    for _ in range(count):
+        outline = outlines.draw(rng)
+        while outline.advance() is not None:
+            outline.fill("")
+        texts.append(outline.text)
+    encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
+    return [own.ids[: rng.randint(1, PROMPT)] for own in encoded]
+
+
+@torch.no_grad()
+def write_texts(model: Qwen2, starts: list[list[int]], temperatures: Tensor, length: int) -> Tensor:
+    """Texts [B, length] of the model, one story after the other. `temperatures`: [B], 0: greedy."""
+    device, count, blocks = model.cos.device, len(starts), model.model["layers"]
+    tokens = torch.full((count, length), -1, device=device)
+    for row, start in zip(tokens, starts, strict=True):
+        row[: len(start)] = torch.tensor(start)
+    kept = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.dim, device=device)
+    scale, noisy = temperatures.where(temperatures > 0, 1)[:, None], (temperatures > 0)[:, None]
+    for place in range(length - 1):
+        cos, sin = (table[place : place + 1] for table in (model.cos, model.sin))
+        x = model.model["embed_tokens"](tokens[:, place : place + 1])
+        for block, (keys, values) in zip(blocks, kept, strict=True):
+            q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
+            keys[:, :, place : place + 1], values[:, :, place : place + 1] = k, v
+            # All query heads share the keys and see all of them, so they are rows of one head.
+            seen = (own[:, :, : place + 1] for own in (keys, values))
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), *seen)
+            x = x + block.self_attn.o_proj(out.flatten(2))
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        logits = model.lm_head(model.model["norm"](x))[:, 0]
+        noise = torch.empty_like(logits).exponential_().log() * noisy
+        following = tokens[:, place + 1]
+        following.copy_(following.where(following >= 0, (logits / scale - noise).argmax(1)))
+    return tokens
+
+
+def training_texts(model: Qwen2, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
+    """`count` texts [N, LENGTH], or fewer after `seconds`; always a batch."""
+    rng, found, begun = random.Random(SEED), [], time.perf_counter()
+    temperatures = torch.tensor(TEMPERATURES, device=model.cos.device)
+    temperatures = temperatures.repeat(-(-batch // len(TEMPERATURES)))[:batch]
+    while not found or (len(found) * batch < count and time.perf_counter() - begun < seconds):
+        found.append(write_texts(model, prompts(folder, batch, rng), temperatures, LENGTH))
+    return torch.cat(found)
+
+
+def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The logits [B, T − s, V] of draft s for texts [B, T], and those of the model [B, T − 1, V] for the same tokens.
+
+    The first s − 1 rows of draft s, which have no earlier draft, are left out. bf16 products on a GPU; on a CPU, these would be
+    slower than fp32.
+    """
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        with torch.no_grad():
+            states = model.states(tokens)
+            wanted = model.lm_head(states[:, 1:])
+        logits = mtp(model, tokens, states)
+    return [own[:, draft:].float() for draft, own in enumerate(logits)], wanted.float()
+
+
+def divergences(logits: list[Tensor], wanted: Tensor) -> list[Tensor]:
+    """The mean divergence of each draft from the model's distribution, in nats. See `run`."""
+    target = wanted.log_softmax(-1)
+    return [
+        F.kl_div(own.log_softmax(-1), target[:, draft:], reduction="none", log_target=True).sum(-1).mean()
+        for draft, own in enumerate(logits)
+    ]
+
+
+@torch.no_grad()
+def evaluate(mtp: nn.Module, model: Qwen2, texts: Tensor, size: int) -> dict:
+    """Of drafts for texts [N, T]: agreement, overlap, and the tokens of a step that verifies all.
+
+    Agreement: how often draft s is the model's most probable token where drafts 1 to s − 1 are. Overlap: Σ min(p, q), how often a
+    draft can be accepted at temperature 1.
+    """
+    hits, common, counts = ([0.0] * (DRAFTS + 1) for _ in range(3))
+    for part in texts.split(size):
+        logits, wanted = run(mtp, model, part)
+        # Draft s of a sequence is in the row after that of draft s − 1, so its first row belongs to the first row of draft 1.
+        best, target = wanted.argmax(-1), wanted.softmax(-1)
+        right = torch.ones_like(best, dtype=torch.bool)
+        hits[0] += right.numel()
+        for draft, own in enumerate(logits):
+            right = right[:, : own.shape[1]] & (own.argmax(-1) == best[:, draft:])
+            hits[draft + 1] += right.sum().item()
+            common[draft] += torch.minimum(own.softmax(-1), target[:, draft:]).sum().item()
+            counts[draft] += right.numel()
+    return {
+        "agreement": [now / max(before, 1) for before, now in pairwise(hits)],
+        "overlap": [own / count for own, count in zip(common[:-1], counts[:-1], strict=True)],
+        "tokens a step": sum(hits) / hits[0],
+    }  # fmt: skip
+
+
+def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> dict:
+    """Train for `options.seconds`; the learning rate falls with the time. Returns steps, epochs and the last losses."""
+    matrices, others = ([p for p in mtp.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=options.device != "cpu")
+    shuffling, order = torch.Generator().manual_seed(SEED), torch.empty(0, dtype=torch.int64)
+    step, started = 0, time.perf_counter()
+    while (progress := (time.perf_counter() - started) / options.seconds) < 1:
+        if len(order) < options.rows:
+            order = torch.cat((order, torch.randperm(len(texts), generator=shuffling)))
+        batch, order = texts[order[: options.rows].to(texts.device)], order[options.rows :]
+        for group in optimizer.param_groups:
+            group["lr"] = rate(progress)
+        losses = divergences(*run(mtp, model, batch))
+        sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)).backward()
+        nn.utils.clip_grad_norm_(mtp.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % options.every == 0:
+            entry = {"step": step, "seconds": progress * options.seconds, "loss": [loss.item() for loss in losses]}
+            print(json.dumps(entry), flush=True)
+        step += 1
+    return {"steps": step, "epochs": step * options.rows / len(texts), "loss": [loss.item() for loss in losses]}
+
+
+def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
+    """Write the tensors as bf16, and state them in the model's index and config.json."""
+    from safetensors.torch import save_file
+
+    tensors = {f"mtp.{n}": t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in mtp.state_dict().items()}
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    (folder / FILE).chmod(0o644)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = {name: file for name, file in index["weight_map"].items() if file != FILE}
+    index["weight_map"] = names | dict.fromkeys(tensors, FILE)
+    index["metadata"]["total_size"] = 2 * sum(t.numel() for t in (*model.state_dict().values(), *tensors.values()))
+    path.write_text(json.dumps(index, indent=1) + "\n")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"mtp_num_hidden_layers": 1, "mtp_intermediate_size": mtp.layers[0].mlp.gate_proj.out_features}
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def held_out(model: Qwen2, folder: Path, count: int) -> dict[str, Tensor]:
+    """Texts that no training saw: `count` beginnings of stories by the model, and windows of heldout.txt."""
+    from tokenizers import Tokenizer
+
+    device, starts = model.cos.device, prompts(folder, count, random.Random(SEED + 1))
+    text = (Path(__file__).parent / "heldout.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    own = {t: write_texts(model, starts, torch.full((count,), t, device=device), STORY) for t in (0.0, 1.0)}
+    return {"greedy": own[0.0], "temperature 1": own[1.0], "held-out text": windows[:count].to(device)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--model", type=Path, default=here.parent / "embedded", help="folder of the model, which is changed")
+    parser.add_argument("--results", type=Path, default=here / "results" / "mtp.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=75, help="of training; before it, texts are written for a third as long")
+    parser.add_argument("--texts", type=int, default=16384, help="to train on, at most; each has some two stories")
+    parser.add_argument("--batch", type=int, help="texts that are written together; default: 2048, on a CPU 4")
+    parser.add_argument("--rows", type=int, help="texts in a step of training; default: 32, on a CPU 2")
+    parser.add_argument("--every", type=int, default=100, help="steps between lines of progress")
+    parser.add_argument("--intermediate", type=int, default=INTERMEDIATE, help="size of the MLP")
+    options = parser.parse_args()
+    small = options.device == "cpu"
+    options.batch, options.rows = options.batch or (4 if small else 2048), options.rows or (2 if small else 32)
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high")
+    begun = time.perf_counter()
+    model, shape = load(options.model, options.device)
+    texts = training_texts(model, options.model, options.texts, options.batch, options.seconds / 3)
+    print(f"{len(texts)} texts, {texts.numel():,} tokens; {time.perf_counter() - begun:.0f} s", flush=True)
+    mtp = MTP(shape, options.intermediate).to(options.device)
+    record: dict = {
+        "parameters": sum(p.numel() for p in mtp.parameters()), "intermediate": options.intermediate, "seed": SEED,
+        "torch": torch.__version__, "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "tokens": texts.numel(), "training": fit(mtp, model, texts, options),
+    }  # fmt: skip
+    write(mtp, model, options.model)
+    mtp.bfloat16().float()  # as written
+    for name, own in held_out(model, options.model, min(options.batch, 256)).items():
+        record[name] = evaluate(mtp, model, own, options.rows)
+        print(name, json.dumps(record[name]), flush=True)
+    options.results.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{time.perf_counter() - begun:.0f} s in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
