@@ -58,6 +58,13 @@ def test_the_capability_decides(monkeypatch):
         "embedding": "triton", "attention": "eager", "mlp": "eager", "select": "triton", "head": "eager",
     }  # fmt: skip
     assert "8.6 is below 8.9 for fp8 weights" in model.plan.rows[1].reason
+    slow = "57 of 59 layers run eager on this GPU, which is slow: compute capability 8.6 is below 8.9 for fp8 weights"
+    assert model.plan.notes[-1] == f"{slow} (use --quantize int4)", "the plan only said Fits."
+    both, _ = planned("A10", quantization="fp8", kv_cache_dtype="fp8")
+    assert both.plan.notes[-1].endswith("for fp8 KV pages; compute capability 8.6 is below 8.9 for fp8 weights "
+                                        "(use --quantize int4 and --kv-cache-dtype auto)")  # fmt: skip
+    assert not planned("A10", quantization="int4")[0].plan.notes
+    assert not planned("A10", impl="eager")[0].plan.notes, "who asks for eager layers knows"
     assert set(implementations(planned("L4", quantization="fp8")[0]).values()) == {"triton"}
     assert implementations(planned("A10", kv_cache_dtype="fp8")[0])["attention"] == "eager"
     assert implementations(planned("L4", kv_cache_dtype="fp8")[0])["attention"] == "triton"

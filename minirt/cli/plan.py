@@ -45,6 +45,7 @@ def plan(output_format: str, **options: Any) -> None:
     gpu = planned_gpu(options)
     name = model_name(options)
     from minirt.loading.load import plan_load, remedy
+    from minirt.loading.memory import context_is_short
 
     load = to_load_options(options, name)
     model, memory = plan_load(load, gpu)
@@ -67,9 +68,11 @@ def plan(output_format: str, **options: Any) -> None:
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
-        needed = format_size(memory.needed, up=True)
         least = "" if memory.pages else "at least "  # with one page
-        write(f"Does not fit: it needs {least}{needed} ({remedy(load, gpu or model.device)})\n")
+        what = f"it needs {least}{format_size(memory.needed, up=True)}"
+        if memory.only_context_is_short:
+            what = context_is_short(memory)
+        write(f"Does not fit: {what} ({remedy(load, gpu or model.device)})\n")
         sys.exit(1)
 
 

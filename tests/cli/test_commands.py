@@ -679,6 +679,28 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     assert (code, "Does not fit" in out) == (1, True)
 
 
+def test_plan_of_a_context_that_does_not_fit(run):
+    """Catches exit code 0 for an explicit context that loading refuses, and advice that does not fit itself."""
+    base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB:8.9")
+    code, out, _ = run(*base, "--max-model-len", "131072", "--fp8", "--dtype", "bfloat16", "--kv-cache-memory", "4GiB")
+    assert code == 1
+    assert re.search(
+        r"^Does not fit: a context of 131,072 tokens needs 7GiB of KV cache, which has room for 4GiB, 74,880 tokens "
+        r"\(raise --kv-cache-memory 7GiB, or --max-model-len 74880\)$", out, re.M
+    ), out
+    for advice in (("131072", "--kv-cache-memory", "7GiB"), ("74880", "--kv-cache-memory", "4GiB")):
+        assert run(*base, "--fp8", "--max-model-len", *advice)[0] == 0
+    code, out, _ = run(*base, "--max-model-len", "131072")
+    assert (code, "(use --kv-cache-dtype fp8, or --max-model-len " in out) == (1, True), out
+    assert run(*base, "--max-model-len", "131072", "--kv-cache-dtype", "fp8")[0] == 0
+    shorter = re.search(r"--max-model-len (\d+)\)$", out, re.M)[1]
+    assert run(*base, "--max-model-len", shorter)[0] == 0
+    assert run(*base, "--max-model-len", int(shorter) * 11 // 10)[0] == 1
+    record = json.loads(run(*base, "--max-model-len", "131072", "--json")[1])
+    assert (record["memory"]["fits"], record["memory"]["context"]) == (False, int(shorter))
+    assert run(*base, "--max-model-len", "auto")[0] == run(*base)[0] == 0, "nobody asked for all positions"
+
+
 def test_plan_of_one_sequence(run):
     """Catches the pages of all sequences, or those of the context that fits, in place of one full sequence's."""
     base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB", "--max-model-len", 32768)
