@@ -104,7 +104,7 @@ class Generator:
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
         self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
-        self.config, self.plan = model.config, model.plan
+        self.config, self.plan = model.config, model.plan.with_cuda_graphs(cuda_graphs)
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.step_state_bytes = model.step_state_bytes
@@ -114,8 +114,8 @@ class Generator:
             num_snapshots=self.memory.snapshots,
         )  # fmt: skip
         limits = EngineLimits(
-            max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms,
-            model_len=longest_length(model.config),
+            max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting,
+            max_step_ms, model_len=longest_length(model.config),
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,

@@ -7,6 +7,7 @@ import click
 
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     debug_option,
     detail_options,
@@ -38,21 +39,31 @@ from minirt.errors import MinirtError, inside
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
-@click.command(short_help="Complete prompts; with --prompts, many at once.")
+@command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
 @prefix_cache_option
 @speculative_options
 @warm_prompt_option
-@click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
-@click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
-@click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default.")
+@option_group(
+    "Prompts",
+    click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
+    click.option(
+        "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
+    ),
+    click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable)."),
+    click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin."),
+)
 @template_option
+@text_format_option
+@option_group(
+    "Output",
+    click.option(
+        "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
+    ),
+)
 @sampling_options
 @detail_options
-@text_format_option
-@click.option("--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from.")
 @quiet_option
 @debug_option
 def generate(

@@ -5,8 +5,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from minirt.cli.help import command
 from minirt.cli.options import (
     debug_option,
     gpu_option,
@@ -14,6 +13,7 @@ from minirt.cli.options import (
     model_name,
     model_options,
     planned_gpu,
+    prefix_cache_option,
     speculative_options,
     text_format_option,
     to_load_options,
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from minirt.modeling.model import Model
 
 
-@click.command(short_help="Print how each layer runs and why, and what fits.")
+@command(short_help="Print how each layer runs and why, and what fits.")
 @model_options
-@memory_options
-@speculative_options
 @gpu_option
+@memory_options
+@prefix_cache_option
+@speculative_options
 @text_format_option
 @debug_option
 def plan(output_format: str, **options: Any) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import read_text
+from minirt.cli.help import command
 from minirt.cli.options import debug_option, load_options, open_model, quiet_option, text_format_option, token_ids
 from minirt.cli.output import finite, json_line, load_summary, logprobs_record, note, printable_lines, write
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from minirt.outputs import Score
 
 
-@click.command(short_help="Print how probable completions are after a prompt.")
+@command(short_help="Print how probable completions are after a prompt.")
 @click.argument("prompt")
 @click.argument("completions", nargs=-1, required=True, metavar="COMPLETION...")
 @load_options

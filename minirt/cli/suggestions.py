@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from minirt.cli.help import Command
 from minirt.foreign_names import command_hint, option_hint, similar
 
 # Commands → an option of others → why they do not have it, and what does.
@@ -21,6 +22,8 @@ _SHOWN = 3  # commands that a hint names
 class Commands(click.Group):
     """A group whose error for an unknown command names the one that was meant: by another program's name for it, by the name of
     a command of a group below, or by spelling."""
+
+    command_class = Command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, known = args[0], self.list_commands(ctx)

@@ -204,6 +204,7 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
+    planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
     _note_slow(planned, options)
     return planned
 

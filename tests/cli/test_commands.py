@@ -16,11 +16,12 @@ import sys
 import termios
 import tomllib
 
+import click
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cli import CACHE, caller, refused, start
+from support.cli import CACHE, LONG, caller, refused, start
 from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
@@ -28,6 +29,7 @@ from support.tiny import add_tokenizer
 from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
+from minirt.cli.help import TITLES, option_group
 from minirt.generator import Generator as Loaded
 
 
@@ -701,6 +703,68 @@ def test_plan_of_a_context_that_does_not_fit(run):
     assert run(*base, "--max-model-len", "auto")[0] == run(*base)[0] == 0, "nobody asked for all positions"
 
 
+# For each option of loading that `plan` does not have: another value than the default.
+OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "no_warmup": True}
+
+
+def test_plan_has_each_option_that_changes_it():
+    """Catches an option of loading that `plan` does not have although it changes what fits or how layers run: `plan` had no
+    --max-num-batched-tokens and no --no-cuda-graphs. A new option fails here until `plan` has it, or `OTHER` a value."""
+    from minirt.cli.options import load_options, prefix_cache_option, speculative_options, to_load_options
+    from minirt.gpus import find_gpu
+    from minirt.loading.load import plan_load
+
+    defaults = cli.cli.commands["generate"].make_context("generate", ["hi"]).params
+
+    def planned(**changes):
+        model, memory = plan_load(to_load_options(defaults | changes, "Qwen3.5-0.8B"), find_gpu("24GiB:8.9"))
+        return memory, model.plan
+
+    for name, value in {"max_num_batched_tokens": 100, "no_cuda_graphs": True, "no_prefix_cache": True}.items():
+        assert planned(**{name: value}) != planned(), f"{name}: the comparison sees no difference"
+    of_loading = option_group(None, load_options, prefix_cache_option, speculative_options)(lambda: None).__click_params__
+    missing = {own.name for own in of_loading} - {own.name for own in cli.cli.commands["plan"].params}
+    assert missing == OTHER.keys()
+    for name in missing:
+        assert to_load_options(defaults | {name: OTHER[name]}, "m") != to_load_options(defaults, "m"), name
+        assert planned(**{name: OTHER[name]}) == planned(), name
+
+
+def test_plan_takes_the_options_of_a_command_that_loads(run):
+    """Catches an option that `plan` takes and ignores."""
+    base = ("plan", "-m", "Qwen3.5-0.8B", "--gpu", "24GiB:8.9")
+    options = ((), ("--max-num-batched-tokens", "1k"), ("--enforce-eager",))
+    plain, steps, graphs = (json.loads(run(*base, *own, "--json")[1]) for own in options)
+    assert steps["memory"]["max_num_batched_tokens"] == 1000
+    assert steps["memory"]["step"] < graphs["memory"]["step"] < plain["memory"]["step"]
+    assert graphs["not_capturable"] == "--no-cuda-graphs is given"
+    assert "CUDA graphs: none, since --no-cuda-graphs is given" in run(*base, "--no-cuda-graphs")[1]
+    assert json.loads(run(*base, "--no-prefix-cache", "--json")[1])["memory"]["snapshots"] == 0
+
+
+def test_help_lists_options_in_groups(run):
+    """Catches a new option without a group, and commands that put an option that they share under different titles."""
+    titles = {}
+    for own in all_commands(cli.cli):
+        for option in own.params:
+            if isinstance(option, click.Option):
+                title = titles.setdefault(option.opts[0], option.group)
+                others = {"--model", "--api-key", "--seed"}  # of another thing in benchmarks: the server, the measurement
+                assert option.group in TITLES
+                assert option.group == title or option.opts[0] in others, (own.name, option.opts)
+    out = run("generate", "--help")[1]
+    shown = re.findall(r"^([A-Z][a-z ]+):$", out, re.M)
+    assert shown == ["Prompts", "Model", "Sampling", "Structured output", "Output", "Memory and speed", "General"]
+    first = [re.search(r"--[a-z-]+", part)[0] for part in re.split(r"^[A-Z][a-z ]+:$", out, flags=re.M)[1:]]
+    assert first[:5] == ["--chat", "--model", "--max-tokens", "--json-schema", "--json"]
+    assert all(name in out for own in cli.cli.commands["generate"].params for name in own.opts if name.startswith("-"))
+
+
+def all_commands(group):
+    for own in group.commands.values():
+        yield from all_commands(own) if hasattr(own, "commands") else [own]
+
+
 def test_plan_of_one_sequence(run):
     """Catches the pages of all sequences, or those of the context that fits, in place of one full sequence's."""
     base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB", "--max-model-len", 32768)
@@ -877,7 +941,7 @@ def test_help_is_light():
 
 
 def test_a_reader_that_goes_away(endless):
-    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
+    with start("generate", "-m", endless, *LONG, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
         assert process.stdout.read(5)
         process.stdout.close()
         err = process.stderr.read()
