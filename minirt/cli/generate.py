@@ -9,6 +9,7 @@ from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
+    chat_options,
     debug_option,
     detail_options,
     encode_prompt,
@@ -17,6 +18,7 @@ from minirt.cli.options import (
     open_model,
     prefix_cache_option,
     quiet_option,
+    require_chat,
     sampling_options,
     sampling_params,
     speculative_options,
@@ -45,12 +47,9 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @prefix_cache_option
 @speculative_options
 @warm_prompt_option
+@chat_options
 @option_group(
     "Prompts",
-    click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
-    click.option(
-        "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
-    ),
     click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable)."),
     click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin."),
 )
@@ -87,10 +86,7 @@ def generate(
     finish_reason "error"; the others continue, and the exit code is 1.
     """
     as_json = output_format == "json"
-    if system is not None and not chat:
-        raise click.UsageError("--system needs --chat, which applies the chat template")
-    if variables is not None and not chat and many is None:
-        raise click.UsageError("--chat-template-kwargs needs --chat, which applies the chat template")
+    require_chat(chat, system, variables if many is None else None)
     if verbose and not as_json:
         raise click.UsageError("--verbose needs --json, which prints the values")
     if many is not None:

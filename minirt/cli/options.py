@@ -275,6 +275,13 @@ warm_prompt_option = option_group(
         help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
     ),
 )
+chat_options = option_group(
+    "Prompts",
+    click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
+    click.option(
+        "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
+    ),
+)
 template_option = option_group(
     "Prompts",
     click.option(
@@ -380,6 +387,13 @@ output_file_option = option_group(
 )  # fmt: skip
 debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
 quiet_option = option_group("General", click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."))
+
+
+def require_chat(chat: bool, system: str | None, variables: dict[str, Any] | None) -> None:
+    """Refuse `--system` and `--chat-template-kwargs` without `--chat`."""
+    for name, value in (("--system", system), ("--chat-template-kwargs", variables)):
+        if value is not None and not chat:
+            raise click.UsageError(f"{name} needs --chat, which applies the chat template")
 
 
 def sampling_params(options: dict[str, Any]) -> "SamplingParams":

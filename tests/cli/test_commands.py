@@ -1021,6 +1021,27 @@ def test_score(run, folder):
         assert record["logprob"] == pytest.approx(sum(row["logprob"] for row in record["logprobs"]))
 
 
+def test_a_score_of_answers(run, folder, hf_folder):
+    """Catches a template that is not applied, white space of the template that counts as the answer's, and a second BOS."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    completions = ["hello world", " fox"]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fox"}]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    base = ("score", "-m", folder, *CACHE, "-q", "--json")
+    out = run(*base, "--chat", "--system", "be brief", "fox", *completions)[1]
+    for line, text in zip(out.splitlines(), completions, strict=True):
+        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        own = tokenizer.encode(text, add_special_tokens=False)
+        record = json.loads(line)
+        assert (record["prompt_token_ids"], record["token_ids"]) == (before, own)
+        truth = model(torch.tensor([before + own])).logits[0].log_softmax(-1)[len(before) - 1 : -1]
+        assert record["logprob"] == pytest.approx(truth.gather(1, torch.tensor(own)[:, None]).sum().item(), abs=1e-3)
+    refused(run(*base, "--system", "be brief", "a", "b"), "--system needs --chat", code=2)
+    refused(run(*base, "--chat-template-kwargs", "{}", "a", "b"), "--chat-template-kwargs needs --chat", code=2)
+    refused(run("score", "--chat", *CACHE, "-q", "a", "b"), "no chat template", code=2)
+
+
 def test_a_score_of_token_ids(run, bare, monkeypatch):
     code, out, _ = run("score", "-m", bare, *CACHE, "-q", "--json", "5 6", "7, 8")
     assert (code, json.loads(out)["prompt_token_ids"], json.loads(out)["token_ids"]) == (0, [5, 6], [7, 8])
