@@ -42,8 +42,8 @@ def for_option(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     context, name = error.ctx, error.option_name
     if context is None:
         return f"no such option '{name}'"
-    if re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
-        given = [word.partition("=")[0] for word in arguments if word.startswith(name)]
+    if re.fullmatch("-[^-]", name):  # click names one letter: the first of "-tp", the second of "-hf", as -h is an option
+        given = [word.partition("=")[0] for word in arguments if re.match(rf"-\w*{re.escape(name[1])}", word)]
         name = given[0] if given and given[0].isascii() else name
     options = _options(context.command)
     hint = option_hint(name, options, context.command_path)
