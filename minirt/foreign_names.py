@@ -137,7 +137,9 @@ _COMMANDS = {
     **dict.fromkeys(("pull", "download"), "not needed: the first command with --model ORG/NAME downloads the model"),
     **dict.fromkeys(("list", "ls"), "minirt models lists the presets"),
     **dict.fromkeys(("show", "info"), "here minirt plan --model MODEL"),
-    **dict.fromkeys(("collect-env", "version"), "here minirt env"),
+    "collect-env": "here minirt env",
+    "version": "here minirt --version; minirt env prints the versions of all packages",
+    "help": "here minirt --help, and minirt COMMAND --help",
     "quantize": "not needed: --quantize fp8 or int4 quantizes while the model is loaded",
 }  # fmt: skip
 

@@ -127,5 +127,5 @@ def _similar(plain: str) -> list[str]:
     short = {own.removeprefix("rtx"): own for own in names}
     near = [own for bare, own in short.items() if own.startswith(plain) or bare.startswith(plain)]
     near = near or [own for bare, own in short.items() if plain.startswith((own, bare))]
-    near = near or [short[bare] for bare in get_close_matches(plain, short, n=2, cutoff=0.7)]
+    near = near or [short[bare] for bare in get_close_matches(plain.removeprefix("rtx"), short, n=2, cutoff=0.7)]
     return [name for own in near for name in names[own]][:3]

@@ -43,7 +43,7 @@ def test_names_that_people_type(texts, name):
 @pytest.mark.parametrize(("text", "hint"), [
     ("A100", "A100-80GB or A100-40GB"), ("A100-64GB", "A100-80GB or A100-40GB"), ("H100 94GB", "H100 or H100-NVL"),
     ("A10G", "A10"), ("RTX 4090 Laptop", "RTX-4090"), ("b300", "B200 or RTX-3090"), ("rtx 6000", "RTX-6000-Ada"),
-    ("MI300X", None), ("80", None),
+    ("rtx4080", "RTX-4090"), ("MI300X", None), ("80", None),
 ])  # fmt: skip
 def test_names_near_a_known_one(text, hint):
     """Another GPU is not taken for the one in the table, nor another memory. The nearest names are said; no name is no hint."""

@@ -1,6 +1,8 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,7 +38,7 @@ from minirt.cli.output import (
     warn_incomplete,
     write,
 )
-from minirt.errors import MinirtError, inside
+from minirt.errors import MinirtError, inside, shortened
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -104,6 +106,8 @@ def generate(
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
         raise click.UsageError(_NO_PROMPT)
+    if not quiet:
+        _note_names(prompts)
     params = sampling_params(options)
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
@@ -141,6 +145,18 @@ def generate(
         warn_incomplete(done)
         if not chat:
             note_template(generator, done, quiet)
+
+
+def _note_names(prompts: tuple[str, ...]) -> None:
+    """Say that a prompt which is the name of a model or a file is a prompt all the same. Other programs take it as a name."""
+    from minirt.models import preset
+
+    for text in prompts:
+        with suppress(OSError, ValueError):  # too long for a name, or with a null character
+            if preset(text) is not None or (Path(text) / "config.json").is_file():
+                note(f"the prompt {shortened(repr(text), 80)} is the name of a model: --model names the model to use")
+            elif Path(text).is_file():
+                note(f"the prompt {shortened(repr(text), 80)} is the name of a file: --prompt-file reads a prompt from a file")
 
 
 def _piped() -> str:

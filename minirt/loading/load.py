@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -98,9 +99,13 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
 
 
 def _similar_presets(name: str) -> list[str]:
-    """At most three presets that begin like a name, else some that are spelled nearly like it."""
+    """At most three presets that begin like a name, also one of ollama's ("llama3.1:8b"), else some that are spelled like it."""
+
+    def plain(text: str) -> str:
+        return re.sub("[^a-z0-9]", "", text.lower())
+
     names = {own.name.lower(): own.name for own in models.presets()}
-    begun = [own for lower, own in names.items() if lower.startswith(name.lower())]
+    begun = [own for lower, own in names.items() if plain(name) and plain(lower).startswith(plain(name))]
     return begun[:3] or [names[own] for own in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 

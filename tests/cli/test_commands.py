@@ -813,6 +813,8 @@ def test_an_unknown_model_is_told_what_there_is(run):
     refused(run("plan", "-m", "qwen2.5-7b-instrukt"), "did you mean Qwen2.5-7B-Instruct", "minirt models")
     accepted = "(give a folder, a Hub id org/name, or a preset; minirt models lists the presets)"
     refused(run("plan", "-m", "nobodys-model"), accepted)
+    refused(run("plan", "-m", "llama3.1:8b"), "did you mean Llama-3.1-8B, Llama-3.1-8B-Instruct?")
+    refused(run("plan", "-m", ":"), accepted)
     refused(run("plan", "-m", "SmolLM2"), "did you mean SmolLM2-135M, SmolLM2-135M-Instruct, ", "? Otherwise give a folder")
 
 
@@ -1079,6 +1081,20 @@ def test_a_template_that_is_not_applied_is_said(run, folder, copy, monkeypatch):
     assert err == f"minirt: warning: the text is empty; the model has {said}\n", "the line of messages had the template"
 
 
+def test_a_prompt_that_is_a_name_is_said(run, folder, tmp_path):
+    """Catches `minirt generate MODEL PROMPT` and `generate FILE`: the names were completed as texts, without a word."""
+    (tmp_path / "words.txt").write_text("hello")
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 1)
+    for name in ("qwen3-4B", folder):
+        code, _, err = run(*base, name, "hello")
+        assert (code, f"the prompt '{name}' is the name of a model: --model names" in err) == (0, True), err
+    name = tmp_path / "words.txt"
+    assert f"the prompt '{name}' is the name of a file: --prompt-file reads" in run(*base, name)[2]
+    for name in ("hello", tmp_path, "a" * 250, "x/y"):
+        assert "is the name of" not in run(*base, name)[2]
+    assert "is the name of" not in run(*base, "-q", folder)[2]
+
+
 def test_a_system_message(run, folder, expected):
     base = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 2)
     record = json.loads(run(*base, "--chat", "--system", "be brief", "hello")[1])
@@ -1101,6 +1117,7 @@ def test_a_prompt_that_is_only_scored(run, folder):
     assert (code, record["token_ids"], record["time_to_first_token_s"]) == (0, [], None)
     assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
     assert f"prompt {len(record['prompt_token_ids'])} tokens\n" in err
+    assert "decode" not in err
 
 
 def test_what_perplexity_is_about(run, folder, tmp_path):

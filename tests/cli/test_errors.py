@@ -98,7 +98,8 @@ def test_options_of_other_commands_and_spellings(arguments, words, run):
 @pytest.mark.parametrize(("arguments", "words"), [
     ("run x", "'run' (minirt chat --model MODEL is a conversation, minirt generate PROMPT"),
     ("complete x", "(here minirt generate"), ("pull x", "downloads the model"), ("decode", "(here minirt bench decode)"),
-    ("perplexity", "(here minirt eval perplexity)"),
+    ("perplexity", "(here minirt eval perplexity)"), ("version", "(here minirt --version;"),
+    ("help generate", "(here minirt --help, and minirt COMMAND --help)"),
     ("benchmark", "Did you mean 'bench'?"), ("launch", "no such command 'launch' (see minirt --help)"),
     ("bench laten", "Did you mean 'latency'?"), ("bench run", "no such command 'run' (see minirt bench --help)"),
 ])  # fmt: skip
