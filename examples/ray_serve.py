@@ -7,7 +7,10 @@ can run it: `uvicorn --factory`, hypercorn and others.
 """
 
 import sys
+from importlib.util import find_spec
 
+if find_spec("ray") is None:
+    sys.exit("this example runs Ray Serve, and ray is missing: pip install 'ray[serve]'")
 from ray import serve
 
 from minirt.server.asgi import Application, ServerOptions
