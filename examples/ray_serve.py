@@ -7,11 +7,11 @@ can run it: `uvicorn --factory`, hypercorn and others.
 """
 
 import sys
-from importlib.util import find_spec
 
-if find_spec("ray") is None:
+try:
+    from ray import serve
+except ModuleNotFoundError:
     sys.exit("this example runs Ray Serve, and ray is missing: pip install 'ray[serve]'")
-from ray import serve
 
 from minirt.server.asgi import Application, ServerOptions
 
