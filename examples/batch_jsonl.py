@@ -10,6 +10,8 @@ import sys
 
 from minirt import Generator, SamplingParams
 
+if len(sys.argv) < 2:
+    sys.exit("usage: python examples/batch_jsonl.py FILE [MODEL]; examples/prompts.jsonl is such a FILE")
 prompts, params = [], []
 with open(sys.argv[1], encoding="utf-8") as file:
     for line in file:

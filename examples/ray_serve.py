@@ -8,7 +8,10 @@ can run it: `uvicorn --factory`, hypercorn and others.
 
 import sys
 
-from ray import serve
+try:
+    from ray import serve
+except ModuleNotFoundError:
+    sys.exit("this example runs Ray Serve, and ray is missing: pip install 'ray[serve]'")
 
 from minirt.server.asgi import Application, ServerOptions
 

@@ -43,6 +43,11 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "ctx_size": (_LLAMA, "--max-model-len", "max_model_len=…"),
     "n_ctx": (_LLAMA, "--max-model-len", "max_model_len=…"),
     "parallel": (_LLAMA, "--max-num-seqs", "max_num_seqs=…"),
+    "batch_size": (_LLAMA, "--max-num-batched-tokens of tokens, --max-num-seqs of sequences", None),
+    "ubatch_size": (_LLAMA, "--max-num-batched-tokens", "max_num_batched_tokens=…"),
+    "alias": (_LLAMA, "--served-model-name", None),
+    "main_gpu": (_LLAMA, "--device cuda:N", "device=… with cuda:N"),
+    "seed": (_LLAMA, "--seed", None),
     "cache_type_k": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
     "cache_type_v": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
     "n_threads": (_LLAMA, "--threads", "threads=…"),
@@ -87,12 +92,15 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "Llama": (_LLAMA, None, "minirt.Generator"),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tensor_split"), _ONE_GPU),
     **dict.fromkeys(("n_gpu_layers", "gpu_layers", "split_mode", "cpu_offload_gb", "swap_space"), _ONE_DEVICE),
+    **dict.fromkeys(("n_cpu_moe", "cpu_moe", "override_tensor"), _ONE_DEVICE),
+    **dict.fromkeys(("embedding", "embeddings"), "not supported: minirt generates text"),
+    **dict.fromkeys(("interactive", "conversation"), "minirt chat is a conversation"),
     **dict.fromkeys(("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "lora", "lora_request", "LoRARequest"), _LORA),
     **dict.fromkeys(("speculative_model", "model_draft"), _DRAFTS),
     "speculative_config": (_VLLM, "--speculative-config", "speculative=SpeculativeOptions(…)"),
     "num_speculative_tokens": (_VLLM, "--speculate METHOD:k", "speculative=SpeculativeOptions(num_speculative_tokens=…)"),
     **dict.fromkeys(("use_beam_search", "num_beams", "BeamSearchParams", "length_penalty", "early_stopping"), _BEAMS),
-    **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice"), _ALWAYS),
+    **dict.fromkeys(("enable_chunked_prefill", "flash_attn", "enable_auto_tool_choice", "jinja", "reasoning_parser"), _ALWAYS),
     "tools": "not supported here: requests to minirt serve may have it",
     "trust_remote_code": _NO_CODE,
     "request_id": "not needed: leaving an iterator aborts its request",
@@ -101,8 +109,7 @@ _NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
     "best_of": "not supported: n asks for several samples, and all are returned",
     "limit_mm_per_prompt": "not supported: minirt takes text only",
     "logits_processors": "not supported: logit_bias, bad_words and structured_outputs are",
-    "mmap": "not needed: weights are read once, to the device",
-    "no_mmap": "not needed: weights are read once, to the device",
+    **dict.fromkeys(("mmap", "no_mmap", "mlock"), "not needed: weights are read once, to the device"),
     "block_size": "not needed: a page of the KV cache has 64 tokens",
     "tokenizer": "not supported: the tokenizer is that of the model's folder",
 }
@@ -111,6 +118,8 @@ _SHORT = {
     "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
     "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
     "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft", "-t": "n_threads",
+    "-b": "batch_size", "-ub": "ubatch_size", "-a": "alias", "-mg": "main_gpu", "-s": "seed", "-hf": "hf_repo",
+    "-ot": "override_tensor", "-ncmoe": "n_cpu_moe", "-cmoe": "cpu_moe", "-i": "interactive", "-cnv": "conversation",
 }  # fmt: skip
 # The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
 _LLAMA_BENCH = {
@@ -128,7 +137,9 @@ _COMMANDS = {
     **dict.fromkeys(("pull", "download"), "not needed: the first command with --model ORG/NAME downloads the model"),
     **dict.fromkeys(("list", "ls"), "minirt models lists the presets"),
     **dict.fromkeys(("show", "info"), "here minirt plan --model MODEL"),
-    **dict.fromkeys(("collect-env", "version"), "here minirt env"),
+    "collect-env": "here minirt env",
+    "version": "here minirt --version; minirt env prints the versions of all packages",
+    "help": "here minirt --help, and minirt COMMAND --help",
     "quantize": "not needed: --quantize fp8 or int4 quantizes while the model is loaded",
 }  # fmt: skip
 

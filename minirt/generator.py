@@ -79,12 +79,13 @@ class Generator:
         state_cache_memory: int | str | None = None,
         cuda_graphs: bool = True,
         speculative: SpeculativeOptions | Proposer | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
             kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, max_step_ms, prefix_cache,
-                state_cache_memory, cuda_graphs, speculative: see `minirt.LoadOptions`.
+                state_cache_memory, cuda_graphs, speculative, max_model_len: see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
@@ -93,7 +94,7 @@ class Generator:
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting, max_step_ms)
         options = MemoryOptions(
             kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative),
-            state_cache_memory, prefix_cache,
+            state_cache_memory, prefix_cache, max_model_len,
         )  # fmt: skip
         self.speculative = speculative
         if options.max_drafts:
@@ -103,7 +104,7 @@ class Generator:
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
         self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
-        self.config, self.plan = model.config, model.plan
+        self.config, self.plan = model.config, model.plan.with_cuda_graphs(cuda_graphs)
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.step_state_bytes = model.step_state_bytes
@@ -113,8 +114,8 @@ class Generator:
             num_snapshots=self.memory.snapshots,
         )  # fmt: skip
         limits = EngineLimits(
-            model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting, max_step_ms,
-            model_len=longest_length(model.config),
+            max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting,
+            max_step_ms, model_len=longest_length(model.config),
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
@@ -167,7 +168,7 @@ class Generator:
                 max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
                 max_waiting=settings.max_waiting, max_step_ms=settings.max_step_ms, prefix_cache=settings.prefix_cache,
                 state_cache_memory=settings.state_cache_memory, cuda_graphs=settings.cuda_graphs,
-                speculative=settings.speculative,
+                speculative=settings.speculative, max_model_len=settings.max_model_len,
             )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import ClassVar
 
 from minirt.errors import DeviceError, InputError
@@ -67,16 +68,17 @@ GPU_NAMES = tuple(_KNOWN)
 
 
 def find_gpu(text: str) -> AbsentGPU:
-    """The GPU that `text` names: "H200", "NVIDIA RTX 4090" (case, spaces and hyphens do not count), its memory ("24GiB"), or both
-    its memory and its compute capability ("24GiB:8.9").
+    """The GPU that `text` names: "H200", "rtx4090", or as `nvidia-smi` writes it ("NVIDIA H100 80GB HBM3"); its memory ("24GiB");
+    or both its memory and its compute capability ("24GiB:8.9").
 
     Raises:
         DeviceError: an unknown name.
     """
-    plain = _plain(text).removeprefix("nvidia").removeprefix("geforce")
-    for name, (mib, capability) in _KNOWN.items():
-        if plain in (_plain(name), _plain(name).removeprefix("rtx")):
-            return AbsentGPU(name, mib << 20, capability)
+    plain, size_gb = _parts(text)
+    named = [name for name, (mib, _) in _KNOWN.items() if _is_named(name, mib, plain, size_gb)]
+    if len(named) == 1:
+        mib, capability = _KNOWN[named[0]]
+        return AbsentGPU(named[0], mib << 20, capability)
     size, colon, number = text.partition(":")
     try:
         memory = parse_size(size)
@@ -87,12 +89,43 @@ def find_gpu(text: str) -> AbsentGPU:
     except InputError:
         sizes = "a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability"
         expected = f"{sizes}, or one of {', '.join(_KNOWN)}"
-        near = [name for name in _KNOWN if plain and _plain(name).startswith(plain)]
+        near = named or _similar(plain)
         hint = f"did you mean {' or '.join(near)}?" if near else None
         raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text, hint=hint) from None
     major, minor = map(int, number.split(".")) if number else _LOWEST
     return AbsentGPU(format_size(memory), memory, (major, minor), assumed=not number)
 
 
-def _plain(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower())
+# Words of `nvidia-smi` and of shops that do not tell one GPU of the table from another.
+_NOISE = re.compile(
+    "nvidia|geforce|tesla|quadro|gpu|sxm[0-9]?|pcie|hbm[0-9]e?|gddr[0-9]x?|generation|blackwell|server|workstation|edition"
+)
+_SIZE = re.compile(r"(?:^|[^a-z0-9])([0-9]{2,3}) ?gi?b?(?=[^a-z0-9]|$)")
+_SIZE_TOLERANCE = 0.08  # a GPU is sold with up to so much more memory than its driver reports
+
+
+def _parts(name: str) -> tuple[str, int | None]:
+    """"NVIDIA A100-SXM4-80GB" → ("a100", 80): what tells the GPU from others, and the memory in the name, in GB."""
+    lower = name.lower()
+    size = _SIZE.search(lower)
+    words = re.findall("[a-z0-9]+", _SIZE.sub(" ", lower))
+    return "".join(word for word in words if not _NOISE.fullmatch(word)), int(size[1]) if size else None
+
+
+def _is_named(name: str, mib: int, plain: str, size_gb: int | None) -> bool:
+    """Whether these `_parts` of a text are those of the GPU `name` of the table."""
+    own = _parts(name)[0]
+    fits = size_gb is None or abs((size_gb << 10) - mib) <= _SIZE_TOLERANCE * mib
+    return fits and plain in (own, own.removeprefix("rtx"))
+
+
+def _similar(plain: str) -> list[str]:
+    """At most three GPUs whose names begin with `plain`; else those with which it begins; else those spelled nearly like it."""
+    names = {_parts(name)[0]: [own for own in _KNOWN if _parts(own)[0] == _parts(name)[0]] for name in _KNOWN}
+    if not plain:
+        return []
+    short = {own.removeprefix("rtx"): own for own in names}
+    near = [own for bare, own in short.items() if own.startswith(plain) or bare.startswith(plain)]
+    near = near or [own for bare, own in short.items() if plain.startswith((own, bare))]
+    near = near or [short[bare] for bare in get_close_matches(plain.removeprefix("rtx"), short, n=2, cutoff=0.7)]
+    return [name for own in near for name in names[own]][:3]

@@ -23,6 +23,7 @@ from support.tiny import add_tokenizer
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
+from minirt.modeling.plan import Plan
 from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
@@ -33,7 +34,7 @@ class MockModel(Mock):
     """The mock model of test_engine.py, with what `Generator` asks of a model."""
 
     config = SimpleNamespace(vocab_size=VOCAB, max_context_len=256, sliding_window=None)
-    plan, capturable = None, False
+    plan, capturable = Plan((), "cpu", "every layer is eager"), False
     decode_read_bytes = step_state_bytes = 0
     dtype, weight_bytes, rope_bytes = torch.float32, staticmethod(lambda dtype: 0), staticmethod(lambda length: [])
     device, cache_specs, kv_dtype, max_model_len = torch.device("cpu"), [PagesSpec(1, 1)], torch.float32, 256

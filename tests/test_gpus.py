@@ -28,6 +28,30 @@ def test_names(text):
     assert {find_gpu(name).name for name in GPU_NAMES} == set(GPU_NAMES)
 
 
+@pytest.mark.parametrize(("texts", "name"), [
+    (("H100-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "h100 sxm5", "H100 80G"), "H100"),
+    (("NVIDIA H100 NVL", "h100nvl"), "H100-NVL"), (("rtx4090", "RTX 4090 24GB", "GeForce RTX 4090"), "RTX-4090"),
+    (("a100-40gb", "a100 40 gb", "NVIDIA A100-PCIE-40GB"), "A100-40GB"), (("NVIDIA A100-SXM4-80GB", "A100 80GB"), "A100-80GB"),
+    (("Tesla T4", "t4-16gb"), "T4"), (("l4-24gb", "NVIDIA L4"), "L4"), (("A6000", "NVIDIA RTX A6000"), "RTX-A6000"),
+    (("NVIDIA RTX PRO 6000 Blackwell Server Edition",), "RTX-PRO-6000"), (("H200 141GB",), "H200"),
+])  # fmt: skip
+def test_names_that_people_type(texts, name):
+    """What `nvidia-smi` prints was an unknown GPU, and so was H100-80GB."""
+    assert {find_gpu(text).name for text in texts} == {name}
+
+
+@pytest.mark.parametrize(("text", "hint"), [
+    ("A100", "A100-80GB or A100-40GB"), ("A100-64GB", "A100-80GB or A100-40GB"), ("H100 94GB", "H100 or H100-NVL"),
+    ("A10G", "A10"), ("RTX 4090 Laptop", "RTX-4090"), ("b300", "B200 or RTX-3090"), ("rtx 6000", "RTX-6000-Ada"),
+    ("rtx4080", "RTX-4090"), ("MI300X", None), ("80", None),
+])  # fmt: skip
+def test_names_near_a_known_one(text, hint):
+    """Another GPU is not taken for the one in the table, nor another memory. The nearest names are said; no name is no hint."""
+    with pytest.raises(DeviceError, match="--gpu: unknown GPU") as error:
+        find_gpu(text)
+    assert error.value.hint == (hint and f"did you mean {hint}?")
+
+
 def test_sizes():
     assert find_gpu("24GiB").memory == 24 << 30
     assert str(find_gpu("24GiB")) == "cuda (24GiB, sm_80 assumed)"
@@ -58,6 +82,13 @@ def test_the_capability_decides(monkeypatch):
         "embedding": "triton", "attention": "eager", "mlp": "eager", "select": "triton", "head": "eager",
     }  # fmt: skip
     assert "8.6 is below 8.9 for fp8 weights" in model.plan.rows[1].reason
+    slow = "57 of 59 layers run eager on this GPU, which is slow: compute capability 8.6 is below 8.9 for fp8 weights"
+    assert model.plan.notes[-1] == f"{slow} (use --quantize int4)", "the plan only said Fits."
+    both, _ = planned("A10", quantization="fp8", kv_cache_dtype="fp8")
+    assert both.plan.notes[-1].endswith("for fp8 KV pages; compute capability 8.6 is below 8.9 for fp8 weights "
+                                        "(use --quantize int4 and --kv-cache-dtype auto)")  # fmt: skip
+    assert not planned("A10", quantization="int4")[0].plan.notes
+    assert not planned("A10", impl="eager")[0].plan.notes, "who asks for eager layers knows"
     assert set(implementations(planned("L4", quantization="fp8")[0]).values()) == {"triton"}
     assert implementations(planned("A10", kv_cache_dtype="fp8")[0])["attention"] == "eager"
     assert implementations(planned("L4", kv_cache_dtype="fp8")[0])["attention"] == "triton"

@@ -218,11 +218,19 @@ def test_a_kernel_without_triton_says_what_to_install():
     out = subprocess.run([sys.executable, "-P", "-c", kernel], capture_output=True, text=True)
     assert out.returncode == 1
     assert "minirt.kernels.norm_linear is a Triton kernel, and triton is missing: pip install triton" in out.stderr
-    example = (
-        "import importlib.util, runpy; found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *_: None if name == 'triton' else found(name)\n"
-        f"runpy.run_path({str(ROOT / 'examples' / 'one_kernel.py')!r})"
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("one_kernel", "this example runs a Triton kernel, and triton is missing: pip install triton"),
+    ("patch_transformers", "this example patches a model of transformers, which is missing: pip install transformers"),
+    ("ray_serve", "this example runs Ray Serve, and ray is missing: pip install 'ray[serve]'"),
+    ("batch_jsonl", "usage: python examples/batch_jsonl.py FILE [MODEL]; examples/prompts.jsonl is such a FILE"),
+])  # fmt: skip
+def test_an_example_says_what_it_needs(name, said):
+    """Catches a traceback in place of what to install or to give."""
+    script = (
+        "import runpy, sys; sys.modules |= dict.fromkeys(('triton', 'transformers', 'ray'))  # a module that is None is missing\n"
+        f"runpy.run_path({str(ROOT / 'examples' / f'{name}.py')!r})"
     )
-    out = subprocess.run([sys.executable, "-P", "-c", example], capture_output=True, text=True)
-    assert (out.returncode, out.stdout) == (1, "")
-    assert out.stderr == "this example runs a Triton kernel, and triton is missing: pip install triton\n"
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (out.returncode, out.stdout, out.stderr) == (1, "", f"{said}\n")

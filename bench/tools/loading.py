@@ -124,7 +124,7 @@ def _load(model: str, quantization: str | None) -> dict[str, Any]:
     from minirt.loading.load import load
     from minirt.loading.options import LoadOptions
 
-    options = LoadOptions(model=model, max_model_len=4096, quantization=quantization, kv_cache_memory=1 << 28, warmup=False)
+    options = LoadOptions(model=model, max_model_len=512, quantization=quantization, kv_cache_memory=1 << 28, warmup=False)
     started = time.perf_counter()
     loaded = load(options)
     seconds = time.perf_counter() - started
@@ -143,7 +143,7 @@ def _generate(model: str, quantization: str | None) -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     with Generator.from_pretrained(
-        model, max_model_len=4096, quantization=quantization, kv_cache_memory=1 << 28
+        model, max_model_len=512, quantization=quantization, kv_cache_memory=1 << 28
     ) as generator:
         peak = host_peak_memory()
         resident = torch.cuda.memory_allocated() if cuda else 0

@@ -13,14 +13,15 @@ from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
 from minirt.cli.files import check_target
+from minirt.cli.help import option_group
 from minirt.cli.options import (
     NUMBERS,
     RANGE,
     debug_option,
+    filter_options,
     load_options,
     model_name,
     open_generator,
-    option_group,
     output_file_option,
     quantization,
     quiet_option,
@@ -45,15 +46,17 @@ _SPEED_INPUT = 512  # default of `speed`
 
 
 _measure_options = option_group(
+    "Measurement",
     load_options,
     click.option(
         "--repeats", type=click.IntRange(1), default=5, show_default=True,
         help="Measured runs; one or two uncounted runs come first.",
     ),
-    click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Sampling temperature."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
+    option_group(
+        "Sampling",
+        click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="0 is greedy."),
+        filter_options,
+    ),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, sampling and random weights."),
     click.option(
         "--skip-check", is_flag=True,
@@ -82,13 +85,17 @@ bench.add_command(serve)
 
 
 @bench.command(short_help="Tokens per second of a prompt and of decode steps.")
-@click.option(
-    "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
-    help="Tokens of a prompt; several: 128,512.",
-)
-@click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run.")
-@click.option(
-    "--context-len", "-c", type=NUMBERS, default="1", show_default=True, help="Tokens before the decode steps; several: 1,4096."
+@option_group(
+    "Measurement",
+    click.option(
+        "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
+        help="Tokens of a prompt; several: 128,512.",
+    ),
+    click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run."),
+    click.option(
+        "--context-len", "-c", type=NUMBERS, default="1", show_default=True,
+        help="Tokens before the decode steps; several: 1,4096.",
+    ),
 )
 @_measure_options
 @click.pass_context
@@ -129,9 +136,12 @@ def speed(
 
 
 @bench.command()
-@click.option("--batch-size", "-b", type=NUMBERS, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
-@click.option("--context-len", "-c", type=NUMBERS, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
-@click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run.")
+@option_group(
+    "Measurement",
+    click.option("--batch-size", "-b", type=NUMBERS, default="1", show_default=True, help="Sequences at once; several: 1,8,64."),
+    click.option("--context-len", "-c", type=NUMBERS, default="128", show_default=True, help="Prompt tokens; several: 128,8000."),
+    click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run."),
+)
 @_measure_options
 @click.pass_context
 def decode(
@@ -168,13 +178,16 @@ def decode(
 
 
 @bench.command(short_help="Time one prompt to its first token.")
-@click.option(
-    "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, up to the model's context length",
-    help="Tokens of a prompt; several: 128,2048.",
-)
-@click.option(
-    "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="Also measure the same prompts, one after the other, while N requests decode.",
+@option_group(
+    "Measurement",
+    click.option(
+        "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, up to the model's context length",
+        help="Tokens of a prompt; several: 128,2048.",
+    ),
+    click.option(
+        "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+        help="Also measure the same prompts, one after the other, while N requests decode.",
+    ),
 )
 @_measure_options
 @click.pass_context
@@ -208,9 +221,12 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
 
 
 @bench.command(short_help="Time a batch of prompts to its last token.")
-@click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once.")
-@click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt.")
-@click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each.")
+@option_group(
+    "Measurement",
+    click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."),
+    click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt."),
+    click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each."),
+)
 @_measure_options
 @click.pass_context
 def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int, **options: Any) -> None:
@@ -230,9 +246,12 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
 
 
 @bench.command(short_help="Time many prompts of random lengths at once.")
-@click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts.")
-@click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
-@click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")
+@option_group(
+    "Measurement",
+    click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts."),
+    click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt."),
+    click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each."),
+)
 @_measure_options
 @click.pass_context
 def throughput(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import check_target, read_text
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
     debug_option,
@@ -27,21 +28,30 @@ if TYPE_CHECKING:
 _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
 
-@click.command(short_help="Check and time single kernels.")
+@command(short_help="Check and time single kernels.")
 @click.argument("names", nargs=-1, metavar="[NAME]…")
-@click.option(
-    "--model", "-m", "models", multiple=True,
-    help="Model to take shapes from; repeatable. Default: Qwen2.5-7B; on a CPU embedded.",
+@option_group(
+    "Model",
+    click.option(
+        "--model", "-m", "models", multiple=True,
+        help="Model to take shapes from; repeatable. Default: Qwen2.5-7B; on a CPU embedded.",
+    ),
+    click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32."),
+    click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu."),
 )
-@click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048.")
-@click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000.")
-@click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
-@click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu.")
-@click.option("--repeats", type=click.IntRange(1), help="Timed launches of each implementation. Default: 20; on a CPU 1.")
-@click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU.")
-@click.option("--baseline", metavar="FILE", help="JSON of an older run: compare with it, and fail if a kernel is slower now.")
-@click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there.")
-@click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing.")
+@option_group(
+    "Measurement",
+    click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048."),
+    click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000."),
+    click.option("--repeats", type=click.IntRange(1), help="Timed launches of each implementation. Default: 20; on a CPU 1."),
+    click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU."),
+    click.option("--baseline", metavar="FILE", help="JSON of an older run: compare with it, and fail if a kernel is slower now."),
+)
+@option_group(
+    "Output",
+    click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there."),
+    click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing."),
+)
 @report_format_option
 @output_file_option
 @quiet_option

@@ -6,7 +6,15 @@ from typing import Any
 import click
 
 from minirt.cli.files import check_picture, check_target
-from minirt.cli.options import NUMBERS, debug_option, output_file_option, quiet_option, report_format_option
+from minirt.cli.help import command, option_group
+from minirt.cli.options import (
+    NUMBERS,
+    debug_option,
+    output_file_option,
+    quiet_option,
+    random_weights_option,
+    report_format_option,
+)
 from minirt.cli.output import emit, note
 
 _VARIANTS = ("minirt", "minirt fp8", "liger")
@@ -26,26 +34,37 @@ class _Names(click.ParamType):
         return tuple(dict.fromkeys(found))
 
 
-@click.command(short_help="Time a transformers model with minirt's kernels.")
-@click.option("--model", "-m", default="Qwen2.5-7B", show_default=True, help="Preset, or the folder of a model.")
-@click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset.")
-@click.option("--input-len", "-p", type=NUMBERS, default="128,512,2048,8192", show_default=True, help="Tokens of a prompt.")
-@click.option("--batch-size", "-b", type=NUMBERS, default="1,8", show_default=True, help="Sequences of a decode step.")
-@click.option("--context-len", "-c", type=click.IntRange(1), default=128, show_default=True, help="Tokens before a decode step.")
-@click.option("--output-len", "-n", type=click.IntRange(1), default=32, show_default=True, help="Decode steps of a run.")
-@click.option(
-    "--variants", type=_Names(_VARIANTS), default=",".join(_VARIANTS), show_default=True,
-    help="What to compare with the model without changes. Liger's kernels need liger-kernel.",
+@command(short_help="Time a transformers model with minirt's kernels.")
+@option_group(
+    "Model",
+    click.option("--model", "-m", default="Qwen2.5-7B", show_default=True, help="Preset, or the folder of a model."),
+    click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32."),
+    click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu."),
+    random_weights_option,
 )
-@click.option(
-    "--parts", type=_Names(_PARTS), default=",".join(_PARTS), show_default=True, help="What minirt replaces.",
+@option_group(
+    "Measurement",
+    click.option("--input-len", "-p", type=NUMBERS, default="128,512,2048,8192", show_default=True, help="Tokens of a prompt."),
+    click.option("--batch-size", "-b", type=NUMBERS, default="1,8", show_default=True, help="Sequences of a decode step."),
+    click.option(
+        "--context-len", "-c", type=click.IntRange(1), default=128, show_default=True, help="Tokens before a decode step."
+    ),
+    click.option("--output-len", "-n", type=click.IntRange(1), default=32, show_default=True, help="Decode steps of a run."),
+    click.option(
+        "--variants", type=_Names(_VARIANTS), default=",".join(_VARIANTS), show_default=True,
+        help="What to compare with the model without changes. Liger's kernels need liger-kernel.",
+    ),
+    click.option(
+        "--parts", type=_Names(_PARTS), default=",".join(_PARTS), show_default=True, help="What minirt replaces.",
+    ),
+    click.option("--compile/--no-compile", "compiled", default=None, help="Also compiled transformers. Default: on a GPU."),
+    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of a test."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and random weights."),
 )
-@click.option("--compile/--no-compile", "compiled", default=None, help="Measure compiled transformers too. Default: on a GPU.")
-@click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
-@click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of a test.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and random weights.")
-@click.option("--picture", metavar="FILE", help="Draw the speed of each variant: .png or .svg. Needs matplotlib.")
+@option_group(
+    "Output",
+    click.option("--picture", metavar="FILE", help="Draw the speed of each variant: .png or .svg. Needs matplotlib."),
+)
 @report_format_option
 @output_file_option
 @quiet_option

@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 import click
 
 from minirt.cli.files import check_target
-from minirt.cli.options import RANGE, debug_option, option_group, output_file_option, output_format_option, quiet_option
+from minirt.cli.help import command, option_group
+from minirt.cli.options import (
+    RANGE,
+    debug_option,
+    filter_options,
+    output_file_option,
+    output_format_option,
+    quiet_option,
+)
 from minirt.cli.output import emit, note, one_line
 from minirt.errors import InputError, MinirtError
 
@@ -57,13 +65,15 @@ class Percentiles(click.ParamType):
 
 
 _request_options = option_group(
-    click.option("--temperature", type=float, default=0.0, show_default="0, which is greedy", help="Sampling temperature."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
-    click.option(
-        "--ignore-eos/--no-ignore-eos", default=True, show_default=True,
-        help="Ask the server to continue after an end-of-sequence token, so that lengths are as asked.",
+    "Requests",
+    option_group(
+        "Sampling",
+        click.option("--temperature", type=float, default=0.0, show_default="0, which is greedy", help="Sampling temperature."),
+        filter_options,
+        click.option(
+            "--ignore-eos/--no-ignore-eos", default=True, show_default=True,
+            help="Ask the server to continue after an end-of-sequence token, so that lengths are as asked.",
+        ),
     ),
     click.option("--extra-body", metavar="JSON", help="Further fields of each request, as a JSON object."),
     click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Send this header too (repeatable)."),
@@ -74,48 +84,63 @@ _request_options = option_group(
 )  # fmt: skip
 
 
-@click.command(short_help="Measure a server under load.")
+@command(short_help="Measure a server under load.")
 @click.argument("more_limits", nargs=-1, metavar="[LIMIT]…")
-@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
-@click.option(
-    "--endpoint", default="/v1/completions", show_default=True, help="Path to measure: of completions or of chat completions.",
-)  # fmt: skip
-@click.option("--model", "-m", help="Name of the model in requests. Default: the first one that the server lists.")
-@click.option("--num-prompts", "-n", type=click.IntRange(1), default=1000, show_default=True, help="Number of requests.")
-@click.option("--request-rate", type=Rates(), help="Requests per second, as a Poisson process; inf: all at once. [default: inf]")
-@click.option("--sweep", type=Rates(), help="Measure at several rates, one after the other: 1,2,4,inf.")
-@click.option("--max-concurrency", type=click.IntRange(1), help="Maximum number of requests in flight; further ones wait.")
-@click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt, drawn uniformly.")
-@click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each, drawn uniformly.")
-@click.option(
-    "--prompt-type", type=click.Choice(["ids", "text"]), show_default="ids; text for chat",
-    help="Random token ids, or random words: about one token each. The server counts.",
+@option_group(
+    "Server",
+    click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."),
+    click.option(
+        "--endpoint", default="/v1/completions", show_default=True, help="Path to measure: completions, or chat completions.",
+    ),
+    click.option("--model", "-m", help="Name of the model in requests. Default: the first one that the server lists."),
 )
-@click.option(
-    "--vocab-size", type=click.IntRange(1), show_default=f"what the server says, else {_VOCAB_SIZE:,}",
-    help="Random token ids are below this.",
+@option_group(
+    "Measurement",
+    click.option("--num-prompts", "-n", type=click.IntRange(1), default=1000, show_default=True, help="Number of requests."),
+    click.option(
+        "--request-rate", type=Rates(), help="Requests per second, as a Poisson process; inf: all at once. [default: inf]"
+    ),
+    click.option("--sweep", type=Rates(), help="Measure at several rates, one after the other: 1,2,4,inf."),
+    click.option("--max-concurrency", type=click.IntRange(1), help="Maximum number of requests in flight; further ones wait."),
+    click.option(
+        "--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt, drawn uniformly."
+    ),
+    click.option(
+        "--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each, drawn uniformly."
+    ),
+    click.option(
+        "--prompt-type", type=click.Choice(["ids", "text"]), show_default="ids; text for chat",
+        help="Random token ids, or random words: about one token each. The server counts.",
+    ),
+    click.option(
+        "--vocab-size", type=click.IntRange(1), show_default=f"what the server says, else {_VOCAB_SIZE:,}",
+        help="Random token ids are below this.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths, prompts and arrival times."),
+    click.option(
+        "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that send the requests.",
+    ),
+    click.option(
+        "--num-warmups", type=click.IntRange(0), default=1, show_default=True,
+        help="Requests before the run, one after the other, which are not counted. The run starts only if they succeed.",
+    ),
+    click.option(
+        "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
+        help="A request fails if nothing arrives for this many seconds.",
+    ),
+    click.option(
+        "--goodput", multiple=True, metavar="METRIC:MS",
+        help="Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.",
+    ),
+    click.option(
+        "--metric-percentiles", type=Percentiles(), default="90,99", show_default=True, help="Percentiles besides the median.",
+    ),
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths, prompts and arrival times.")
-@click.option(
-    "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that send the requests.",
-)  # fmt: skip
-@click.option(
-    "--num-warmups", type=click.IntRange(0), default=1, show_default=True,
-    help="Requests before the run, one after the other, which are not counted. The run starts only if they succeed.",
+@option_group(
+    "Output",
+    click.option("--save-detailed", is_flag=True, help="Add the values of each request to csv, json and jsonl."),
+    click.option("--picture", metavar="FILE", help="Draw latency and throughput by rate: .png or .svg. Needs matplotlib."),
 )
-@click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
-    help="A request fails if nothing arrives for this many seconds.",
-)
-@click.option(
-    "--goodput", multiple=True, metavar="METRIC:MS",
-    help="Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.",
-)
-@click.option(
-    "--metric-percentiles", type=Percentiles(), default="90,99", show_default=True, help="Percentiles besides the median.",
-)  # fmt: skip
-@click.option("--save-detailed", is_flag=True, help="Add the values of each request to csv, json and jsonl.")
-@click.option("--picture", metavar="FILE", help="Draw latency and throughput by rate: .png or .svg. Needs matplotlib.")
 @_request_options
 @output_format_option("text", "md", "csv", "json", "jsonl")
 @output_file_option

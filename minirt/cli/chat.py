@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     CHAT_MODEL,
     debug_option,
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from minirt.sampling_params import SamplingParams
 
 
-@click.command()
+@command()
 @model_argument
 @load_options
 @prefix_cache_option
 @speculative_options
-@click.option("--system", help="The system message; an empty one replaces the template's default.")
+@option_group(
+    "Prompts", click.option("--system", help="The system message; an empty one replaces the template's default.")
+)
 @template_option
 @sampling_options
 @quiet_option

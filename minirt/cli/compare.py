@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import check_picture, read_text
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     debug_option,
+    kv_cache_dtype_option,
     model_name,
     model_options,
     open_generator,
-    option_group,
     quiet_option,
+    random_weights_option,
     report_format_option,
     require_tokenizer,
     set_up_triton,
@@ -35,9 +37,10 @@ _GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
 _CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpreter, one layer takes seconds
 _length = click.IntRange(1)
 _options = option_group(
+    "Measurement",
     model_options,
-    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
-    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+    random_weights_option,
+    kv_cache_dtype_option,
     click.option("--layer", metavar="NAME", help="Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'."),
     click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
     click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
@@ -51,14 +54,14 @@ _options = option_group(
         "--num-tokens", "-n", type=_length,
         help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
     ),
-    click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
+    option_group("Output", click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg.")),
     report_format_option,
     quiet_option,
     debug_option,
 )
 
 
-@click.command(short_help="Compare Triton with eager layers: errors and times.")
+@command(short_help="Compare Triton with eager layers: errors and times.")
 @_options
 @click.pass_context
 def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:

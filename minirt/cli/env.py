@@ -1,13 +1,12 @@
 """`minirt env`: versions, devices and memory, for a bug report."""
 
-import click
-
+from minirt.cli.help import command
 from minirt.cli.options import text_format_option
 from minirt.cli.output import json_line, write
 from minirt.errors import printable
 
 
-@click.command()
+@command()
 @text_format_option
 def env(output_format: str) -> None:
     """Print versions, devices and memory, for a bug report."""

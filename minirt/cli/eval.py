@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import read_text
+from minirt.cli.help import option_group
 from minirt.cli.options import (
     debug_option,
     load_options,
@@ -42,9 +43,12 @@ def evaluate() -> None:
 
 @evaluate.command("perplexity", short_help="Measure how well the model predicts a text.")
 @load_options
-@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin.")
-@click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter.")
-@click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window.")
+@option_group(
+    "Measurement",
+    click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin."),
+    click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter."),
+    click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window."),
+)
 @text_format_option
 @quiet_option
 @debug_option
@@ -70,14 +74,20 @@ def perplexity_command(
 
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
-@click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL.")
-@click.option("--revision", help="Branch, tag or commit of a Hub model.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32.")
-@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin.")
-@click.option(
-    "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or the model's context, if shorter",
-    help="Number of tokens to use, from the start of the text.",
+@option_group(
+    "Model",
+    click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL."),
+    click.option("--revision", help="Branch, tag or commit of a Hub model."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
+)
+@option_group(
+    "Measurement",
+    click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin."),
+    click.option(
+        "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or the model's context, if shorter",
+        help="Number of tokens to use, from the start of the text.",
+    ),
 )
 @text_format_option
 @quiet_option

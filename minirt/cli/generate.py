@@ -1,13 +1,17 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
+    chat_options,
     debug_option,
     detail_options,
     encode_prompt,
@@ -16,6 +20,7 @@ from minirt.cli.options import (
     open_model,
     prefix_cache_option,
     quiet_option,
+    require_chat,
     sampling_options,
     sampling_params,
     speculative_options,
@@ -33,26 +38,33 @@ from minirt.cli.output import (
     warn_incomplete,
     write,
 )
-from minirt.errors import MinirtError, inside
+from minirt.errors import MinirtError, inside, shortened
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
-@click.command(short_help="Complete prompts; with --prompts, many at once.")
+@command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
 @prefix_cache_option
 @speculative_options
 @warm_prompt_option
-@click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
-@click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
-@click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default.")
+@chat_options
+@option_group(
+    "Prompts",
+    click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable)."),
+    click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin."),
+)
 @template_option
+@text_format_option
+@option_group(
+    "Output",
+    click.option(
+        "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
+    ),
+)
 @sampling_options
 @detail_options
-@text_format_option
-@click.option("--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from.")
 @quiet_option
 @debug_option
 def generate(
@@ -76,10 +88,7 @@ def generate(
     finish_reason "error"; the others continue, and the exit code is 1.
     """
     as_json = output_format == "json"
-    if system is not None and not chat:
-        raise click.UsageError("--system needs --chat, which applies the chat template")
-    if variables is not None and not chat and many is None:
-        raise click.UsageError("--chat-template-kwargs needs --chat, which applies the chat template")
+    require_chat(chat, system, variables if many is None else None)
     if verbose and not as_json:
         raise click.UsageError("--verbose needs --json, which prints the values")
     if many is not None:
@@ -97,6 +106,8 @@ def generate(
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
         raise click.UsageError(_NO_PROMPT)
+    if not quiet:
+        _note_names(prompts)
     params = sampling_params(options)
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
@@ -134,6 +145,18 @@ def generate(
         warn_incomplete(done)
         if not chat:
             note_template(generator, done, quiet)
+
+
+def _note_names(prompts: tuple[str, ...]) -> None:
+    """Say that a prompt which is the name of a model or a file is a prompt all the same. Other programs take it as a name."""
+    from minirt.models import preset
+
+    for text in prompts:
+        with suppress(OSError, ValueError):  # too long for a name, or with a null character
+            if preset(text) is not None or (Path(text) / "config.json").is_file():
+                note(f"the prompt {shortened(repr(text), 80)} is the name of a model: --model names the model to use")
+            elif Path(text).is_file():
+                note(f"the prompt {shortened(repr(text), 80)} is the name of a file: --prompt-file reads a prompt from a file")
 
 
 def _piped() -> str:

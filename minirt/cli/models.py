@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.help import command, option_group
 from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
 from minirt.cli.output import json_line, write
 from minirt.sizes import format_size
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from minirt.gpus import AbsentGPU
 
 
-@click.command(short_help="List the presets, and which of them fit.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@command(short_help="List the presets, and which of them fit.")
+@option_group(
+    "Model",
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+)
 @gpu_option
 @text_format_option
 @debug_option

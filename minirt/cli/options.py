@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from minirt.cli.files import read_text, shown_name
+from minirt.cli.help import option_group
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.gpus import AbsentGPU, find_gpu
@@ -27,17 +28,6 @@ if TYPE_CHECKING:
     from minirt.loading.options import LoadOptions
     from minirt.sampling_params import SamplingParams
     from minirt.speculative.options import SpeculativeOptions
-
-
-def option_group(*options: Callable) -> Callable:
-    """One decorator for several options. --help lists them in this order."""
-
-    def decorate(command: Callable) -> Callable:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 class Numbers(click.ParamType):
@@ -143,14 +133,13 @@ class TokenCount(click.ParamType):
 
 
 model_options = option_group(
+    "Model",
     click.option(
         "--model", "-m", envvar="MINIRT_MODEL",
         help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, a small story teller.",
     ),
-    click.option("--revision", help="Branch, tag or commit of a Hub model."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
-    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
     click.option(
         "--quantize", type=click.Choice(("fp8", "int4")),
         help="Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
@@ -160,7 +149,11 @@ model_options = option_group(
         "--quantize-head/--no-quantize-head", "--fp8-head/--no-fp8-head", "quantize_head", default=None,
         help="With --quantize: quantize the LM head too. [default: with fp8, unless it is tied to the embedding]",
     ),
+    click.option("--revision", help="Branch, tag or commit of a Hub model."),
+    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
 )
+
+
 def model_argument(command: Callable) -> Callable:
     """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
 
@@ -176,10 +169,13 @@ def model_argument(command: Callable) -> Callable:
     return run
 
 
-gpu_option = click.option(
-    "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
-    help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB.",
-)  # fmt: skip
+gpu_option = option_group(
+    "Model",
+    click.option(
+        "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
+        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB.",
+    ),
+)
 
 
 def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
@@ -189,36 +185,54 @@ def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
     return options["gpu"]
 
 
+kv_cache_dtype_option = option_group(
+    "Memory and speed",
+    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+)
+# These decide what a model takes of the memory, so `minirt plan` has them, too.
 memory_options = option_group(
+    "Memory and speed",
     click.option(
-        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve, e.g. 32k; default, and auto: the model's own."
+        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve, e.g. 32k; default, and auto: the model's own, "
+        "or as many as fit.",
     ),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
     click.option(
+        "--gpu-memory-utilization", type=float,
+        help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
+    ),
+    click.option(
         "--kv-cache-memory", type=Size(),
         help="Memory for KV pages, e.g. 4GiB; never more than --max-num-seqs sequences of full length need.",
+    ),
+    kv_cache_dtype_option,
+    click.option(
+        "--max-num-batched-tokens", type=TokenCount(1),
+        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
+    ),
+    click.option(
+        "--no-cuda-graphs", "--enforce-eager", is_flag=True,
+        help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's name for "
+        "this; it does not select eager layers: use --impl eager.",
     ),
     click.option(
         "--state-cache-memory", type=Size(least=0),
         help="Memory for states of recurrent layers (Qwen3.5) that the prefix cache keeps; 0: no prefix cache. Default: a "
         "quarter of the memory for them and KV pages, at most four states for each sequence.",
     ),
-    click.option(
-        "--gpu-memory-utilization", type=float,
-        help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
-    ),
-    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
 )
+random_weights_option = option_group(
+    "Model", click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
+)  # fmt: skip
 load_options = option_group(
+    "Memory and speed",
     model_options,
+    random_weights_option,
+    option_group("Model", click.option("--check-weights", is_flag=True, help="Fail if the checkpoint contains NaN or Inf.")),
     memory_options,
-    click.option(
-        "--max-num-batched-tokens", type=TokenCount(1),
-        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
-    ),
     click.option(
         "--max-step-ms", type=click.FloatRange(0),
         help="On a GPU: milliseconds of a step's prompt tokens while other requests decode; 0: any. Default: 60.",
@@ -228,23 +242,20 @@ load_options = option_group(
         "--threads", type=click.IntRange(1),
         help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
     ),
-    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
-    click.option("--check-weights", is_flag=True, help="Fail if the checkpoint contains NaN or Inf."),
     click.option(
         "--no-warmup", is_flag=True,
         help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their first use.",
     ),
+)
+prefix_cache_option = option_group(
+    "Memory and speed",
     click.option(
-        "--no-cuda-graphs", "--enforce-eager", is_flag=True,
-        help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's name for "
-        "this; it does not select eager layers: use --impl eager.",
+        "--no-prefix-cache", is_flag=True,
+        help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
     ),
 )
-prefix_cache_option = click.option(
-    "--no-prefix-cache", is_flag=True,
-    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
-)  # fmt: skip
 speculative_options = option_group(
+    "Memory and speed",
     click.option(
         "--speculate", metavar="ngram[:k]|mtp[:k]",
         help="Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
@@ -257,36 +268,36 @@ speculative_options = option_group(
         '"prompt_lookup_max": 4}. Of mtp also "draft_vocab_size" (default 32768; 0: all) and "draft_vocab_text", a file.',
     ),
 )
-warm_prompt_option = click.option(
-    "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
-    help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
-)  # fmt: skip
-template_option = click.option(
-    "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
-    help="More variables of the chat template, such as '{\"enable_thinking\": false}'.",
-)
-sampling_options = option_group(
-    click.option("--max-tokens", type=int, help="Maximum number of new tokens; default: 256."),
-    click.option("--temperature", type=float, help="0 is greedy."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
-    click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
-    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
-    click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
-    click.option("--min-tokens", type=int, help="New tokens before an end token or a stop string may end the text."),
-    click.option("--stop-token-ids", type=TokenIds(), help="More tokens that end the text."),
-    click.option("--include-stop-str-in-output", is_flag=True, help="Print also what ended the text: a stop string or a token."),
-    click.option("--presence-penalty", type=float, help="Subtract this from the logits of generated tokens, -2 to 2."),
-    click.option("--frequency-penalty", type=float, help="Subtract this for each time a token was generated, -2 to 2."),
-    click.option("--repetition-penalty", type=float, help="Divide the positive logits of tokens seen by this; 1 is off."),
-    click.option("--logit-bias", type=Bias(), multiple=True, help="Add a number to a token's logit (repeatable)."),
-    click.option("--allowed-token-ids", type=TokenIds(), help="Draw no other tokens than these."),
-    click.option("--bad-words", multiple=True, metavar="TEXT", help="Never generate this text (repeatable)."),
+warm_prompt_option = option_group(
+    "Memory and speed",
     click.option(
-        "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
-        help="Leave special tokens out of the text.",
+        "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
+        help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
     ),
+)
+chat_options = option_group(
+    "Prompts",
+    click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
+    click.option(
+        "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
+    ),
+)
+template_option = option_group(
+    "Prompts",
+    click.option(
+        "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
+        help="More variables of the chat template, such as '{\"enable_thinking\": false}'.",
+    ),
+)
+# A distribution's filters, which the benchmarks also have.
+filter_options = option_group(
+    "Sampling",
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
+)
+_structured_options = option_group(
+    "Structured output",
     click.option(
         "--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin. "
         "A value that begins with { is the schema itself.",
@@ -302,13 +313,45 @@ sampling_options = option_group(
         "--reasoning-end", metavar="TEXT", help="Schema, regex, choice or grammar begin after this text, such as </think>."
     ),
 )
+sampling_options = option_group(
+    "Sampling",
+    click.option("--max-tokens", type=int, help="Maximum number of new tokens; default: 256."),
+    click.option("--temperature", type=float, help="0 is greedy."),
+    filter_options,
+    click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
+    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
+    click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
+    click.option("--min-tokens", type=int, help="New tokens before an end token or a stop string may end the text."),
+    click.option("--stop-token-ids", type=TokenIds(), help="More tokens that end the text."),
+    click.option("--include-stop-str-in-output", is_flag=True, help="Print also what ended the text: a stop string or a token."),
+    click.option("--presence-penalty", type=float, help="Subtract this from the logits of generated tokens, -2 to 2."),
+    click.option("--frequency-penalty", type=float, help="Subtract this for each time a token was generated, -2 to 2."),
+    click.option("--repetition-penalty", type=float, help="Divide the positive logits of tokens seen by this; 1 is off."),
+    click.option("--logit-bias", type=Bias(), multiple=True, help="Add a number to a token's logit (repeatable)."),
+    click.option("--allowed-token-ids", type=TokenIds(), help="Draw no other tokens than these."),
+    click.option("--bad-words", multiple=True, metavar="TEXT", help="Never generate this text (repeatable)."),
+    _structured_options,
+    option_group(
+        "Output",
+        click.option(
+            "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
+            help="Leave special tokens out of the text.",
+        ),
+    ),
+)
 # For what prints results that are complete, also as JSON.
 detail_options = option_group(
-    click.option("--n", type=int, help="Samples of each prompt, each a result of its own. Default: 1."),
-    click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
-    click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
+    "Output",
+    option_group(
+        "Sampling", click.option("--n", type=int, help="Samples of each prompt, each a result of its own. Default: 1.")
+    ),
+    option_group(
+        "Prompts",
+        click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
+    ),
     click.option("--logprobs", type=int, help="With --json: log-probabilities of new tokens and of so many most probable ones."),
     click.option("--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."),
+    click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
 )
 def output_format_option(*formats: str) -> Callable:
     """Decorator: `--output-format` with these choices, of which the first is the default, and `--json`, the same as `-o json`.
@@ -328,18 +371,29 @@ def output_format_option(*formats: str) -> Callable:
             "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
             help="How to print the results.",
         )  # fmt: skip
-        return option_group(choice, click.option("--json", "as_json", is_flag=True, help="The same as -o json."))(run)
+        as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json.")
+        return option_group("Output", as_json, choice)(run)
 
     return decorate
 
 
 report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
 text_format_option = output_format_option("text", "json")
-output_file_option = click.option(
-    "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
+output_file_option = option_group(
+    "Output",
+    click.option(
+        "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
+    ),
 )  # fmt: skip
-debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
+debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
+quiet_option = option_group("General", click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."))
+
+
+def require_chat(chat: bool, system: str | None, variables: dict[str, Any] | None) -> None:
+    """Refuse `--system` and `--chat-template-kwargs` without `--chat`."""
+    for name, value in (("--system", system), ("--chat-template-kwargs", variables)):
+        if value is not None and not chat:
+            raise click.UsageError(f"{name} needs --chat, which applies the chat template")
 
 
 def sampling_params(options: dict[str, Any]) -> "SamplingParams":

@@ -166,17 +166,19 @@ def completion_summary(generator: "Generator", samples: Sequence["Completion"]) 
     speed = f"prompt {counted(prompt, 'token')}"
     if first:  # else no token was asked for
         speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
-    decode = f"decode {counted(sum(len(own.token_ids) for own in samples), 'token')}"
+    count = sum(len(own.token_ids) for own in samples)
+    decode = f"decode {counted(count, 'token')}"
     decode += f" of {len(samples)} samples" if len(samples) > 1 else ""
     if rate:  # else there was no step after the prompt's
         decode += f", {rate:.1f} tokens/s"
         if len(samples) == 1 and not completion.num_draft_tokens:  # else a step yields several tokens
             decode += f", {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights"
+    decode = f"{decode} · " if count else ""  # a prompt that is only scored decodes nothing
     ends = Counter(str(own.finish_reason) for own in samples)
     each = [f"{reason} ({counted(number, 'sample')})" if len(ends) > 1 else reason for reason, number in ends.items()]
     lines = [
         f"{load_summary(generator)} · {speed}",
-        f"{decode} · peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {', '.join(each)}",
+        f"{decode}peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {', '.join(each)}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]

@@ -5,8 +5,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from minirt.cli.help import command
 from minirt.cli.options import (
     debug_option,
     gpu_option,
@@ -14,6 +13,7 @@ from minirt.cli.options import (
     model_name,
     model_options,
     planned_gpu,
+    prefix_cache_option,
     speculative_options,
     text_format_option,
     to_load_options,
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from minirt.modeling.model import Model
 
 
-@click.command(short_help="Print how each layer runs and why, and what fits.")
+@command(short_help="Print how each layer runs and why, and what fits.")
 @model_options
-@memory_options
-@speculative_options
 @gpu_option
+@memory_options
+@prefix_cache_option
+@speculative_options
 @text_format_option
 @debug_option
 def plan(output_format: str, **options: Any) -> None:
@@ -45,6 +46,7 @@ def plan(output_format: str, **options: Any) -> None:
     gpu = planned_gpu(options)
     name = model_name(options)
     from minirt.loading.load import plan_load, remedy
+    from minirt.loading.memory import context_is_short
 
     load = to_load_options(options, name)
     model, memory = plan_load(load, gpu)
@@ -67,9 +69,11 @@ def plan(output_format: str, **options: Any) -> None:
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
-        needed = format_size(memory.needed, up=True)
         least = "" if memory.pages else "at least "  # with one page
-        write(f"Does not fit: it needs {least}{needed} ({remedy(load, gpu or model.device)})\n")
+        what = f"it needs {least}{format_size(memory.needed, up=True)}"
+        if memory.only_context_is_short:
+            what = context_is_short(memory)
+        write(f"Does not fit: {what} ({remedy(load, gpu or model.device)})\n")
         sys.exit(1)
 
 

@@ -5,35 +5,56 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import read_text
-from minirt.cli.options import debug_option, load_options, open_model, quiet_option, text_format_option, token_ids
+from minirt.cli.help import command
+from minirt.cli.options import (
+    chat_options,
+    debug_option,
+    encode_prompt,
+    load_options,
+    open_model,
+    quiet_option,
+    require_chat,
+    template_option,
+    text_format_option,
+    token_ids,
+)
 from minirt.cli.output import finite, json_line, load_summary, logprobs_record, note, printable_lines, write
 
 if TYPE_CHECKING:
     from minirt.outputs import Score
 
 
-@click.command(short_help="Print how probable completions are after a prompt.")
+@command(short_help="Print how probable completions are after a prompt.")
 @click.argument("prompt")
 @click.argument("completions", nargs=-1, required=True, metavar="COMPLETION...")
 @load_options
+@chat_options
+@template_option
 @text_format_option
 @quiet_option
 @debug_option
-def score(prompt: str, completions: tuple[str, ...], output_format: str, quiet: bool, **options: Any) -> None:
+def score(
+    prompt: str, completions: tuple[str, ...], chat: bool, system: str | None, variables: dict[str, Any] | None,
+    output_format: str, quiet: bool, **options: Any,
+) -> None:
     """Print the log-probability of each COMPLETION after PROMPT, and whether greedy decoding would have generated it.
 
     Nothing is generated. A PROMPT of "-" is stdin, verbatim. Prompt and completion are encoded together, and split after as many
-    tokens as the prompt alone has; white space at the end of the prompt belongs to the completion. With --json, each completion
+    tokens as the prompt alone has; white space at the end of the prompt belongs to the completion. With --chat, PROMPT is a user
+    message and COMPLETION the beginning of the answer, both encoded for themselves. With --json, each completion
     is a line with a JSON object, which also has the log-probability of each token. A model without a tokenizer takes token ids
     ("1 2 3").
     """
     text = read_text("-") if prompt == "-" else prompt
-    with open_model(options, quiet, [text, *completions]) as generator:
+    require_chat(chat, system, variables)
+    with open_model(options, quiet, [text, *completions], chat) as generator:
+        before = encode_prompt(generator, text, chat, None, system, variables) if chat else text
         if generator.tokenizer is None:
             ids = [token_ids(generator.name, own) for own in completions]
             scores = generator.score(token_ids(generator.name, text), ids, progress=not quiet)
         else:
-            scores = generator.score(text, list(completions), progress=not quiet)
+            answers = list(map(generator.tokenizer.encode_inside, completions)) if chat else list(completions)
+            scores = generator.score(before, answers, progress=not quiet)
         if output_format == "json":
             write("".join(json_line(_record(text, own, score)) for own, score in zip(completions, scores, strict=True)))
         else:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from minirt.cli.files import read_text, shown_name
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     debug_option,
     load_arguments,
@@ -75,41 +76,44 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
-@click.command(short_help="Serve the model over HTTP: OpenAI's, Anthropic's APIs.")
-@click.option(
-    "--config", metavar="FILE", callback=_read_config, is_eager=True, expose_value=False,
-    help="A YAML file with values of these options. Those of the command line take precedence.",
-)  # fmt: skip
+@command(short_help="Serve the model over HTTP: OpenAI's, Anthropic's APIs.")
 @model_argument
 @load_options
 @prefix_cache_option
 @speculative_options
 @warm_prompt_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")
-@click.option("--served-model-name", multiple=True, help="Name under which clients ask for the model (repeatable).")
-@click.option("--api-key", multiple=True, help="Key that clients must send (repeatable). Also from MINIRT_API_KEY.")
-@click.option("--metrics-need-key", is_flag=True, help="/metrics needs the API key, too.")
-@click.option(
-    "--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages of this origin may use the API (repeatable); * is all."
+@option_group(
+    "Server",
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."),
+    click.option("--served-model-name", multiple=True, help="Name under which clients ask for the model (repeatable)."),
+    click.option("--api-key", multiple=True, help="Key that clients must send (repeatable). Also from MINIRT_API_KEY."),
+    click.option("--metrics-need-key", is_flag=True, help="/metrics needs the API key, too."),
+    click.option(
+        "--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages of this origin may use the API (repeatable); * is all."
+    ),
+    click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds after which a request is aborted."),
+    click.option(
+        "--drain-timeout", type=click.FloatRange(0), default=60.0, show_default=True,
+        help="Seconds that running requests get to end after SIGTERM.",
+    ),
+    click.option(
+        "--stream-interval", type=click.IntRange(1), default=1, show_default=True,
+        help="Tokens of a stream that are sent together; the first one is sent at once.",
+    ),
+    click.option(
+        "--max-body-size", type=click.IntRange(1024), default=32 << 20, show_default=True, help="Bytes of the largest request."
+    ),
+    click.option(
+        "--tool-call-parser", type=click.Choice((AUTO, NONE, TEMPLATE, *FORMATS)), default=AUTO, show_default=True,
+        help="Format of the tool calls in answers; auto takes it from the tokenizer's files.",
+    ),
+    click.option("--log-prompts", is_flag=True, help="Write the prompts of requests to the log."),
+    click.option(
+        "--config", metavar="FILE", callback=_read_config, is_eager=True, expose_value=False,
+        help="A YAML file with values of these options. Those of the command line take precedence.",
+    ),
 )
-@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds after which a request is aborted.")
-@click.option(
-    "--drain-timeout", type=click.FloatRange(0), default=60.0, show_default=True,
-    help="Seconds that running requests get to end after SIGTERM.",
-)
-@click.option(
-    "--stream-interval", type=click.IntRange(1), default=1, show_default=True,
-    help="Tokens of a stream that are sent together; the first one is sent at once.",
-)
-@click.option(
-    "--max-body-size", type=click.IntRange(1024), default=32 << 20, show_default=True, help="Bytes of the largest request."
-)
-@click.option(
-    "--tool-call-parser", type=click.Choice((AUTO, NONE, TEMPLATE, *FORMATS)), default=AUTO, show_default=True,
-    help="Format of the tool calls in answers; auto takes it from the tokenizer's files.",
-)
-@click.option("--log-prompts", is_flag=True, help="Write the prompts of requests to the log.")
 @quiet_option
 @debug_option
 def serve(quiet: bool, **options: Any) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from minirt.cli.help import Command
 from minirt.foreign_names import command_hint, option_hint, similar
 
 # Commands → an option of others → why they do not have it, and what does.
@@ -21,6 +22,8 @@ _SHOWN = 3  # commands that a hint names
 class Commands(click.Group):
     """A group whose error for an unknown command names the one that was meant: by another program's name for it, by the name of
     a command of a group below, or by spelling."""
+
+    command_class = Command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, known = args[0], self.list_commands(ctx)
@@ -39,8 +42,8 @@ def for_option(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     context, name = error.ctx, error.option_name
     if context is None:
         return f"no such option '{name}'"
-    if re.fullmatch("-[^-]", name):  # click names the first letter of "-tp"
-        given = [word.partition("=")[0] for word in arguments if word.startswith(name)]
+    if re.fullmatch("-[^-]", name):  # click names one letter: the first of "-tp", the second of "-hf", as -h is an option
+        given = [word.partition("=")[0] for word in arguments if re.match(rf"-\w*{re.escape(name[1])}", word)]
         name = given[0] if given and given[0].isascii() else name
     options = _options(context.command)
     hint = option_hint(name, options, context.command_path)

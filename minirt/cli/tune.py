@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import check_target
+from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
     debug_option,
@@ -36,19 +37,25 @@ if TYPE_CHECKING:
 _PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have a cache of their own
 
 
-@click.command(short_help="Fit launch configurations of kernels to this GPU.")
+@command(short_help="Fit launch configurations of kernels to this GPU.")
 @model_options
-@click.option(
-    "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
-    help="Tokens of the steps to tune for; other sizes in the same buckets use the results, too.",
+@option_group(
+    "Measurement",
+    click.option(
+        "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
+        help="Tokens of the steps to tune for; other sizes in the same buckets use the results, too.",
+    ),
+    click.option("--kernel", help="Tune only this kernel family. Default: all."),
+    click.option(
+        "--no-steps", is_flag=True,
+        help="Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps "
+        "may become slower.",
+    ),
 )
-@click.option("--kernel", help="Tune only this kernel family. Default: all.")
-@click.option(
-    "--no-steps", is_flag=True,
-    help="Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps may "
-        "become slower.",
+@option_group(
+    "Output",
+    click.option("--show", is_flag=True, help="List the stored configurations, also without a GPU; measure nothing."),
 )
-@click.option("--show", is_flag=True, help="List the stored configurations, also without a GPU; measure nothing.")
 @report_format_option
 @output_file_option
 @quiet_option

@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import compute_capability, pick_device, total_memory, triton_installed
+from minirt.device import compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
 from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
@@ -26,7 +27,7 @@ from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
-from minirt.modeling.model import Model, in_order
+from minirt.modeling.model import CANNOT, Model, in_order
 from minirt.modeling.parameters import SomeRows
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.sizes import format_size
@@ -98,9 +99,13 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
 
 
 def _similar_presets(name: str) -> list[str]:
-    """At most three presets that begin like a name, else some that are spelled nearly like it."""
+    """At most three presets that begin like a name, also one of ollama's ("llama3.1:8b"), else some that are spelled like it."""
+
+    def plain(text: str) -> str:
+        return re.sub("[^a-z0-9]", "", text.lower())
+
     names = {own.name.lower(): own.name for own in models.presets()}
-    begun = [own for lower, own in names.items() if lower.startswith(name.lower())]
+    begun = [own for lower, own in names.items() if plain(name) and plain(lower).startswith(plain(name))]
     return begun[:3] or [names[own] for own in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
@@ -204,14 +209,17 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
     _note(planned, idle)
-    _note_slow(planned)
+    planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
+    _note_slow(planned, options)
     return planned
 
 
-def _note_slow(model: Model) -> str | None:
+def _note_slow(model: Model, options: LoadOptions) -> str | None:
     """Have the plan say that the model will be slow on this device, and why. Returns the same text, or None."""
-    old = model.device.type == "cuda" and compute_capability(model.device) < (8, 0)
-    slow = _OLD_GPU if old else _SLOW_ON_CPU if model.device.type == "cpu" and model.plan.formats else None
+    if model.device.type == "cpu":
+        slow = _SLOW_ON_CPU if model.plan.formats else None
+    else:
+        slow = _OLD_GPU if compute_capability(model.device) < (8, 0) else _eager_layers(model, options)
     _note(model, slow)
     return slow
 
@@ -219,6 +227,18 @@ def _note_slow(model: Model) -> str | None:
 def _note(model: Model, note: str | None) -> None:
     if note is not None:
         model.plan = replace(model.plan, notes=(*model.plan.notes, note))
+
+
+def _eager_layers(model: Model, options: LoadOptions) -> str | None:
+    """How many layers are eager on a GPU because Triton cannot run them, why, and which options change that."""
+    rows = model.plan.rows
+    reasons = [row.reason.removeprefix(CANNOT) for row in rows if row.reason.startswith(CANNOT)]
+    if not reasons:
+        return None
+    what = f"{len(reasons)} of {len(rows)} layers run eager on this GPU, which is slow: {'; '.join(dict.fromkeys(reasons))}"
+    ways = ["--quantize int4"] * (options.quantization == "fp8") + ["--kv-cache-dtype auto"] * (options.kv_cache_dtype == "fp8")
+    narrow = ways and compute_capability(model.device) < (8, 9)
+    return f"{what} (use {' and '.join(ways)})" if narrow else what
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
@@ -269,13 +289,16 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
         ("use --quantize int4", int4), ("use --dtype bfloat16 --quantize int4", narrow | int4),
         ("lower --max-model-len", {"max_model_len": 256}),
     ]  # fmt: skip
-    least, how = _without_pages(plan_load(options, gpu)[1]), ""
+    current = plan_load(options, gpu)[1]
+    if current.only_context_is_short:
+        return _longer_context(options, gpu, current, [("use --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}), *ways])
+    least, how = current.fixed, ""
     for words, changes in ways:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
         if changed:
             with suppress(MinirtError):  # a quantized checkpoint is not quantized again
                 plan = plan_load(replace(options, **changed), gpu)[1]
-                needed = _without_pages(plan)
+                needed = plan.fixed
                 if plan.fits:
                     return f"{words}: {format_size(needed, up=True)} without KV pages"
                 if needed < least and words.startswith("use "):
@@ -289,8 +312,19 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
 
 
-def _without_pages(plan: MemoryPlan) -> int:
-    return plan.needed - plan.pages * plan.page
+def _longer_context(
+    options: LoadOptions, gpu: AbsentGPU | None, plan: MemoryPlan, others: list[tuple[str, dict[str, Any]]]
+) -> str:
+    """The same where the context that was asked for does not fit, but a shorter one does."""
+    pages = format_size(plan.least_pages * plan.page, up=True)
+    own = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
+    for words, changes in [(own, {"kv_cache_memory": pages}), *others]:
+        changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
+        if changed and words.startswith(("use ", "raise ")):
+            with suppress(MinirtError):
+                if plan_load(replace(options, **changed), gpu)[1].fits:
+                    return f"{words}, or --max-model-len {plan.context}"
+    return f"use --max-model-len {plan.context}"
 
 
 def _headers(found: Found, options: LoadOptions) -> Mapping[str, Entry] | None:
@@ -366,10 +400,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
     _note(model, idle)
-    if (slow := _note_slow(model)) is not None:
+    if (slow := _note_slow(model, options)) is not None:
         warnings.warn(slow, stacklevel=2)
-    if device.type == "cuda" and not triton_installed():
-        warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())
     with out_of_memory_while("loading the weights", device):
         if entries is None:

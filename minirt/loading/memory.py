@@ -32,7 +32,8 @@ StepBytes = Callable[[int], int | None]  # tokens of the largest step → the by
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options that decide what a model takes; see `minirt.LoadOptions`. `max_drafts`, `keeps_history`: of the proposer."""
+    """The options that decide what a model takes; see `minirt.LoadOptions`. `max_drafts`, `keeps_history`: of the proposer.
+    `max_model_len`: positions that must fit. None: as many as fit."""
 
     kv_cache_memory: int | str | None = None
     max_num_seqs: int = 64
@@ -43,6 +44,7 @@ class MemoryOptions:
     keeps_history: bool = False
     state_cache_memory: int | str | None = None
     prefix_cache: bool = True
+    max_model_len: int | None = None
 
     def limits(self, length: int, tokens: int) -> EngineLimits:
         """Of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
@@ -95,6 +97,7 @@ class MemoryPlan:
         state: the states of one of them, in bytes; 0: there is no recurrent layer.
         snapshots: how many states are kept beside those of the sequences that run, for the prefix cache.
         measured: whether `step` was measured; otherwise it is an estimate.
+        asked: positions that were asked for, all of which must fit. None: fewer will do.
     """
 
     weights: int
@@ -113,15 +116,31 @@ class MemoryPlan:
     state: int
     snapshots: int = 0
     measured: bool = False
+    asked: int | None = None
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of everything but the KV pages."""
+        return self.weights + self.other + self.step + self.snapshots * self.state
+
+    @property
+    def least_pages(self) -> int:
+        """The pages that must fit: those of one sequence with the context that was asked for, else one."""
+        return -(-(self.asked or 1) // PAGE_SIZE)
 
     @property
     def needed(self) -> int:
-        """Bytes of everything, with one page at least."""
-        return self.weights + self.other + self.step + self.snapshots * self.state + max(self.pages, 1) * self.page
+        """Bytes of everything, with `least_pages` at least."""
+        return self.fixed + max(self.pages, self.least_pages) * self.page
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.budget
+        return self.needed <= self.budget and self.context >= (self.asked or 0)
+
+    @property
+    def only_context_is_short(self) -> bool:
+        """Whether a shorter context than the one that was asked for would fit."""
+        return not self.fits and replace(self, asked=None).fits
 
     @property
     def tokens(self) -> int:
@@ -198,7 +217,7 @@ def plan_memory(
     context = min(length, pages * PAGE_SIZE) if page else length
     return MemoryPlan(
         weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
-        options.max_num_seqs, state, snapshots, measured=loaded and step > 0,
+        options.max_num_seqs, state, snapshots, measured=loaded and step > 0, asked=options.max_model_len,
     )  # fmt: skip
 
 
@@ -254,9 +273,14 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     Warns if the context has to be shorter than `model.max_model_len`, and if fewer sequences than asked for can run at once.
 
     Raises:
-        OutOfMemoryError: there is no room for a KV page.
+        OutOfMemoryError: there is no room for a KV page, or for the context that was asked for.
     """
     device, length = model.device, model.max_model_len
+    if (asked := options.max_model_len) is not None:
+        if type(asked) is not int or not 1 <= asked <= length:
+            expected = f"an integer from 1 to {length}, the positions that the model was loaded with"
+            raise ConfigError("outside the model's context", where="--max-model-len", expected=expected, found=repr(asked)[:80])
+        length = asked
     graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
 
     def step_bytes(tokens: int) -> int | None:
@@ -266,31 +290,41 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
-    asked, options = options.max_num_seqs, with_fitting_sequences(model, length, device, options, loaded=True)
-    if options.max_num_seqs < asked:
+    seqs, options = options.max_num_seqs, with_fitting_sequences(model, length, device, options, loaded=True)
+    if options.max_num_seqs < seqs:
         each = format_size(state_bytes(model.cache_specs))
-        what = f"{options.max_num_seqs} sequences run at once instead of {asked} (--max-num-seqs)"
+        what = f"{options.max_num_seqs} sequences run at once instead of {seqs} (--max-num-seqs)"
         why = f"each keeps a state of {each}, and the free memory has no room for more"
         warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
+    if plan.only_context_is_short:
+        raise does_not_fit(plan, str(device), f"use --max-model-len {plan.context}")
     if plan.state and not plan.snapshots and options.prefix_cache and options.snapshot_bytes is None:
         what = f"no prefix cache: it needs states of {format_size(plan.state)} each, and the free memory has no room for them"
         warnings.warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning, stacklevel=4)
-    if plan.context < length and options.kv_cache_memory is None:
-        more = "" if model.kv_dtype.itemsize == 1 else "; --kv-cache-dtype fp8 makes room for about twice as many"
-        more += f"; {plan.others}" if plan.others else ""
-        what = f"the free memory has room for {plan.context:,} tokens, so the context is that instead of {length:,}{more}"
-        warnings.warn(what, RuntimeWarning, stacklevel=4)
+    if plan.context < length:
+        what, ways = "the free memory", [f"--max-model-len {plan.context}"]
+        if options.kv_bytes is not None:
+            what = f"--kv-cache-memory {format_size(options.kv_bytes)}"
+            ways.append(f"--kv-cache-memory {format_size(-(-length // PAGE_SIZE) * plan.page, up=True)}")
+        if model.kv_dtype.itemsize > 1:
+            ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
+        what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
+        more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
+        warnings.warn(what + more, RuntimeWarning, stacklevel=4)
     return plan
 
 
 def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
     """The error for a plan that does not fit."""
+    if plan.only_context_is_short:
+        what = f"{context_is_short(plan)}{f'; {plan.others}' if plan.others else ''}"
+        return OutOfMemoryError(what, where=f"--max-model-len {plan.asked}", hint=hint)
     parts = ", ".join(f"{what} {format_size(size)}" for what, size, _ in plan.rows() if what != "KV cache")
     if plan.page:
-        pages = max(plan.pages, 1)
+        pages = max(plan.pages, plan.least_pages)
         parts += f" and {pages:,} KV page{'s' * (pages > 1)} {format_size(pages * plan.page)}"
     found = f"{format_size(plan.free)} free"
     if plan.budget < plan.free:
@@ -299,6 +333,12 @@ def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
         found += f" ({plan.others})"
     expected = format_size(plan.needed, up=True)
     return OutOfMemoryError(f"the model does not fit: {parts}", where=where, expected=expected, found=found, hint=hint)
+
+
+def context_is_short(plan: MemoryPlan) -> str:
+    """What is wrong with a plan of which `only_context_is_short`."""
+    needed, room = format_size(plan.least_pages * plan.page, up=True), format_size(plan.pages * plan.page)
+    return f"a context of {plan.asked:,} tokens needs {needed} of KV cache, which has room for {room}, {plan.context:,} tokens"
 
 
 def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions) -> int:

@@ -51,7 +51,8 @@ class LoadOptions:
             weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` full sequences need.
         gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
             together. None: 0.9.
-        max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
+        max_model_len: maximum number of tokens of a sequence, prompt and completion together; an error if the KV cache cannot
+            hold them. None: all positions of the model, or with a warning as many as the KV cache can hold.
             With linear rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs
             if this is at most the window.
         max_num_seqs: maximum number of requests in one step; further ones wait.
@@ -137,7 +138,7 @@ class LoadOptions:
         """The options that decide what the model takes of the memory."""
         return MemoryOptions(
             self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs,
-            *drafts_of(self.speculative), self.state_cache_memory, self.prefix_cache,
+            *drafts_of(self.speculative), self.state_cache_memory, self.prefix_cache, self.max_model_len,
         )  # fmt: skip
 
     @property

@@ -26,6 +26,8 @@ from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
 
+CANNOT = "auto: triton cannot: "  # how a row of the plan begins to say why a layer is eager
+
 
 class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
@@ -217,7 +219,7 @@ class Model:
         if not has_implementation(layer.kind, "triton"):
             return "eager", "auto: no triton implementation"
         reason = implementation(layer.kind, "triton").unsupported(layer, self.device)
-        return ("triton", "auto") if reason is None else ("eager", f"auto: triton cannot: {reason}")
+        return ("triton", "auto") if reason is None else ("eager", f"{CANNOT}{reason}")
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:

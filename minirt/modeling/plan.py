@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from minirt.errors import UnsupportedError, printable
@@ -59,6 +59,10 @@ class Plan:
     def formats(self) -> tuple[str, ...]:
         """The formats of quantized weights, each once."""
         return tuple(sorted({name for row in self.rows for name in row.formats}))
+
+    def with_cuda_graphs(self, used: bool) -> "Plan":
+        """The plan of an engine that has the option `--no-cuda-graphs`, unless `used`."""
+        return self if used else replace(self, not_capturable=self.not_capturable or "--no-cuda-graphs is given")
 
     @property
     def weight_bytes(self) -> int:

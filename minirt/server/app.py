@@ -21,6 +21,8 @@ Handler = Callable[[Front, Exchange], Awaitable[None]]
 # "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
 _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
 ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
+# First words of paths of OpenAI and vLLM that do something else than generate text, though some are spelled like a path here.
+_NOT_TEXT = ("audio", "batches", "classify", "embeddings", "files", "images", "moderations", "pooling", "rerank", "score")
 _PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, because they are polled
 
@@ -88,13 +90,21 @@ class App:
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
-                near = similar(exchange.path[:200], self._methods)
-                hint = f"did you mean {' or '.join(near)}?" if near else None
-                raise HTTPError(404, "there is no such path", found=exchange.path[:200], hint=hint)
+                raise self._no_such_path(exchange.path[:200])
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
         timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):
             await handler(self._front, exchange)
+
+    def _no_such_path(self, path: str) -> HTTPError:
+        """The error that names the paths like this one, or those that generate."""
+        what = "there is no such path"
+        near = [] if path.removeprefix("/v1").strip("/").partition("/")[0] in _NOT_TEXT else similar(path, self._methods)
+        if near:
+            return HTTPError(404, what, found=path, hint=f"did you mean {' or '.join(near)}?")
+        paths = ", ".join(route.partition(" ")[2] for route in _GENERATE)
+        hint = f"this server generates text: POST to {paths}; GET /v1/models has the model's name"
+        return HTTPError(404, what, found=path, hint=hint)
 
     def _check_key(self, exchange: Exchange) -> None:
         """Compare the key with every accepted one, in a time that does not depend on its value."""

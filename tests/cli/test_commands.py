@@ -16,11 +16,12 @@ import sys
 import termios
 import tomllib
 
+import click
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cli import CACHE, caller, refused, start
+from support.cli import CACHE, LONG, caller, refused, start
 from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
@@ -28,6 +29,7 @@ from support.tiny import add_tokenizer
 from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
+from minirt.cli.help import TITLES, option_group
 from minirt.generator import Generator as Loaded
 
 
@@ -679,6 +681,90 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     assert (code, "Does not fit" in out) == (1, True)
 
 
+def test_plan_of_a_context_that_does_not_fit(run):
+    """Catches exit code 0 for an explicit context that loading refuses, and advice that does not fit itself."""
+    base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB:8.9")
+    code, out, _ = run(*base, "--max-model-len", "131072", "--fp8", "--dtype", "bfloat16", "--kv-cache-memory", "4GiB")
+    assert code == 1
+    assert re.search(
+        r"^Does not fit: a context of 131,072 tokens needs 7GiB of KV cache, which has room for 4GiB, 74,880 tokens "
+        r"\(raise --kv-cache-memory 7GiB, or --max-model-len 74880\)$", out, re.M
+    ), out
+    for advice in (("131072", "--kv-cache-memory", "7GiB"), ("74880", "--kv-cache-memory", "4GiB")):
+        assert run(*base, "--fp8", "--max-model-len", *advice)[0] == 0
+    code, out, _ = run(*base, "--max-model-len", "131072")
+    assert (code, "(use --kv-cache-dtype fp8, or --max-model-len " in out) == (1, True), out
+    assert run(*base, "--max-model-len", "131072", "--kv-cache-dtype", "fp8")[0] == 0
+    shorter = re.search(r"--max-model-len (\d+)\)$", out, re.M)[1]
+    assert run(*base, "--max-model-len", shorter)[0] == 0
+    assert run(*base, "--max-model-len", int(shorter) * 11 // 10)[0] == 1
+    record = json.loads(run(*base, "--max-model-len", "131072", "--json")[1])
+    assert (record["memory"]["fits"], record["memory"]["context"]) == (False, int(shorter))
+    assert run(*base, "--max-model-len", "auto")[0] == run(*base)[0] == 0, "nobody asked for all positions"
+
+
+# For each option of loading that `plan` does not have: another value than the default.
+OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": True, "check_weights": True, "no_warmup": True}
+
+
+def test_plan_has_each_option_that_changes_it():
+    """Catches an option of loading that `plan` does not have although it changes what fits or how layers run: `plan` had no
+    --max-num-batched-tokens and no --no-cuda-graphs. A new option fails here until `plan` has it, or `OTHER` a value."""
+    from minirt.cli.options import load_options, prefix_cache_option, speculative_options, to_load_options
+    from minirt.gpus import find_gpu
+    from minirt.loading.load import plan_load
+
+    defaults = cli.cli.commands["generate"].make_context("generate", ["hi"]).params
+
+    def planned(**changes):
+        model, memory = plan_load(to_load_options(defaults | changes, "Qwen3.5-0.8B"), find_gpu("24GiB:8.9"))
+        return memory, model.plan
+
+    for name, value in {"max_num_batched_tokens": 100, "no_cuda_graphs": True, "no_prefix_cache": True}.items():
+        assert planned(**{name: value}) != planned(), f"{name}: the comparison sees no difference"
+    of_loading = option_group(None, load_options, prefix_cache_option, speculative_options)(lambda: None).__click_params__
+    missing = {own.name for own in of_loading} - {own.name for own in cli.cli.commands["plan"].params}
+    assert missing == OTHER.keys()
+    for name in missing:
+        assert to_load_options(defaults | {name: OTHER[name]}, "m") != to_load_options(defaults, "m"), name
+        assert planned(**{name: OTHER[name]}) == planned(), name
+
+
+def test_plan_takes_the_options_of_a_command_that_loads(run):
+    """Catches an option that `plan` takes and ignores."""
+    base = ("plan", "-m", "Qwen3.5-0.8B", "--gpu", "24GiB:8.9")
+    options = ((), ("--max-num-batched-tokens", "1k"), ("--enforce-eager",))
+    plain, steps, graphs = (json.loads(run(*base, *own, "--json")[1]) for own in options)
+    assert steps["memory"]["max_num_batched_tokens"] == 1000
+    assert steps["memory"]["step"] < graphs["memory"]["step"] < plain["memory"]["step"]
+    assert graphs["not_capturable"] == "--no-cuda-graphs is given"
+    assert "CUDA graphs: none, since --no-cuda-graphs is given" in run(*base, "--no-cuda-graphs")[1]
+    assert json.loads(run(*base, "--no-prefix-cache", "--json")[1])["memory"]["snapshots"] == 0
+
+
+def test_help_lists_options_in_groups(run):
+    """Catches a new option without a group, and commands that put an option that they share under different titles."""
+    titles = {}
+    for own in all_commands(cli.cli):
+        for option in own.params:
+            if isinstance(option, click.Option):
+                title = titles.setdefault(option.opts[0], option.group)
+                others = {"--model", "--api-key", "--seed"}  # of another thing in benchmarks: the server, the measurement
+                assert option.group in TITLES
+                assert option.group == title or option.opts[0] in others, (own.name, option.opts)
+    out = run("generate", "--help")[1]
+    shown = re.findall(r"^([A-Z][a-z ]+):$", out, re.M)
+    assert shown == ["Prompts", "Model", "Sampling", "Structured output", "Output", "Memory and speed", "General"]
+    first = [re.search(r"--[a-z-]+", part)[0] for part in re.split(r"^[A-Z][a-z ]+:$", out, flags=re.M)[1:]]
+    assert first[:5] == ["--chat", "--model", "--max-tokens", "--json-schema", "--json"]
+    assert all(name in out for own in cli.cli.commands["generate"].params for name in own.opts if name.startswith("-"))
+
+
+def all_commands(group):
+    for own in group.commands.values():
+        yield from all_commands(own) if hasattr(own, "commands") else [own]
+
+
 def test_plan_of_one_sequence(run):
     """Catches the pages of all sequences, or those of the context that fits, in place of one full sequence's."""
     base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB", "--max-model-len", 32768)
@@ -727,6 +813,8 @@ def test_an_unknown_model_is_told_what_there_is(run):
     refused(run("plan", "-m", "qwen2.5-7b-instrukt"), "did you mean Qwen2.5-7B-Instruct", "minirt models")
     accepted = "(give a folder, a Hub id org/name, or a preset; minirt models lists the presets)"
     refused(run("plan", "-m", "nobodys-model"), accepted)
+    refused(run("plan", "-m", "llama3.1:8b"), "did you mean Llama-3.1-8B, Llama-3.1-8B-Instruct?")
+    refused(run("plan", "-m", ":"), accepted)
     refused(run("plan", "-m", "SmolLM2"), "did you mean SmolLM2-135M, SmolLM2-135M-Instruct, ", "? Otherwise give a folder")
 
 
@@ -855,7 +943,7 @@ def test_help_is_light():
 
 
 def test_a_reader_that_goes_away(endless):
-    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
+    with start("generate", "-m", endless, *LONG, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
         assert process.stdout.read(5)
         process.stdout.close()
         err = process.stderr.read()
@@ -935,6 +1023,27 @@ def test_score(run, folder):
         assert record["logprob"] == pytest.approx(sum(row["logprob"] for row in record["logprobs"]))
 
 
+def test_a_score_of_answers(run, folder, hf_folder):
+    """Catches a template that is not applied, white space of the template that counts as the answer's, and a second BOS."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    completions = ["hello world", " fox"]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fox"}]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    base = ("score", "-m", folder, *CACHE, "-q", "--json")
+    out = run(*base, "--chat", "--system", "be brief", "fox", *completions)[1]
+    for line, text in zip(out.splitlines(), completions, strict=True):
+        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        own = tokenizer.encode(text, add_special_tokens=False)
+        record = json.loads(line)
+        assert (record["prompt_token_ids"], record["token_ids"]) == (before, own)
+        truth = model(torch.tensor([before + own])).logits[0].log_softmax(-1)[len(before) - 1 : -1]
+        assert record["logprob"] == pytest.approx(truth.gather(1, torch.tensor(own)[:, None]).sum().item(), abs=1e-3)
+    refused(run(*base, "--system", "be brief", "a", "b"), "--system needs --chat", code=2)
+    refused(run(*base, "--chat-template-kwargs", "{}", "a", "b"), "--chat-template-kwargs needs --chat", code=2)
+    refused(run("score", "--chat", *CACHE, "-q", "a", "b"), "no chat template", code=2)
+
+
 def test_a_score_of_token_ids(run, bare, monkeypatch):
     code, out, _ = run("score", "-m", bare, *CACHE, "-q", "--json", "5 6", "7, 8")
     assert (code, json.loads(out)["prompt_token_ids"], json.loads(out)["token_ids"]) == (0, [5, 6], [7, 8])
@@ -972,6 +1081,20 @@ def test_a_template_that_is_not_applied_is_said(run, folder, copy, monkeypatch):
     assert err == f"minirt: warning: the text is empty; the model has {said}\n", "the line of messages had the template"
 
 
+def test_a_prompt_that_is_a_name_is_said(run, folder, tmp_path):
+    """Catches `minirt generate MODEL PROMPT` and `generate FILE`: the names were completed as texts, without a word."""
+    (tmp_path / "words.txt").write_text("hello")
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 1)
+    for name in ("qwen3-4B", folder):
+        code, _, err = run(*base, name, "hello")
+        assert (code, f"the prompt '{name}' is the name of a model: --model names" in err) == (0, True), err
+    name = tmp_path / "words.txt"
+    assert f"the prompt '{name}' is the name of a file: --prompt-file reads" in run(*base, name)[2]
+    for name in ("hello", tmp_path, "a" * 250, "x/y"):
+        assert "is the name of" not in run(*base, name)[2]
+    assert "is the name of" not in run(*base, "-q", folder)[2]
+
+
 def test_a_system_message(run, folder, expected):
     base = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 2)
     record = json.loads(run(*base, "--chat", "--system", "be brief", "hello")[1])
@@ -994,6 +1117,7 @@ def test_a_prompt_that_is_only_scored(run, folder):
     assert (code, record["token_ids"], record["time_to_first_token_s"]) == (0, [], None)
     assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
     assert f"prompt {len(record['prompt_token_ids'])} tokens\n" in err
+    assert "decode" not in err
 
 
 def test_what_perplexity_is_about(run, folder, tmp_path):

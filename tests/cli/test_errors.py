@@ -65,6 +65,13 @@ def test_an_abbreviated_command_is_suggested(run):
     ("bench -p 512 -n 128", "here minirt bench speed -p 512 -n 128)"),
     ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench speed -p"),
     ("bench decode -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench decode -r 3", "here --repeats)"),
+    ("generate -b 512 x", "llama.cpp's name; here --max-num-batched-tokens of tokens, --max-num-seqs of sequences)"),
+    ("serve -ub 512", "llama.cpp's name; here --max-num-batched-tokens)"),
+    ("generate -hf a/b x", "no such option '-hf' (llama.cpp's name; here --model)"), ("generate -t 4 x", "here --threads)"),
+    ("serve --n-gpu-layers 99", "a model is wholly on one GPU"), ("serve -ngl 99", "no such option '-ngl' (not needed"),
+    ("serve -c 128", "here --max-model-len)"), ("serve --alias x", "here --served-model-name)"), ("serve --jinja", "always on"),
+    ("generate -s 3 x", "here --seed)"), ("serve --embeddings", "minirt generates text)"), ("generate -cnv", "minirt chat is"),
+    ("bench prefill -b 3", "no such option '-b' (llama.cpp's name; here --max-num-batched-tokens of tokens"),
     ("generate -p x", "here PROMPT, without an option)"), ("plan -p x", "no such option '-p' (see minirt plan"),
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
@@ -79,7 +86,7 @@ def test_options_of_other_programs(arguments, words, run):
     ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt generate --speculate"),
     ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
     ("serve --spec ngram", "(did you mean --speculate or --speculative-config?)"),
-    ("plan -b 3", "no such option '-b' (see"),
+    ("plan -z 3", "no such option '-z' (see"),
     ("generate --temperatur 1", "(did you mean --temperature?)"), ("generate --tempo 1", "no such option '--tempo' (see"),
     ("plan --modle x", "(did you mean --model?)"),
 ])  # fmt: skip
@@ -91,7 +98,8 @@ def test_options_of_other_commands_and_spellings(arguments, words, run):
 @pytest.mark.parametrize(("arguments", "words"), [
     ("run x", "'run' (minirt chat --model MODEL is a conversation, minirt generate PROMPT"),
     ("complete x", "(here minirt generate"), ("pull x", "downloads the model"), ("decode", "(here minirt bench decode)"),
-    ("perplexity", "(here minirt eval perplexity)"),
+    ("perplexity", "(here minirt eval perplexity)"), ("version", "(here minirt --version;"),
+    ("help generate", "(here minirt --help, and minirt COMMAND --help)"),
     ("benchmark", "Did you mean 'bench'?"), ("launch", "no such command 'launch' (see minirt --help)"),
     ("bench laten", "Did you mean 'latency'?"), ("bench run", "no such command 'run' (see minirt bench --help)"),
 ])  # fmt: skip

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, caller, refused, start
+from support.cli import CACHE, LONG, caller, refused, start
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -328,7 +328,7 @@ def endless(hf_folder):
 def test_a_signal_prints_what_there_is(number, endless, file):
     path = file({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "id": "long"}, {"prompt": "c", "max_tokens": 3}, "d")
     options = ("--ignore-eos", "--max-tokens", 10**6, "--max-num-seqs", 2, "--json", "--prompts", path)
-    with start("generate", "-m", endless, *CACHE, *options) as process:
+    with start("generate", "-m", endless, *LONG, *options) as process:
         first = json.loads(process.stdout.readline())  # afterwards b and c run, and d after c has ended
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

@@ -14,7 +14,7 @@ import threading
 import warnings
 
 import pytest
-from support.cli import CACHE, caller, refused, start
+from support.cli import CACHE, LONG, caller, refused, start
 from support.tiny import add_tokenizer
 
 from minirt.cli import process as process_module
@@ -80,7 +80,7 @@ def test_a_full_stderr_changes_no_exit_code(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_a_generation(number, endless):
-    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
+    with start("generate", "-m", endless, *LONG, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
         assert process.stdout.read(8)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
@@ -90,7 +90,7 @@ def test_a_signal_ends_a_generation(number, endless):
 
 def test_a_signal_ends_chat_and_not_only_the_answer(endless):
     terminal, side = pty.openpty()
-    with start("chat", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, stdin=side) as process:
+    with start("chat", "-m", endless, *LONG, "--ignore-eos", "--max-tokens", 10**6, stdin=side) as process:
         os.close(side)
         os.write(terminal, b"hello\n")
         assert process.stdout.read(8)

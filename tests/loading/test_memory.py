@@ -103,6 +103,56 @@ def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
         measured_plan(Model(), MemoryOptions())
 
 
+def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monkeypatch):
+    """Catches `--kv-cache-memory` that lowers the context without a word, with other processes as the reason, or a warning
+    although the context is whole."""
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: 10 * MB)
+    free(600, others=2500)
+    words = r"--kv-cache-memory 12MiB has room for 768 tokens, so the context is that instead of 6,400: use --max-model-len 768 "
+    with pytest.warns(RuntimeWarning, match=words + "or --kv-cache-memory 100MiB or --kv-cache-dtype fp8") as said:
+        assert measured_plan(Model(), MemoryOptions(kv_cache_memory=12 * MB)).context == 768
+    assert "other processes" not in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_plan(Model(), MemoryOptions(kv_cache_memory="100MiB")).context == LENGTH
+        assert measured_plan(Model(), MemoryOptions(kv_cache_memory=12 * MB, max_model_len=768)).context == 768
+
+
+def test_a_context_that_was_asked_for_is_not_shortened(free, monkeypatch):
+    """Catches an explicit max_model_len that is lowered, by the free memory or by the cache's; and one page too few."""
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
+    free(400)
+    words = r"--max-model-len 6400: a context of 6,400 tokens needs 100MiB of KV cache, which has room for 86MiB, 5,504 tokens"
+    with pytest.raises(OutOfMemoryError, match=words + r" \(use --max-model-len 5504\)") as error:
+        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH))
+    assert error.value.is_usage
+    assert measured_plan(Model(), MemoryOptions(max_model_len=5504)).context == 5504
+    with pytest.raises(OutOfMemoryError, match=r"5,505 tokens needs 87MiB of KV cache, which has room for 86MiB"):
+        measured_plan(Model(), MemoryOptions(max_model_len=5505))
+    with pytest.raises(OutOfMemoryError, match=r"65 tokens needs 2MiB of KV cache, which has room for 1MiB, 64 tokens"):
+        measured_plan(Model(), MemoryOptions(max_model_len=65, kv_cache_memory=2 * MB - 1))
+    with pytest.raises(ConfigError, match=r"--max-model-len: .*from 1 to 6400, the positions .* found 6401"):
+        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH + 1))
+    free(0)
+    with pytest.raises(OutOfMemoryError, match=r"does not fit: .* and 100 KV pages 100MiB"):
+        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH))
+
+
+def test_a_load_refuses_a_context_that_does_not_fit_before_it_allocates(hf_folder, monkeypatch):
+    """Catches minutes of loading before the refusal, and advice that does not fit itself."""
+    folder, options = hf_folder("Llama", seed=3), {"device": "cpu", "max_model_len": 200, "max_num_seqs": 2}
+    page = plan_load(LoadOptions(model=folder, **options))[1].page
+    monkeypatch.setattr("minirt.modeling.model.Model.allocate", lambda *_: pytest.fail("allocated"))
+    advice = f"raise --kv-cache-memory {format_size(4 * page, up=True)}, or --max-model-len 192"
+    with pytest.raises(OutOfMemoryError, match=f"room for .*, 192 tokens .{advice}."):
+        Generator.from_pretrained(folder, kv_cache_memory=4 * page - 1, **options)
+    monkeypatch.undo()
+    with Generator.from_pretrained(folder, kv_cache_memory=format_size(4 * page, up=True), **options) as generator:
+        assert generator.max_len == 200
+        with Generator(generator.model, max_model_len=70, kv_cache_memory=2 * page) as short:
+            assert short.max_len == 70
+
+
 def test_an_estimate_counts_nothing_as_loaded(free):
     free(2000)
     options = MemoryOptions(kv_cache_memory=300 * MB, max_num_batched_tokens=1)

@@ -517,14 +517,21 @@ def test_cross_origin():
 
 
 def test_a_path_that_does_not_exist():
-    """A client whose base URL lacks /v1 gets the path that it meant: it was told that its path does not exist."""
+    """A client whose base URL lacks /v1 gets the path that it meant: it was told that its path does not exist. One that asks for
+    what this server does not do is told what it does: /v1/moderations was taken for /v1/completions."""
+    does = " (this server generates text: POST to /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages"
+    paths = {"/chat/completions": " (did you mean /v1/chat/completions or ", "/v1/chat/completion": " (did you mean"}
+    others = ("embeddings", "audio/transcriptions", "images/generations", "moderations", "files", "rerank", "nothing")
+    paths |= {f"/v1/{name}": does for name in others} | {"/embeddings": does, "/api/generate": does, "//": does}
+
     async def scenario(this, engine, ask):
-        for path, hint in (("/chat/completions", " (did you mean /v1/chat/completions or "), ("/v1/embeddings", None)):
+        for path, hint in paths.items():
             reader, _ = await ask(message({}, path))
             status, _, body = await answer(reader)
             text = json.loads(body)["error"]["message"]
-            assert (status, text.partition(f"found {path}")[2][:len(hint or "")]) == (404, hint or "")
-            assert ("did you mean" in text) == (hint is not None)
+            assert status == 404, path
+            assert text.startswith(f"there is no such path; found {path}{hint}"), text
+            assert ("did you mean" in text) == (hint != does)
 
     run(scenario)
 

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+import os
 import signal
 import socket
 import threading
 
 import openai
+import psutil
 import pytest
 from support.cli import caller, refused, start
 from support.server import WARM, Server, events, message
@@ -373,6 +375,19 @@ def test_the_log_has_the_tokens_of_an_answer_that_nobody_waited_for(tiny):
     line = tiny.lines[-1]
     assert (line["status"], line["finish"]) == (499, "abort")
     assert 3 <= line["completion_tokens"] < 400
+
+
+@pytest.mark.parametrize("serves", [False, True], ids=["while it loads", "while it serves"])
+def test_control_c_is_a_clean_end(serves, folder, tmp_path):
+    """Catches exit code 130, a traceback, and an engine that stays. vLLM and uvicorn end with 0."""
+    server = Server(tmp_path / "log", "--model", folder, "--kv-cache-memory", "8MiB")
+    server.until(lambda: psutil.Process(server.process.pid).children())
+    engine = server.wait().engine if serves else psutil.Process(server.process.pid).children()[0]
+    assert os.getsid(engine.pid) != os.getsid(server.process.pid), "a terminal would send SIGINT to both"
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    engine.wait(30)
+    assert all(line.startswith("minirt: serving ") for line in server.log.splitlines()), server.log
 
 
 def test_a_second_signal_ends_at_once(folder, tmp_path):

@@ -161,7 +161,7 @@ def test_preempted_and_aborted(lookahead: int, folders: dict[str, Path]) -> None
                 for _ in range(count):
                     next(pieces)
         assert [own.token_ids for own in generator.generate(texts, greedy(70))] == expected
-    with load(folders["hybrid"], mtp(), lookahead, kv_cache_memory=5 * (page + page // 2)) as generator:
+    with load(folders["hybrid"], mtp(), lookahead, kv_cache_memory=5 * (page + page // 2), max_model_len=192) as generator:
         assert [own.token_ids for own in generator.generate(texts, greedy(70))] == expected
         assert generator._live.stats.num_preemptions > 0
 

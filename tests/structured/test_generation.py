@@ -74,7 +74,7 @@ def test_in_a_tiny_pool_too(generator, solo, monkeypatch):
     """With two pages for ten sequences, of which some grow beyond one: they are preempted and computed again."""
     preempted, inner = [], Scheduler._preempt_last
     monkeypatch.setattr(Scheduler, "_preempt_last", lambda self: preempted.append(1) or inner(self))
-    options = {"device": "cpu", "max_model_len": 192, "max_num_batched_tokens": 7}
+    options = {"device": "cpu", "max_model_len": 128, "max_num_batched_tokens": 7}
     with Generator.from_pretrained(kv_cache_memory=2 * PAGE_SIZE * generator.kv_bytes_per_token, **options) as tiny:
         found = tiny.generate(PROMPTS, MIXED)
     assert [key(c) for c in found] == [key(c) for c in solo]

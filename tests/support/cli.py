@@ -11,6 +11,7 @@ import pytest
 from minirt.cli import app as cli
 
 CACHE = ("--kv-cache-memory", "8MiB", "--device", "cpu")
+LONG = (*CACHE, "--max-model-len", "8k")  # for a model of more positions than this cache holds
 
 
 def caller(capfd, monkeypatch):
