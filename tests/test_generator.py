@@ -965,3 +965,18 @@ def test_a_grammar_that_begins_with_a_space(llama):
     """The text lost the space that the grammar had accepted, so that it did not match."""
     options = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice": [" there"]})
     assert [llama.generate(prompt, options).text for prompt in ("Once", [1])] == [" there"] * 2
+
+
+def test_pytorchs_default_dtype_changes_nothing():
+    """Scratch memory, scales and KV pages that PyTorch makes in its default dtype would be of another one, or refused."""
+    options = {"device": "cpu", "quantization": "fp8", "kv_cache_dtype": "fp8", "speculative": SpeculativeOptions(method="mtp")}
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, presence_penalty=0.5, logit_bias={40: 2.0}, logprobs=2)
+    with Generator.from_pretrained(**options) as generator:
+        expected = generator.generate("Once upon a time", params)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with Generator.from_pretrained(**options) as generator:
+            found = generator.generate("Once upon a time", params)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)

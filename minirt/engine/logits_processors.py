@@ -97,14 +97,14 @@ class LogitsProcessors:
         self._vocab, self._max_len, self._device, self._num_slots = vocab, max_len, device, num_slots
         self._triton = impl == "triton" or (impl == "auto" and is_nvidia(device))
         self._meta = torch.zeros(num_slots, 4, dtype=torch.int32, device=device)
-        self._penalties = torch.zeros(num_slots, 4, device=device)
+        self._penalties = torch.zeros(num_slots, 4, dtype=torch.float32, device=device)
         # Grown by the first request that needs them.
         self._counts = self._empty(torch.int32)
         self._allowed = self._empty(torch.int32)
         self._bias_ids, self._biases = self._empty(torch.int32), self._empty(torch.float32)
         self._bans = torch.zeros(num_slots, 0, 4, dtype=torch.int32, device=device)
         self._prefixes, self._history = self._empty(torch.int32), self._empty(torch.int32)
-        self._out = torch.empty(0, vocab, device=device)
+        self._out = torch.empty(0, vocab, dtype=torch.float32, device=device)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self._num_slots, 0, dtype=dtype, device=self._device)
@@ -186,7 +186,7 @@ class LogitsProcessors:
             from minirt.kernels.sampling import process as kernels
 
             if len(self._out) < len(logits):
-                self._out = torch.empty(max(len(logits), self._num_slots), self._vocab, device=self._device)
+                self._out = torch.empty(max(len(logits), self._num_slots), self._vocab, dtype=torch.float32, device=self._device)
             return kernels.process(
                 logits.to(torch.float32).contiguous(), self._out[: len(logits)], rows, step, self.slots,
                 any_bias=any_bias, any_ban=any_ban, mask=mask, drafts=drafts,

@@ -543,7 +543,7 @@ class Runner:
         return GraphTimes(self._buckets, found)
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
-        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        logits = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=self._device)
         sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
 
 

@@ -153,7 +153,7 @@ class SamplingStages:
         processors = LogitsProcessors(1, self._vocab, self._limits.max_model_len, self._device)
         rules = Rules(presence=1.0, bias={0: 1.0}, allowed=(0,), bad_words=((0, 0),))
         processors.fill(0, rules, [0], [0])
-        logits = torch.zeros(1, self._vocab, device=self._device)
+        logits = torch.zeros(1, self._vocab, dtype=torch.float32, device=self._device)
         row, step = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in (torch.int32, torch.int64))
         mask = torch.zeros(1, -(-self._vocab // 32), dtype=torch.int32, device=self._device)
         drafts = Drafts(row.view(1, 1), row) if self._limits.max_drafts else None

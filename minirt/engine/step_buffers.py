@@ -63,7 +63,7 @@ class StepBuffers:
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
         self._result = torch.zeros(shape, dtype=torch.int32, device=device)
         self._result_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
-        self.logits = torch.zeros(logits_rows, vocab_size, device=device)
+        self.logits = torch.zeros(logits_rows, vocab_size, dtype=torch.float32, device=device)
         self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
     def send(self, plan: StepPlan, *, logits_needed: bool = True, greedy: bool = False) -> None:

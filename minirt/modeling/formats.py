@@ -129,7 +129,8 @@ class LinearFormat(ABC):
 
     def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Uninitialized weight and scale."""
-        return torch.empty(sum(rows), K, device=device, dtype=FP8), torch.empty(self.scale_shape(rows, K), device=device)
+        scale = torch.empty(self.scale_shape(rows, K), dtype=torch.float32, device=device)
+        return torch.empty(sum(rows), K, dtype=FP8, device=device), scale
 
     def nbytes(self, rows: Sequence[int], K: int) -> int:
         """Bytes of weight and scale. A step of one token reads all of them."""

@@ -215,7 +215,7 @@ class PackedLinear(Parameter):
             self.weight.normal_(0.0, deviation, generator=generator)
         else:
             for own, scales in self.format.chunks(0, self.out_features, self.rows, self.in_features):
-                values = torch.empty(own.stop - own.start, self.in_features, device=self.weight.device)
+                values = torch.empty(own.stop - own.start, self.in_features, dtype=torch.float32, device=self.weight.device)
                 values.normal_(0.0, deviation, generator=generator)
                 self.format.store(values, self.weight, self.scale, own, scales)
         if self.bias is not None:

@@ -30,7 +30,7 @@ def draft_ids(tokenizer: Tokenizer | None, count: int, vocab: int, text: str | N
     """
     order = torch.arange(vocab)
     if tokenizer is not None:
-        first = torch.zeros(vocab) if text is None else _counts(tokenizer, Path(text), vocab).float()
+        first = torch.zeros(vocab, dtype=torch.float32) if text is None else _counts(tokenizer, Path(text), vocab).float()
         first[[token for token in tokenizer.added_ids if token < vocab]] = float("inf")
         order = first.argsort(descending=True, stable=True)
     elif text is not None:

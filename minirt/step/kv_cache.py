@@ -81,7 +81,7 @@ class PagesSpec(NamedTuple):
     def allocate(self, room: CacheRoom) -> "LayerKV":
         size = (room.num_pages, room.page_size, self.num_kv_heads)
         k, v = (torch.empty(*size, self.head_dim, device=room.device, dtype=room.dtype) for _ in range(2))
-        scales = [torch.empty(size, device=room.device) for _ in range(2)] if room.dtype == FP8 else []
+        scales = [torch.empty(size, dtype=torch.float32, device=room.device) for _ in range(2)] if room.dtype == FP8 else []
         return LayerKV(k, v, *scales)
 
 
