@@ -158,7 +158,7 @@ def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
 @prepared
 @triton.jit
 def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
-    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, and its next state."""
+    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, its next state and its snapshot."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
     VALUES: tl.constexpr = C.HV * C.DV
@@ -169,41 +169,48 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
     start = tl.load(sequences.seq_lens + b) - count
     slot = tl.load(sequences.slots + b).to(tl.int64)
     if (slot >= 0) & (count > C.MOST):
+        x_ptr += row * x_stride
+        snapshot, middle, begin = slot * 0 - 1, 0, 0
+        if sequences.snapshot_rows is not None:
+            snapshot, middle = tl.load(sequences.snapshot_rows + b).to(tl.int64), tl.load(sequences.snapshot_offsets + b)
         dk, dv = tl.arange(0, C.DK), tl.program_id(2) * C.BLOCK_V + tl.arange(0, C.BLOCK_V)
-        S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
-        S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
+        matrix = state.recurrent + (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
+        S = tl.load(matrix + slot * C.HV * C.DK * C.DV, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
         i = tl.arange(0, C.CHUNK)
         q_channels = h // GROUP * C.DK + dk
         last = tl.load(decay_ptr + (row + tl.minimum(C.CHUNK, count) - 1) * C.HV + h)
-        for first in range(0, count, C.CHUNK):
-            inside = first + i < count
-            token = row + first + i
-            head = token * C.HV + h
-            G, now = tl.load(decay_ptr + head, mask=inside, other=0.0), last
-            last = tl.load(decay_ptr + (row + tl.minimum(first + 2 * C.CHUNK, count) - 1) * C.HV + h)  # of the next chunk
-            w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0)
-            u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0)
-            change = u.to(tl.float32) - product(w, S, C)
-            at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
-            q = tl.load(at, mask=inside[:, None], other=0.0)
-            o = product(q, S, C) * tl.exp(G)[:, None]
-            P = tl.load(p_ptr + head[:, None] * C.CHUNK + i[None, :], mask=inside[:, None], other=0.0)
-            o += product(P, change, C)
-            out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
-            tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-            k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
-            change *= tl.exp(tl.where(inside, now - G, 0.0))[:, None]
-            S = S * tl.exp(now) + product(tl.trans(k), change, C)
-        tl.store(S_ptrs, S)
-        x_ptr += row * x_stride
-        ring_ptr = state.conv + slot * C.RING * CHANNELS
-        _keep_inputs(x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, count, C)
-        if tl.program_id(2) == 0:
-            if h % GROUP == 0:
-                _keep_inputs(x_ptr, x_stride, ring_ptr, q_channels, start, count, C)
-                _keep_inputs(x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, count, C)
-            if C.DRAFTS > 0:
-                tl.store(state.folded + slot * C.HV + h, start + count)
+        # Up to the snapshot, if there is one, and on to the end. A store within one loop would take registers from its products.
+        for part in range(tl.where(snapshot >= 0, 0, 1), 2):
+            target, end = tl.where(part == 0, snapshot, slot), tl.where(part == 0, middle, count)
+            for first in range(begin, end, C.CHUNK):
+                inside = first + i < count
+                token = row + first + i
+                head = token * C.HV + h
+                G, now = tl.load(decay_ptr + head, mask=inside, other=0.0), last
+                last = tl.load(decay_ptr + (row + tl.minimum(first + 2 * C.CHUNK, count) - 1) * C.HV + h)  # of the next chunk
+                w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0)
+                u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0)
+                change = u.to(tl.float32) - product(w, S, C)
+                at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
+                q = tl.load(at, mask=inside[:, None], other=0.0)
+                o = product(q, S, C) * tl.exp(G)[:, None]
+                P = tl.load(p_ptr + head[:, None] * C.CHUNK + i[None, :], mask=inside[:, None], other=0.0)
+                o += product(P, change, C)
+                out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
+                tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+                k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
+                change *= tl.exp(tl.where(inside, now - G, 0.0))[:, None]
+                S = S * tl.exp(now) + product(tl.trans(k), change, C)
+            tl.store(matrix + target * C.HV * C.DK * C.DV, S)
+            ring_ptr = state.conv + target * C.RING * CHANNELS
+            _keep_inputs(x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
+            if tl.program_id(2) == 0:
+                if h % GROUP == 0:
+                    _keep_inputs(x_ptr, x_stride, ring_ptr, q_channels, start, end, C)
+                    _keep_inputs(x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
+                if C.DRAFTS > 0:
+                    tl.store(state.folded + target * C.HV + h, start + end)
+            begin = end
 
 
 @prepared

@@ -53,6 +53,9 @@ class Batch:
         row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
         taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: nobody reads what it would write.
         hidden: [T, H], the hidden states from which a draft model continues; None: it has none.
+        snapshot_rows: [B] int32, the row of the states in which recurrent layers store a snapshot within the step
+            (`StateSpec.snapshot_tokens`); −1: none. None or empty: no sequence has one.
+        snapshot_offsets: [B] int32, how many of the sequence's new tokens it has. None with `snapshot_rows`.
     """
 
     input_ids: Tensor
@@ -73,6 +76,8 @@ class Batch:
     row_maxima: "RowMaxima | None" = None
     taps: Tensor | None = None
     hidden: Tensor | None = None
+    snapshot_rows: Tensor | None = None
+    snapshot_offsets: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +122,8 @@ class Batch:
             torch.tensor(seq_lens, dtype=i32), torch.tensor(list(accumulate(splits, initial=0)), dtype=i32),
             torch.tensor([chunk.slot for chunk in chunks], dtype=i32), tables, query_lens, tuple(seq_lens),
             max(seq_lens, default=0), sum(splits), len(indices) == len(tokens),
+            # As in an engine's steps, so that kernels have one compiled form.
+            snapshot_rows=torch.full((len(chunks),), -1, dtype=i32), snapshot_offsets=torch.zeros(len(chunks), dtype=i32),
         )  # fmt: skip
 
     @classmethod
@@ -128,6 +135,7 @@ class Batch:
         return cls(
             step.tokens, step.positions, step.slots, step.logits_indices, step.query_starts, step.seq_lens, step.split_starts,
             step.seq_slots, step.block_tables[group], query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            snapshot_rows=step.snapshot_rows, snapshot_offsets=step.snapshot_offsets,
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":
