@@ -31,11 +31,13 @@ from minirt.kernels.gated_delta.constants import (
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import capability, next_power_of_2, shared_limit, sm_count
 from minirt.kernels.prepared import prepared
+from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
+_SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
 @prepared
 @triton.jit
 def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
-    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, its next state and its snapshot."""
+    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, its next state and its snapshots."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
     VALUES: tl.constexpr = C.HV * C.DV
@@ -170,18 +172,25 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
     slot = tl.load(sequences.slots + b).to(tl.int64)
     if (slot >= 0) & (count > C.MOST):
         x_ptr += row * x_stride
-        snapshot, middle, begin = slot * 0 - 1, 0, 0
-        if sequences.snapshot_rows is not None:
-            snapshot, middle = tl.load(sequences.snapshot_rows + b).to(tl.int64), tl.load(sequences.snapshot_offsets + b)
+        begin, num_snapshots = 0, 0
+        if sequences.snapshots is not None:
+            snapshot_ptr = sequences.snapshots + b * (2 * _SNAPSHOTS)
+            for j in tl.static_range(_SNAPSHOTS):
+                num_snapshots += (tl.load(snapshot_ptr + 2 * j) >= 0).to(tl.int32)
         dk, dv = tl.arange(0, C.DK), tl.program_id(2) * C.BLOCK_V + tl.arange(0, C.BLOCK_V)
         matrix = state.recurrent + (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
         S = tl.load(matrix + slot * C.HV * C.DK * C.DV, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
         i = tl.arange(0, C.CHUNK)
         q_channels = h // GROUP * C.DK + dk
         last = tl.load(decay_ptr + (row + tl.minimum(C.CHUNK, count) - 1) * C.HV + h)
-        # Up to the snapshot, if there is one, and on to the end. A store within one loop would take registers from its products.
-        for part in range(tl.where(snapshot >= 0, 0, 1), 2):
-            target, end = tl.where(part == 0, snapshot, slot), tl.where(part == 0, middle, count)
+        # Up to each snapshot, and on to the end. A store within one loop would take registers from its products.
+        for part in range(num_snapshots + 1):
+            end, target = count, slot
+            if sequences.snapshots is not None:
+                within = part < num_snapshots
+                target = tl.load(snapshot_ptr + 2 * part, mask=within, other=0).to(tl.int64)
+                target = tl.where(within, target, slot)
+                end = tl.where(within, tl.load(snapshot_ptr + 2 * part + 1, mask=within, other=0), count)
             for first in range(begin, end, C.CHUNK):
                 inside = first + i < count
                 token = row + first + i

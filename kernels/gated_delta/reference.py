@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minirt.kernels.gated_delta.operands import CHUNK, L2_EPS, WIDTH, GatedDeltaState, GatedDeltaWeights
 from minirt.kernels.step.rows import copy_rows
+from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 
 def causal_conv1d(x: Tensor, history: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def gated_delta_net(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     slots: Sequence[int],
-    snapshots: Sequence[tuple[int, int]] = (),
+    snapshots: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> Tensor:
     """A step of a layer after its projections, with the gated norm: qkvz [T, 2·Hk·Dk + 2·Hv·Dv], ba [T, 2·Hv] → [T, Hv·Dv].
 
@@ -99,31 +100,29 @@ def gated_delta_net(
     Several new tokens are computed by chunks, one alone by itself; sequences of as many new tokens together.
 
     Args:
-        snapshots: for each sequence, the row of the state that gets a snapshot, −1 for none, and how many new tokens it has.
-            Such a sequence is computed in two parts. Empty: no sequence has one.
+        snapshots: (row, number of tokens) of each sequence's, as in `GatedDeltaSequences`. A sequence with snapshots is computed
+            in parts, with a copy after each. Empty: no sequence has one.
     """
     layer = _Layer(weights, state)
     out, start = qkvz.new_zeros(qkvz.shape[0], layer.Hv * layer.Dv), 0
-    parts = [defaultdict[int, list[tuple[int, int, int]]](list) for _ in range(2)]  # by number of tokens
-    copies = list[tuple[int, int]]()
-    for count, length, slot, (row, offset) in zip(
-        query_lens, seq_lens, slots, snapshots or [(-1, 0)] * len(slots), strict=True
-    ):  # fmt: skip
-        position, first = length - count, count if row < 0 else offset
-        if row >= 0:
-            copies.append((slot, row))
-            parts[1][count - first].append((start + first, position + first, slot))
-        if first:
-            parts[0][first].append((start, position, slot))
+    parts = [defaultdict[int, list[tuple[int, int, int]]](list) for _ in range(1 + MAX_SNAPSHOTS)]  # by number of tokens
+    copies = [list[tuple[int, int]]() for _ in parts]  # after each part
+    for b, (count, length, slot) in enumerate(zip(query_lens, seq_lens, slots, strict=True)):
+        begin, own = 0, snapshots[b] if snapshots else ()
+        for part, (row, end) in enumerate([*own, (-1, count)]):
+            if begin < end:
+                parts[part][end - begin].append((start + begin, length - count + begin, slot))
+            if row >= 0:
+                copies[part].append((slot, row))
+            begin = end
         start += count
-    for part, groups in enumerate(parts):
-        if part == 1:
-            for slot, row in copies:
-                copy_rows([tensor for tensor in state if tensor is not None], slot, row)
+    for groups, pairs in zip(parts, copies, strict=True):
         for count, members in groups.items():
-            begins, positions, rows = torch.tensor(members, device=qkvz.device).unbind(1)
-            at = begins.unsqueeze(1) + torch.arange(count, device=qkvz.device)
+            first, positions, rows = torch.tensor(members, device=qkvz.device).unbind(1)
+            at = first.unsqueeze(1) + torch.arange(count, device=qkvz.device)
             out[at] = layer.step(qkvz[at], ba[at], positions, rows)
+        for slot, row in pairs:
+            copy_rows([tensor for tensor in state if tensor is not None], slot, row)
     return out
 
 

@@ -162,8 +162,7 @@ class StatePrefixCache(PrefixCache):
         return [place for place in sequence.next_snapshots if start + max(1, self._within) <= place < stop]
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
-        places = self._inside(sequence, start, stop)
-        return places[0] if len(places) > (self._within > 0) else stop  # a step stores one snapshot of a sequence
+        return stop if self._within else min(self._inside(sequence, start, stop), default=stop)
 
     def snapshots(self, prompts: Iterable[tuple[int, Sequence]], ends: list[int]) -> tuple[Snapshot, ...]:
         if not self._within:
@@ -216,10 +215,11 @@ class StatePrefixCache(PrefixCache):
             self._drop(snapshot)
 
     def computed(self, sequence: Sequence) -> None:
-        # The next step stores none before `length + within`: this one is the last that can be taken before a place up to there.
-        length, new = sequence.num_prefilled, sequence.num_prefilled - sequence.last_snapshot
-        wanted = any(length <= place < length + max(1, self._within) for place in sequence.next_snapshots)
-        if (wanted and new >= self._page_size) or (length < sequence.prefill_len and new >= self._spacing):
+        length, places = sequence.num_prefilled, sequence.next_snapshots
+        # The next step stores none before `length + within`.
+        near = any(length < place < length + self._within for place in places)
+        apart = self._page_size if near else self._spacing
+        if length in places or (length < sequence.prefill_len and length - sequence.last_snapshot >= apart):
             self._keep(sequence, length)
 
     def ended(self, sequence: Sequence, computed: int) -> None:
@@ -236,7 +236,7 @@ class StatePrefixCache(PrefixCache):
             self._saves.append((sequence.slot, self._known[key]))
 
     def _add(self, sequence: Sequence, length: int, row: int | None) -> None:
-        """Let the snapshot of a sequence's first tokens be found in `row`, unless it is known already. None: it is, or not kept."""
+        """Let the snapshot of a sequence's first tokens be found in `row`, unless it is known already. None: there is no row."""
         parent, key = self._keys(sequence, length)
         if key in self._known:
             self._known.move_to_end(key)

@@ -206,9 +206,9 @@ def eager(layer: GatedDeltaNet) -> Forward:
         qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
         # The host's lengths are upper bounds where the step before had drafts.
         counts, lengths = batch.query_starts_device.diff().tolist(), batch.seq_lens_device.tolist()
-        snapshots = list[tuple[int, int]]()
-        if batch.snapshot_rows is not None and batch.snapshot_offsets is not None and max(counts, default=0) > CHUNK:
-            snapshots = [*zip(batch.snapshot_rows.tolist(), batch.snapshot_offsets.tolist(), strict=True)]
+        snapshots = list[list[tuple[int, int]]]()
+        if batch.snapshots is not None and max(counts, default=0) > CHUNK:
+            snapshots = [[(row, offset) for row, offset in own if row >= 0] for own in batch.snapshots.tolist()]
         y = gated_delta.gated_delta_net(
             qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots
         )
@@ -245,7 +245,7 @@ def triton(layer: GatedDeltaNet) -> Forward:
                 x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
             )
         sequences = GatedDeltaSequences(
-            batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshot_rows, batch.snapshot_offsets
+            batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshots
         )
         y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)

@@ -40,7 +40,7 @@ NO_COPIES = Copies()
 
 
 class Snapshot(NamedTuple):
-    """A snapshot that recurrent layers store within a step.
+    """A snapshot that recurrent layers store within a step; those of a sequence are in order, at most `table.MAX_SNAPSHOTS`.
 
     Args:
         sequence: its place in the plan.
