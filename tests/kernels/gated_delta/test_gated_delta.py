@@ -307,8 +307,8 @@ def test_drafts_are_undone(kernels, make, device):
 def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, device):
     """To the bit, as is what follows from them: after one chunk or several, two of a sequence, beside sequences without.
 
-    Catches a state of another chunk, inputs of the sequence's end, a count of folded tokens that is the slot's, a row that belongs
-    to another sequence, and tokens behind a snapshot that are left out or computed twice.
+    Catches a state of another chunk, inputs of the sequence's end, a count of folded tokens that is the slot's, a row that
+    belongs to another sequence, and tokens behind a snapshot that are left out or computed twice.
     """
     own, contexts = net(make, torch.float32, Hk=1, Hv=2, Dv=32), (0, 5, 0, 70, 2)
     snapshots = [[(6, 64), (7, 128)], [(8, 64)], [], [(9, 128)], []]
