@@ -10,6 +10,7 @@ that end where a snapshot could be stored within them.
 """
 
 import itertools
+import pickle
 import random
 from concurrent.futures import Future
 from dataclasses import replace
@@ -295,7 +296,7 @@ def test_prompts_are_one_step(drafts):
             assert tokens == undisturbed(prompt, 1)
             assert len([plan for plan in started if len(plan.tokens)]) == steps
             assert cached == (known - known % within if within else known)
-            own = [snapshot for plan in started for snapshot in plan.snapshots]
+            own = [snapshot for plan in started for snapshot in pickle.loads(pickle.dumps(plan)).snapshots]
             assert len(own) == (within > 0)
             known = len(history)
             history = [*history, 97, *range(20, 51)]
@@ -316,6 +317,26 @@ def test_a_step_stores_two_snapshots_of_a_prompt():
         assert complete(it, prompt, 1) == (undisturbed(prompt, 1), cached)
         assert [[own.offset for own in plan.snapshots] for plan in plans if len(plan.tokens)] == [stored]
         assert complete(it, prompt, 1)[1] == 64, "its end is kept, too"
+    check(it, cache)
+
+
+@pytest.mark.parametrize("within", [0, 4])
+def test_states_of_unusable_logits_are_not_found(within):
+    """A prompt whose logits were NaN once is computed anew: its pages get no keys, so its snapshot is not found either."""
+    it, cache = engine(budget=64, within=within)
+    model, prompt = it._runner._model, list(range(10, 34))
+
+    def broken(batch, kv):
+        return torch.full_like(model(batch, kv), torch.nan)
+
+    it._runner._model = broken
+    it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=3), None)))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    assert outputs[-1].error
+    it._runner._model = model
+    assert complete(it, [*prompt, 60], 3) == (undisturbed([*prompt, 60], 3), 0 if within else 20)
     check(it, cache)
 
 
