@@ -28,7 +28,7 @@ from minirt import SamplingParams
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.state_cache import StatePrefixCache
-from minirt.errors import ContextLengthError, UnsupportedError
+from minirt.errors import ContextLengthError, EngineError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import resolve
 from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec
@@ -416,6 +416,29 @@ def test_answers_that_end_while_masks_are_filled(lookahead, drafts):
     it.abort(other.id)
     while it.has_work:
         it.step()
+    check(it, cache)
+
+
+def test_a_prompt_that_fails_while_its_masks_are_filled():
+    """Its step has begun to store a snapshot, and it has no pages any more. The row is free again."""
+    it, cache = engine(budget=64, within=3, snapshots=2)
+    it._constraints = it.checks._constraints = it._collector._constraints = constraints = Anything()
+
+    def fill(masks, rows):
+        masks.fill_(-1)
+        return {0: EngineError("no token is allowed")}
+
+    constraints.fill = fill
+    prompt = list(range(20, 37))
+    for _ in range(3):
+        it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(structured_outputs={"regex": "x"}), None)))
+        outputs = it.step()
+        assert outputs[0].error
+        assert it.prefix_cache_stats.snapshots == 0
+        check(it, cache)
+    while it.has_work:
+        it.step()
+    assert [complete(it, prompt, 2) for _ in range(2)] == [(undisturbed(prompt, 2), cached) for cached in (0, 15)]
     check(it, cache)
 
 
