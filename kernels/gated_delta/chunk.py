@@ -31,11 +31,13 @@ from minirt.kernels.gated_delta.constants import (
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import capability, next_power_of_2, shared_limit, sm_count
 from minirt.kernels.prepared import prepared
+from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
+_SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
 @prepared
 @triton.jit
 def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
-    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, and its next state."""
+    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, its next state and its snapshots."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
     VALUES: tl.constexpr = C.HV * C.DV
@@ -169,41 +171,55 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
     start = tl.load(sequences.seq_lens + b) - count
     slot = tl.load(sequences.slots + b).to(tl.int64)
     if (slot >= 0) & (count > C.MOST):
+        x_ptr += row * x_stride
+        begin, num_snapshots = 0, 0
+        if sequences.snapshots is not None:
+            snapshot_ptr = sequences.snapshots + b * (2 * _SNAPSHOTS)
+            for j in tl.static_range(_SNAPSHOTS):
+                num_snapshots += (tl.load(snapshot_ptr + 2 * j) >= 0).to(tl.int32)
         dk, dv = tl.arange(0, C.DK), tl.program_id(2) * C.BLOCK_V + tl.arange(0, C.BLOCK_V)
-        S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
-        S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
+        matrix = state.recurrent + (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
+        S = tl.load(matrix + slot * C.HV * C.DK * C.DV, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
         i = tl.arange(0, C.CHUNK)
         q_channels = h // GROUP * C.DK + dk
         last = tl.load(decay_ptr + (row + tl.minimum(C.CHUNK, count) - 1) * C.HV + h)
-        for first in range(0, count, C.CHUNK):
-            inside = first + i < count
-            token = row + first + i
-            head = token * C.HV + h
-            G, now = tl.load(decay_ptr + head, mask=inside, other=0.0), last
-            last = tl.load(decay_ptr + (row + tl.minimum(first + 2 * C.CHUNK, count) - 1) * C.HV + h)  # of the next chunk
-            w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0)
-            u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0)
-            change = u.to(tl.float32) - product(w, S, C)
-            at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
-            q = tl.load(at, mask=inside[:, None], other=0.0)
-            o = product(q, S, C) * tl.exp(G)[:, None]
-            P = tl.load(p_ptr + head[:, None] * C.CHUNK + i[None, :], mask=inside[:, None], other=0.0)
-            o += product(P, change, C)
-            out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
-            tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-            k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
-            change *= tl.exp(tl.where(inside, now - G, 0.0))[:, None]
-            S = S * tl.exp(now) + product(tl.trans(k), change, C)
-        tl.store(S_ptrs, S)
-        x_ptr += row * x_stride
-        ring_ptr = state.conv + slot * C.RING * CHANNELS
-        _keep_inputs(x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, count, C)
-        if tl.program_id(2) == 0:
-            if h % GROUP == 0:
-                _keep_inputs(x_ptr, x_stride, ring_ptr, q_channels, start, count, C)
-                _keep_inputs(x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, count, C)
-            if C.DRAFTS > 0:
-                tl.store(state.folded + slot * C.HV + h, start + count)
+        # Up to each snapshot, and on to the end. A store within one loop would take registers from its products.
+        for part in range(num_snapshots + 1):
+            end, target = count, slot
+            if sequences.snapshots is not None:
+                within = part < num_snapshots
+                target = tl.load(snapshot_ptr + 2 * part, mask=within, other=0).to(tl.int64)
+                target = tl.where(within, target, slot)
+                end = tl.where(within, tl.load(snapshot_ptr + 2 * part + 1, mask=within, other=0), count)
+            for first in range(begin, end, C.CHUNK):
+                inside = first + i < count
+                token = row + first + i
+                head = token * C.HV + h
+                G, now = tl.load(decay_ptr + head, mask=inside, other=0.0), last
+                last = tl.load(decay_ptr + (row + tl.minimum(first + 2 * C.CHUNK, count) - 1) * C.HV + h)  # of the next chunk
+                w = tl.load(w_ptr + head[:, None] * C.DK + dk[None, :], mask=inside[:, None], other=0.0)
+                u = tl.load(u_ptr + head[:, None] * C.DV + dv[None, :], mask=inside[:, None], other=0.0)
+                change = u.to(tl.float32) - product(w, S, C)
+                at = qkv_ptr + token[:, None] * CHANNELS + q_channels[None, :]
+                q = tl.load(at, mask=inside[:, None], other=0.0)
+                o = product(q, S, C) * tl.exp(G)[:, None]
+                P = tl.load(p_ptr + head[:, None] * C.CHUNK + i[None, :], mask=inside[:, None], other=0.0)
+                o += product(P, change, C)
+                out = out_ptr + token[:, None] * VALUES + h * C.DV + dv[None, :]
+                tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+                k = tl.load(at + KEYS, mask=inside[:, None], other=0.0)
+                change *= tl.exp(tl.where(inside, now - G, 0.0))[:, None]
+                S = S * tl.exp(now) + product(tl.trans(k), change, C)
+            tl.store(matrix + target * C.HV * C.DK * C.DV, S)
+            ring_ptr = state.conv + target * C.RING * CHANNELS
+            _keep_inputs(x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
+            if tl.program_id(2) == 0:
+                if h % GROUP == 0:
+                    _keep_inputs(x_ptr, x_stride, ring_ptr, q_channels, start, end, C)
+                    _keep_inputs(x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
+                if C.DRAFTS > 0:
+                    tl.store(state.folded + target * C.HV + h, start + end)
+            begin = end
 
 
 @prepared

@@ -20,6 +20,7 @@ from minirt.kernels.gated_delta.operands import (
     GatedDeltaWeights,
 )
 from minirt.kernels.regimes import Limits, Regime, SumOrder
+from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _LIMITS = Limits(("fp16", "fp32"))
 DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
@@ -134,3 +135,5 @@ def _check(
     B = sequences.slots.shape[0]
     check_tensor("sequences.query_starts", sequences.query_starts, (B + 1,), i32, device)
     check_tensor("sequences.seq_lens", sequences.seq_lens, (B,), i32, device)
+    if sequences.snapshots is not None:
+        check_tensor("sequences.snapshots", sequences.snapshots, (B, MAX_SNAPSHOTS, 2), i32, device)

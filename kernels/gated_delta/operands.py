@@ -69,11 +69,15 @@ class GatedDeltaSequences(NamedTuple):
         query_starts: [B + 1], the first row of each sequence; last, the number of rows that are no padding.
         seq_lens: [B], tokens of each sequence, the new ones included.
         slots: [B], rows of the state; −1: padding.
+        snapshots: [B, MAX_SNAPSHOTS, 2], of each snapshot that is stored within the step: the row of the state that gets it, and
+            how many of the sequence's new tokens it has, a multiple of CHUNK, fewer than all. In order; −1: no more of them.
+            None: no sequence has one.
     """
 
     query_starts: Tensor
     seq_lens: Tensor
     slots: Tensor
+    snapshots: Tensor | None = None
 
 
 class GatedDeltaInput(NamedTuple):

@@ -4,6 +4,7 @@ S, the state of a value head, is a matrix [Dk, Dv]. A token decays it by e^g, th
 in part (β), by the value v: S ← e^g S; S ← S + k · (β (v − Sᵀk))ᵀ. Its output is Sᵀq.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirt.kernels.gated_delta.operands import CHUNK, L2_EPS, WIDTH, GatedDeltaState, GatedDeltaWeights
+from minirt.kernels.step.rows import copy_rows
+from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 
 def causal_conv1d(x: Tensor, history: Tensor, weight: Tensor) -> Tensor:
@@ -89,22 +92,37 @@ def gated_delta_net(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     slots: Sequence[int],
+    snapshots: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> Tensor:
     """A step of a layer after its projections, with the gated norm: qkvz [T, 2·Hk·Dk + 2·Hv·Dv], ba [T, 2·Hv] → [T, Hv·Dv].
 
     Updates the state of the sequences' slots, see `operands`. A sequence of slot −1 begins without a state and stores none.
     Several new tokens are computed by chunks, one alone by itself; sequences of as many new tokens together.
+
+    Args:
+        snapshots: (row, number of tokens) of each sequence's, as in `GatedDeltaSequences`. A sequence with snapshots is computed
+            in parts, with a copy after each. Empty: no sequence has one.
     """
     layer = _Layer(weights, state)
-    out, groups, start = qkvz.new_zeros(qkvz.shape[0], layer.Hv * layer.Dv), dict[int, list[tuple[int, int, int]]](), 0
-    for count, length, slot in zip(query_lens, seq_lens, slots, strict=True):
-        if count:
-            groups.setdefault(count, []).append((start, length - count, slot))
+    out, start = qkvz.new_zeros(qkvz.shape[0], layer.Hv * layer.Dv), 0
+    parts = [defaultdict[int, list[tuple[int, int, int]]](list) for _ in range(1 + MAX_SNAPSHOTS)]  # by number of tokens
+    copies = [list[tuple[int, int]]() for _ in parts]  # after each part
+    for b, (count, length, slot) in enumerate(zip(query_lens, seq_lens, slots, strict=True)):
+        begin, own = 0, snapshots[b] if snapshots else ()
+        for part, (row, end) in enumerate([*own, (-1, count)]):
+            if begin < end:
+                parts[part][end - begin].append((start + begin, length - count + begin, slot))
+            if row >= 0:
+                copies[part].append((slot, row))
+            begin = end
         start += count
-    for count, members in groups.items():
-        first, positions, rows = torch.tensor(members, device=qkvz.device).unbind(1)
-        at = first.unsqueeze(1) + torch.arange(count, device=qkvz.device)
-        out[at] = layer.step(qkvz[at], ba[at], positions, rows)
+    for groups, pairs in zip(parts, copies, strict=True):
+        for count, members in groups.items():
+            first, positions, rows = torch.tensor(members, device=qkvz.device).unbind(1)
+            at = first.unsqueeze(1) + torch.arange(count, device=qkvz.device)
+            out[at] = layer.step(qkvz[at], ba[at], positions, rows)
+        for slot, row in pairs:
+            copy_rows([tensor for tensor in state if tensor is not None], slot, row)
     return out
 
 

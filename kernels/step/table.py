@@ -31,6 +31,8 @@ MATCHED = 13  # what its drafts rest on: the length of an n-gram match, or anoth
 # The first of its next tokens; drafts follow. With drafts, also in the middle of a prompt: the token after the computed ones.
 NEXT_TOKENS = 14
 
+MAX_SNAPSHOTS = 2  # of states, that a step stores of a sequence
+
 
 class Columns(NamedTuple):
     """The parts of a row whose sizes differ between engines.
@@ -98,6 +100,7 @@ class StepTensors(NamedTuple):
         seq_lens: [B] int32, cached tokens after the step; 0 for padding.
         split_starts: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
         seq_slots: [B] int32, `Rows.slots`.
+        snapshots: [B, MAX_SNAPSHOTS, 2] int32, as in `Batch`; a part of the step's message. Empty: there are no states.
         block_tables: [groups, B, pages] int32. Columns beyond a sequence's pages keep what they held.
         logits_indices: [R] int64, the tokens that need logits.
         draw_rows: [Q] int64, the rows of logits that tokens are drawn from.
@@ -114,6 +117,7 @@ class StepTensors(NamedTuple):
     seq_lens: Tensor
     split_starts: Tensor
     seq_slots: Tensor
+    snapshots: Tensor
     block_tables: Tensor
     logits_indices: Tensor
     draw_rows: Tensor

@@ -55,7 +55,9 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
             first, end = int(slots.num_sent[slot]), int(slots.num_pages[slot])
             edits.append(Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy()))
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
-    return StepPlan(planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots), work.copies)
+    return StepPlan(
+        planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots), work.copies, work.snapshots
+    )
 
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:

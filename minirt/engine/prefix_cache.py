@@ -6,7 +6,7 @@ prefixes with the same key.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from minirt.step.kv_cache import PageAllocator
-from minirt.step.plan import NO_COPIES, Copies
+from minirt.step.plan import NO_COPIES, Copies, Snapshot
 
 if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
@@ -147,6 +147,15 @@ class PrefixCache:
             ContextLengthError: too much is pinned.
         """
 
+    def snapshots(self, prompts: "Iterable[tuple[int, Sequence]]", ends: list[int]) -> tuple[Snapshot, ...]:
+        """The snapshots that the next step is to store while it computes prompts. Then call `started` or `failed`.
+
+        Args:
+            prompts: with their places in the step.
+            ends: how many of its tokens each of these is computed up to.
+        """
+        return ()
+
     def chunk_end(self, sequence: "Sequence", start: int, stop: int) -> int:
         """Where a chunk of a prompt ends that begins at `start` and could end at `stop`."""
         return stop
@@ -156,10 +165,10 @@ class PrefixCache:
         return NO_COPIES
 
     def started(self) -> None:
-        """The step with the `copies` was started."""
+        """The step with the `copies` and `snapshots` was started."""
 
     def failed(self) -> None:
-        """It was not, and nobody knows which of them were made."""
+        """It was not, and nobody knows what it has done."""
 
     def computed(self, sequence: "Sequence") -> None:
         """A step was started that computes a sequence's first `num_prefilled` tokens."""

@@ -27,7 +27,7 @@ from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, EngineError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences
+from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Snapshot
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
@@ -46,6 +46,7 @@ class Work(NamedTuple):
     epochs: np.ndarray
     prompts: list[tuple[int, Sequence]]
     copies: Copies = NO_COPIES
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 _NO_EPOCHS = np.zeros(0, np.int64)
@@ -288,7 +289,10 @@ class Scheduler:
         if len(slots):
             planned = PlannedSequences(np.concatenate((_going_on(slots, counts, lens).values, planned.values), 1))
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
-        return Work(planned, self.slots.epochs[planned.slots], places, copies)
+        snapshots: tuple[Snapshot, ...] = ()
+        if self._keeps_states and self.prefix_cache is not None:
+            snapshots = self.prefix_cache.snapshots(places, [own[5] for _, own in prompts])
+        return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
 
     def _seconds_of_prompts(self) -> float:
         """How long a step may compute prompts while others decode."""
@@ -618,4 +622,5 @@ def _prefix_cache(cache: KVCache) -> PrefixCache | None:
     if not cache.has_states:
         return PrefixCache(cache.allocator, cache.page_size)
     rows = range(cache.num_slots, cache.num_slots + cache.num_snapshots)
-    return StatePrefixCache(cache.allocator, cache.page_size, rows, cache.state_tokens) if rows else None
+    spacing, within = cache.state_tokens, cache.snapshot_tokens
+    return StatePrefixCache(cache.allocator, cache.page_size, rows, spacing, within) if rows else None

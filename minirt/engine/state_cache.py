@@ -5,12 +5,13 @@ its state was kept: a **snapshot**, in a row of the state tensors behind those o
 tokens that are folded into it: those on its last page, and the key of the full pages before. A hit needs these full pages, the
 page with the rest (which it copies, since it writes behind the rest), and the snapshot, copied into the sequence's slot.
 
-Snapshots are taken by copies as well, before the layers of the next step run. As steps run in order, a snapshot can be found as
-soon as its copy is planned. They are dropped least recently used first.
+Snapshots within a prompt are stored by the layers while they compute it, at multiples of so many tokens of the step. Others are
+taken by copies, before the layers of the next step run. As steps run in order, a snapshot can be found as soon as the step that
+stores it was started, or its copy is planned. They are dropped least recently used first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -21,7 +22,7 @@ from minirt.engine.prefix_cache import Hit, PrefixCache, PrefixCacheStats
 from minirt.engine.sequence import Sequence
 from minirt.errors import ContextLengthError
 from minirt.step.kv_cache import PageAllocator
-from minirt.step.plan import NO_COPIES, Copies
+from minirt.step.plan import NO_COPIES, Copies, Snapshot
 
 
 @dataclass(eq=False)
@@ -49,11 +50,13 @@ class StatePrefixCache(PrefixCache):
         rows: of the state tensors, for snapshots.
         spacing: while a long prompt is computed in chunks, a snapshot is taken at the end of a chunk if so many tokens are behind
             the last one.
+        within: a step stores a snapshot of a prompt after a multiple of so many of its tokens; 0: only at its end, so it ends
+            where a snapshot is wanted.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, rows: Seq[int], spacing: int) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, rows: Seq[int], spacing: int, within: int = 0) -> None:
         super().__init__(allocator, page_size)
-        self._rows, self._spacing = rows, spacing
+        self._rows, self._spacing, self._within = rows, spacing, within
         self._recomputed = self._evictions = 0
         self.reset()
 
@@ -63,6 +66,7 @@ class StatePrefixCache(PrefixCache):
         self._children: dict[bytes, list[_Snapshot]] = {}  # by parent
         self._saves: list[tuple[int, _Snapshot]] = []  # slots and snapshots that the next step is to take of them
         self._planned: list[_Snapshot] = []  # those that the step takes which is being started
+        self._stored: list[tuple[Sequence, int, int | None]] = []  # what this step stores: of whom, how many tokens, in which row
         self._admitted: list[tuple[Sequence, Hit, _Snapshot]] = []  # who begins in that step, from what
         self._pinned: set[_Snapshot] = set()
 
@@ -125,7 +129,7 @@ class StatePrefixCache(PrefixCache):
             self._known.move_to_end(hit.snapshot)
             snapshot.holds += 1
             self._admitted.append((sequence, hit, snapshot))
-        # A snapshot saves the tokens since the one before it, and costs a step that ends there. So it must save a page of tokens.
+        # A snapshot saves the tokens since the one before it. Fewer than a page of them take no time beside a step's others.
         request, last = sequence.request, sequence.prompt_len - 1  # an identical prompt computes its last token
         if request.sampling.prompt_logprobs is not None:  # and the first token whose logits are needed
             last = request.num_unscored - 1
@@ -153,8 +157,28 @@ class StatePrefixCache(PrefixCache):
         snapshot.holds += 1
         self._pinned.add(snapshot)
 
+    def _inside(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        """Where snapshots are wanted within a step from `start` to `stop`, behind the state that it begins with."""
+        return [place for place in sequence.next_snapshots if start + max(1, self._within) <= place < stop]
+
     def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
-        return min((place for place in sequence.next_snapshots if start < place < stop), default=stop)
+        return stop if self._within else min(self._inside(sequence, start, stop), default=stop)
+
+    def snapshots(self, prompts: Iterable[tuple[int, Sequence]], ends: list[int]) -> tuple[Snapshot, ...]:
+        if not self._within:
+            return ()
+        planned, keys = list[Snapshot](), set[bytes]()
+        for (place, sequence), stop in zip(prompts, ends, strict=True):
+            start = sequence.num_prefilled
+            for wanted in self._inside(sequence, start, stop):
+                length = wanted - (wanted - start) % self._within
+                _, key = self._keys(sequence, length)
+                row = None if key in self._known or key in keys else self._row()
+                if row is not None:
+                    keys.add(key)
+                    planned.append(Snapshot(place, row, length - start))
+                self._stored.append((sequence, length, row))
+        return tuple(planned)
 
     def copies(self) -> Copies:
         if not self._saves and not self._admitted:
@@ -169,6 +193,12 @@ class StatePrefixCache(PrefixCache):
         for snapshot in self._planned:
             snapshot.holds -= 1
         self._planned.clear()
+        for sequence, length, row in self._stored:
+            if sequence.slot >= 0:
+                self._add(sequence, length, row)
+            elif row is not None:  # it has ended while the step was being started
+                self._free.append(row)
+        self._stored.clear()
         for _, hit, snapshot in self._admitted:
             snapshot.holds -= 1
             if hit.partial >= 0:
@@ -177,14 +207,19 @@ class StatePrefixCache(PrefixCache):
 
     def failed(self) -> None:
         lost = list(self._planned)
+        self._free += [row for _, _, row in self._stored if row is not None]
+        self._stored.clear()
         self.started()
         for snapshot in lost:
             self._pinned.discard(snapshot)
             self._drop(snapshot)
 
     def computed(self, sequence: Sequence) -> None:
-        length, last = sequence.num_prefilled, sequence.last_snapshot
-        if length in sequence.next_snapshots or (length < sequence.prefill_len and length - last >= self._spacing):
+        length, places = sequence.num_prefilled, sequence.next_snapshots
+        # The next step stores none before `length + within`.
+        near = any(length < place < length + self._within for place in places)
+        apart = self._page_size if near else self._spacing
+        if length in places or (length < sequence.prefill_len and length - sequence.last_snapshot >= apart):
             self._keep(sequence, length)
 
     def ended(self, sequence: Sequence, computed: int) -> None:
@@ -193,17 +228,28 @@ class StatePrefixCache(PrefixCache):
 
     def _keep(self, sequence: Sequence, length: int) -> None:
         """Take a snapshot of a sequence's slot, whose state has so many tokens once the steps that were started have ended."""
+        _, key = self._keys(sequence, length)
+        row = None if key in self._known else self._row()
+        self._add(sequence, length, row)
+        if row is not None:
+            self._known[key].holds += 1
+            self._saves.append((sequence.slot, self._known[key]))
+
+    def _add(self, sequence: Sequence, length: int, row: int | None) -> None:
+        """Let the snapshot of a sequence's first tokens be found in `row`, unless it is known already. None: there is no row."""
         parent, key = self._keys(sequence, length)
-        if (snapshot := self._known.get(key)) is not None:
+        if key in self._known:
             self._known.move_to_end(key)
-        elif (row := self._row()) is not None:
-            self._known[key] = snapshot = _Snapshot(row, key, parent, length, holds=1)
+            if row is not None:
+                self._free.append(row)
+        elif row is None:
+            return
+        else:
+            self._known[key] = snapshot = _Snapshot(row, key, parent, length)
             self._children.setdefault(parent, []).append(snapshot)
-            self._saves.append((sequence.slot, snapshot))
-        if snapshot is not None:
-            sequence.last_snapshot = length
-            if length % self._page_size:
-                self._allocator.register(int(sequence.pages[length // self._page_size]), key)
+        sequence.last_snapshot = length
+        if length % self._page_size:
+            self._allocator.register(int(sequence.pages[length // self._page_size]), key)
 
     def _row(self) -> int | None:
         """A row for a snapshot; None: all are in use by the next step, or pinned."""

@@ -11,7 +11,7 @@ from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.limits import EngineLimits
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step import table as eager
-from minirt.kernels.step.table import NEXT_TOKENS, Columns, Rows, StepTensors
+from minirt.kernels.step.table import MAX_SNAPSHOTS, NEXT_TOKENS, Columns, Rows, StepTensors
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import StepPlan
 
@@ -53,13 +53,16 @@ class StepBuffers:
         self.columns = Columns(limits.max_drafts, 1, cache.pages_for(limits.max_model_len), history)
         self.table = torch.zeros(limits.max_num_seqs, self.columns.words, dtype=torch.int32, device=device)
         self._max_seqs = -(-max_seqs // 4) * 4
-        self._edits_at = _HEAD + _NUM_ROWS * self._max_seqs
+        self._snapshots_at = _HEAD + _NUM_ROWS * self._max_seqs
+        self._edits_at = self._snapshots_at + (2 * MAX_SNAPSHOTS * self._max_seqs if cache.has_states else 0)
         self._values_at = self._edits_at + 4 * 2 * self._max_seqs
         words = self._values_at + self._max_seqs * (-(-NEXT_TOKENS // 4) * 4 + self.columns.pages)
         self._message, self._tokens = CpuGpuBuffer((words,), device), CpuGpuBuffer((max_tokens,), device)
         self._step = _tensors(
             max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws, self.columns, device
         )
+        snapshots = self._message.device[self._snapshots_at : self._edits_at].view(-1, MAX_SNAPSHOTS, 2)
+        self._step = self._step._replace(snapshots=snapshots)
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
         self._result = torch.zeros(shape, dtype=torch.int32, device=device)
         self._result_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
@@ -82,9 +85,14 @@ class StepBuffers:
             edits = tuple(edit for edit in edits if edit.column < self.columns.tokens)
         words = self._message.array()
         words[:3] = len(edits), logits_needed, greedy
-        rows = words[_HEAD : self._edits_at].reshape(_NUM_ROWS, size)
+        rows = words[_HEAD : self._snapshots_at].reshape(_NUM_ROWS, size)
         rows[:, :count] = plan.sequences.values[:_NUM_ROWS]
         rows[:, count:], rows[0, count:] = 0, -1
+        if self._edits_at > self._snapshots_at:
+            snapshots = words[self._snapshots_at : self._edits_at].reshape(size, MAX_SNAPSHOTS, 2)
+            snapshots[:] = -1
+            for place, row, offset in plan.snapshots:
+                snapshots[place, (snapshots[place, :, 0] >= 0).sum()] = row, offset
         end = self._edits_at
         if edits:
             end, table = self._values_at, words[self._edits_at : self._values_at].reshape(-1, 4)
@@ -140,7 +148,7 @@ class StepBuffers:
 
     def _tensors_of(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         step, width = self._step, self.columns.pages
-        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, 0, logits, *((draws,) * 10))
+        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
         tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
         parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
         return StepTensors(*parts)._replace(block_tables=tables)
@@ -229,7 +237,7 @@ def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, 
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     return StepTensors(
         zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
-        zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32),
+        zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32), zeros(0, dtype=i32),
         zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
         zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32),
         zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64),

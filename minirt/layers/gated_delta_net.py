@@ -9,6 +9,7 @@ from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.gated_delta import reference as gated_delta
 from minirt.kernels.gated_delta.operands import (
+    CHUNK,
     HEAD_DIMS,
     WIDTH,
     GatedDeltaSequences,
@@ -86,7 +87,7 @@ class GatedDeltaNet(Layer):
         conv = ("conv", (ring, self.channels), self.context.dtype)
         recurrent = ("recurrent", (heads, self.head_k_dim, self.head_v_dim), torch.float32)
         undo = (("gates", (ring, 2, heads), torch.float32), ("folded", (heads,), torch.int32)) if undoable else ()
-        return StateSpec((conv, recurrent, *undo), undoable)
+        return StateSpec((conv, recurrent, *undo), undoable, CHUNK)
 
     @property
     def step_state_bytes(self) -> int:
@@ -205,7 +206,12 @@ def eager(layer: GatedDeltaNet) -> Forward:
         qkvz, ba = reference.linear(h, in_proj.weight, scale=in_proj.scale), reference.linear(h, in_proj_ba.weight)
         # The host's lengths are upper bounds where the step before had drafts.
         counts, lengths = batch.query_starts_device.diff().tolist(), batch.seq_lens_device.tolist()
-        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist())
+        snapshots = list[list[tuple[int, int]]]()
+        if batch.snapshots is not None and max(counts, default=0) > CHUNK:
+            snapshots = [[(row, offset) for row, offset in own if row >= 0] for own in batch.snapshots.tolist()]
+        y = gated_delta.gated_delta_net(
+            qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots
+        )
         return x + reference.linear(y, out_proj.weight, scale=out_proj.scale)
 
     return forward
@@ -238,7 +244,9 @@ def triton(layer: GatedDeltaNet) -> Forward:
             qkvz = norm_linear(
                 x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
             )
-        sequences = GatedDeltaSequences(batch.query_starts_device, batch.seq_lens_device, batch.seq_slots)
+        sequences = GatedDeltaSequences(
+            batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshots
+        )
         y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 

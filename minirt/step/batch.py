@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.kernels.step.table import StepTensors
+from minirt.kernels.step.table import MAX_SNAPSHOTS, StepTensors
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -53,6 +53,9 @@ class Batch:
         row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
         taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: nobody reads what it would write.
         hidden: [T, H], the hidden states from which a draft model continues; None: it has none.
+        snapshots: [B, 2, 2] int32, of each snapshot that recurrent layers store within the step (`StateSpec.snapshot_tokens`):
+            the row of the states, and how many of the sequence's new tokens it has. In order; −1: no more of them. None or empty:
+            no sequence has one.
     """
 
     input_ids: Tensor
@@ -73,6 +76,7 @@ class Batch:
     row_maxima: "RowMaxima | None" = None
     taps: Tensor | None = None
     hidden: Tensor | None = None
+    snapshots: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +121,7 @@ class Batch:
             torch.tensor(seq_lens, dtype=i32), torch.tensor(list(accumulate(splits, initial=0)), dtype=i32),
             torch.tensor([chunk.slot for chunk in chunks], dtype=i32), tables, query_lens, tuple(seq_lens),
             max(seq_lens, default=0), sum(splits), len(indices) == len(tokens),
+            snapshots=torch.full((len(chunks), MAX_SNAPSHOTS, 2), -1, dtype=i32),  # as in engines: kernels have one compiled form
         )  # fmt: skip
 
     @classmethod
@@ -128,6 +133,7 @@ class Batch:
         return cls(
             step.tokens, step.positions, step.slots, step.logits_indices, step.query_starts, step.seq_lens, step.split_starts,
             step.seq_slots, step.block_tables[group], query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            snapshots=step.snapshots,
         )  # fmt: skip
 
     def to(self, device: torch.device) -> "Batch":

@@ -89,11 +89,15 @@ class PagesSpec(NamedTuple):
 class StateSpec:
     """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor.
 
-    `undoable`: the layer can go on from any new token of a step that has at most so many of the sequence (drafts).
+    Args:
+        undoable: the layer can go on from any new token of a step that has at most so many of the sequence (drafts).
+        snapshot_tokens: the layer stores snapshots within a step (`Batch.snapshot_rows`), after a multiple of so many of the
+            sequence's new tokens. 0: it does not, so a step ends where a state is to be kept.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     undoable: int = 0
+    snapshot_tokens: int = 0
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         return 0
@@ -160,8 +164,16 @@ class CombinedCache(tuple[LayerCache, ...]):
 
 def undoable(specs: Sequence[CacheSpec]) -> int:
     """How many new tokens of a sequence a step may have if some of them are taken back afterwards; without states, any number."""
-    states = [own for spec in specs for own in (spec.specs if isinstance(spec, CombinedSpec) else (spec,)) if own.state_bytes]
-    return min([getattr(spec, "undoable", 0) for spec in states], default=2**31)
+    return min([getattr(spec, "undoable", 0) for spec in _with_states(specs)], default=2**31)
+
+
+def snapshot_tokens(specs: Sequence[CacheSpec]) -> int:
+    """After a multiple of how many new tokens of a sequence all layers store a snapshot within a step; 0: not all do."""
+    return math.lcm(*[getattr(spec, "snapshot_tokens", 0) for spec in _with_states(specs)])
+
+
+def _with_states(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    return [own for spec in specs for own in (spec.specs if isinstance(spec, CombinedSpec) else (spec,)) if own.state_bytes]
 
 
 def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator[tuple[CacheSpec, LayerCache]]:
@@ -198,6 +210,7 @@ class KVCache:
 
     Attributes:
         state_tokens: the number of tokens whose pages take as many bytes as the states of one sequence.
+        snapshot_tokens: see `snapshot_tokens`.
 
     Args:
         specs: one for each layer with a `cache_spec`, in order.
@@ -217,6 +230,7 @@ class KVCache:
     ) -> None:
         self.page_size, self.num_pages, self.num_slots, self.num_snapshots = page_size, num_pages, num_slots, num_snapshots
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
+        self.snapshot_tokens = snapshot_tokens(specs)
         room = CacheRoom(num_pages, page_size, num_slots + num_snapshots, dtype, device)
         self.layers = [spec.allocate(room) for spec in specs]
         self._states, self._pages = self._rows(specs) if num_snapshots else ([], [])

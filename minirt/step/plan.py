@@ -39,6 +39,20 @@ class Copies(NamedTuple):
 NO_COPIES = Copies()
 
 
+class Snapshot(NamedTuple):
+    """A snapshot that recurrent layers store within a step; those of a sequence are in order, at most `table.MAX_SNAPSHOTS`.
+
+    Args:
+        sequence: its place in the plan.
+        row: of the states.
+        offset: how many of the sequence's new tokens it has.
+    """
+
+    sequence: int
+    row: int
+    offset: int
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
@@ -145,6 +159,7 @@ class StepPlan:
     scored: tuple[Scored, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     copies: Copies = NO_COPIES
+    snapshots: tuple[Snapshot, ...] = ()
 
     @cached_property
     def _sums(self) -> list[int]:

@@ -1,13 +1,16 @@
 """The prefix cache of models with recurrent layers: hits to the token, and nobody can tell from the tokens.
 
 A mock model with a state beside its pages. The next token is a hash of both, so a state with one token too many or too few shows
-in the next token, as does a page with a wrong one. With drafts, its state can be undone as that of gated DeltaNet.
+in the next token, as does a page with a wrong one. With drafts, its state can be undone as that of gated DeltaNet. With `within`,
+it stores snapshots within a step, as gated DeltaNet does at multiples of 64 tokens; without, steps end where one is wanted.
 
 Catches labels that are off by one, snapshots of a slot that has a new sequence already, copies in the wrong order or made twice,
-states of rejected drafts or of steps that ran out of memory, pages that are written while others read them, leaked rows.
+states of rejected drafts or of steps that ran out of memory, pages that are written while others read them, leaked rows, steps
+that end where a snapshot could be stored within them.
 """
 
 import itertools
+import pickle
 import random
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,7 +28,7 @@ from minirt import SamplingParams
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.state_cache import StatePrefixCache
-from minirt.errors import ContextLengthError, UnsupportedError
+from minirt.errors import ContextLengthError, EngineError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
 from minirt.sampling_params import resolve
 from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec
@@ -41,17 +44,18 @@ def fold(state, token):
 class Recurrent:
     """A `Mock` whose next token also depends on a state: a hash of all tokens, folded in one by one."""
 
-    def __init__(self, undoable=0):
-        self.undoable, self.ring = undoable, 2 * undoable + 3
+    def __init__(self, undoable=0, within=0):
+        self.undoable, self.ring, self.within = undoable, 2 * undoable + 3, within
         self.tokens_per_step = []
         tensors = (("hash", (1,), torch.int64), ("folded", (1,), torch.int64), ("inputs", (self.ring,), torch.int64))
-        self.specs = [CombinedSpec((PagesSpec(1, 1), StateSpec(tensors, undoable)))]
+        self.specs = [CombinedSpec((PagesSpec(1, 1), StateSpec(tensors, undoable, within)))]
 
     def __call__(self, batch, cache):
         pages, state = cache.layers[0][0].k.view(-1), cache.layers[0][1]
         pages[batch.slots] = batch.input_ids.float()
         self.tokens_per_step.append(batch.num_tokens)
         rows, slots = [], batch.seq_slots.tolist()
+        snapshots = batch.snapshots.tolist()
         for i, (first, count) in enumerate(zip(batch.query_starts, batch.query_lens, strict=True)):
             length, slot = batch.seq_lens[i], slots[i]
             start = length - count
@@ -66,6 +70,11 @@ class Recurrent:
                 token = int(batch.input_ids[first + j])
                 value = fold(value, token)
                 state["inputs"][slot, (start + j) % self.ring] = token
+                for row, offset in snapshots[i]:
+                    if row >= 0 and offset == j + 1:
+                        assert j + 1 < count
+                        assert (j + 1) % self.within == 0
+                        state["hash"][row], state["folded"][row] = value, start + j + 1
                 rows.append((following(tokens[: start + j + 1]) + value) % VOCAB)
             state["hash"][slot], state["folded"][slot] = (before, start) if undone else (value, length)
         return torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()[batch.logits_indices]
@@ -104,8 +113,10 @@ class Known:
             table[slot, NUM_NEXT], table[slot, MATCHED] = 1 + len(drafts), len(drafts)
 
 
-def engine(pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, drafts=0, right=0.7, prefix_cache=True):
-    model = Recurrent(1 + drafts if drafts else 0)
+def engine(
+    pages=64, seqs=6, budget=40, length=64, lookahead=1, snapshots=8, drafts=0, right=0.7, prefix_cache=True, within=0
+):  # fmt: skip
+    model = Recurrent(1 + drafts if drafts else 0, within)
     cache = KVCache(model.specs, pages, page_size=PAGE, num_slots=seqs, num_snapshots=snapshots)
     kv, state = cache.layers[0]
     kv.k.fill_(float("nan"))
@@ -173,12 +184,13 @@ def check(it, cache):
     right=st.sampled_from([0.0, 0.6, 1.0]),
     most=st.integers(2, 60),
     histories=st.integers(0, 5),
+    within=st.sampled_from([0, 1, 3, 4, 6]),
 )
 def test_states_that_are_found_change_no_token(
-    requests, pages, seqs, budget, aborts, lookahead, snapshots, drafts, right, most, histories
+    requests, pages, seqs, budget, aborts, lookahead, snapshots, drafts, right, most, histories, within
 ):
     """Forks, evictions, preemptions, aborts, memory that runs out in steps of more than `most` tokens, drafts."""
-    it, cache = engine(pages, seqs, budget, 36, lookahead, snapshots, drafts, right)
+    it, cache = engine(pages, seqs, budget, 36, lookahead, snapshots, drafts, right, within=within)
     breaking(it, most, len(requests))
     add = it.add
     it.add = lambda own: add(replace(  # some say where their history ends, and some share nothing with the others
@@ -196,14 +208,15 @@ def test_states_that_are_found_change_no_token(
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_label_that_is_off_by_one_shows(shift, monkeypatch):
-    """If it did not, the tests here could not see the fault that they are about."""
-    keep = StatePrefixCache._keep
-    monkeypatch.setattr(StatePrefixCache, "_keep", lambda self, own, length: keep(self, own, length + shift))
-    it, _ = engine(budget=9)
+@pytest.mark.parametrize(("name", "budget", "within", "length"), [("_keep", 9, 0, 29), ("_add", 40, 7, 28)])
+def test_a_label_that_is_off_by_one_shows(name, budget, within, length, shift, monkeypatch):
+    """If it did not, the tests here could not see the fault that they are about: of copies, and of what steps store."""
+    real = getattr(StatePrefixCache, name)
+    monkeypatch.setattr(StatePrefixCache, name, lambda self, own, length, *row: real(self, own, length + shift, *row))
+    it, _ = engine(budget=budget, within=within)
     prompt = list(range(10, 40))
-    complete(it, prompt, 9)
-    cached, other = 0, [*prompt[: 29 + shift], 90, 91]  # (the label −1 has the state of one token more)
+    complete(it, prompt, 1)
+    cached, other = 0, [*prompt[: length + shift], 90, 91]  # (the label −1 has the state of one token more)
     for _ in range(2):
         tokens, cached = complete(it, other, 1)
     assert cached
@@ -250,9 +263,10 @@ def test_the_end_of_a_conversations_history_is_kept():
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("length", range(1, 14))
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_prompts_that_end_at_any_place(length, lookahead, drafts):
+@pytest.mark.parametrize("within", [0, 3, 4])
+def test_prompts_that_end_at_any_place(length, lookahead, drafts, within):
     """The same prompt again, longer ones and one that leaves it: all tokens are those without a cache."""
-    it, cache = engine(lookahead=lookahead, drafts=drafts, budget=7, snapshots=20)
+    it, cache = engine(lookahead=lookahead, drafts=drafts, budget=7, snapshots=20, within=within)
     prompt = list(range(10, 10 + length))
     for own in (prompt, prompt, [*prompt, 60], [*prompt, 61, 62, 63, 64, 65], [*prompt[:-2], 70], prompt):
         if not own:
@@ -260,7 +274,84 @@ def test_prompts_that_end_at_any_place(length, lookahead, drafts):
         tokens, cached = complete(it, own, 6)
         assert tokens == undisturbed(own, 6)
         assert cached < len(own)
-    assert cached == (length - 1 if length > PAGE else 0)
+    if within:
+        assert cached > length - 1 - PAGE - within, "a page after the one before, or a multiple of `within`"
+    else:
+        assert cached == (length - 1 if length > PAGE else 0)
+    check(it, cache)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_prompts_are_one_step(drafts):
+    """A snapshot costs a prompt no step, and the next turn of a conversation none either. Twice as many, if layers store none."""
+    for within, steps in ((0, 2), (4, 1)):
+        it, cache = engine(pages=200, length=400, budget=300, within=within, drafts=drafts)
+        started, start = [], it._runner.start
+        it._runner.start = lambda plan, start=start, started=started: started.append(plan) or start(plan)
+        history = list(range(10, 95))
+        prompt, known = [*history, 98, 99], 0
+        for _ in range(3):
+            started.clear()
+            tokens, cached = complete(it, prompt, 1, history=len(history))
+            assert tokens == undisturbed(prompt, 1)
+            assert len([plan for plan in started if len(plan.tokens)]) == steps
+            assert cached == (known - known % within if within else known)
+            own = [snapshot for plan in started for snapshot in pickle.loads(pickle.dumps(plan)).snapshots]
+            assert len(own) == (within > 0)
+            known = len(history)
+            history = [*history, 97, *range(20, 51)]
+            prompt = [*history, 98, 99]
+        check(it, cache)
+
+
+def test_a_step_stores_two_snapshots_of_a_prompt():
+    """Where it leaves a known path, and at its end. Catches one that is lost, or has the other's row."""
+    it, cache = engine(pages=200, length=400, budget=300, within=4)
+    shared = list(range(10, 50))
+    complete(it, [*shared, 60] * 2, 1)
+    plans, start = [], it._runner.start
+    it._runner.start = lambda plan: plans.append(plan) or start(plan)
+    for i, (cached, stored) in enumerate(((0, [40, 64]), (40, [24]))):
+        plans.clear()
+        prompt = [*shared, 70 + i, *range(20, 45)]
+        assert complete(it, prompt, 1) == (undisturbed(prompt, 1), cached)
+        assert [[own.offset for own in plan.snapshots] for plan in plans if len(plan.tokens)] == [stored]
+        assert complete(it, prompt, 1)[1] == 64, "its end is kept, too"
+    check(it, cache)
+
+
+def test_states_of_unusable_logits_are_not_found():
+    """A prompt whose logits were NaN once is computed anew: its pages get no keys, so its snapshot is not found either."""
+    it, cache = engine(budget=64, within=4)
+    model, prompt = it._runner._model, list(range(10, 34))
+
+    def broken(batch, kv):
+        return torch.full_like(model(batch, kv), torch.nan)
+
+    it._runner._model = broken
+    it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=3), None)))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    assert outputs[-1].error
+    it._runner._model = model
+    assert complete(it, [*prompt, 60], 3) == (undisturbed([*prompt, 60], 3), 0)
+    assert complete(it, prompt, 3) == (undisturbed(prompt, 3), 20)
+    check(it, cache)
+
+
+def test_equal_prompts_of_a_step_store_one_snapshot():
+    """Each finds nothing, and all would store the same. Catches a row that is lost, or that two snapshots have."""
+    it, cache = engine(budget=200, within=4, seqs=4)
+    prompt, plans, start = list(range(10, 31)), [], it._runner.start
+    it._runner.start = lambda plan: plans.append(plan) or start(plan)
+    for _ in range(4):
+        it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=1), None)))
+    while it.has_work:
+        it.step()
+    assert [len(plan.snapshots) for plan in plans] == [1]
+    assert it.prefix_cache_stats.snapshots == 1
+    assert complete(it, prompt, 2) == (undisturbed(prompt, 2), 20)
     check(it, cache)
 
 
@@ -325,6 +416,29 @@ def test_answers_that_end_while_masks_are_filled(lookahead, drafts):
     it.abort(other.id)
     while it.has_work:
         it.step()
+    check(it, cache)
+
+
+def test_a_prompt_that_fails_while_its_masks_are_filled():
+    """Its step has begun to store a snapshot, and it has no pages any more. The row is free again."""
+    it, cache = engine(budget=64, within=3, snapshots=2)
+    it._constraints = it.checks._constraints = it._collector._constraints = constraints = Anything()
+
+    def fill(masks, rows):
+        masks.fill_(-1)
+        return {0: EngineError("no token is allowed")}
+
+    constraints.fill = fill
+    prompt = list(range(20, 37))
+    for _ in range(3):
+        it.add(Request(next(NUMBERS), prompt, resolve(SamplingParams(structured_outputs={"regex": "x"}), None)))
+        outputs = it.step()
+        assert outputs[0].error
+        assert it.prefix_cache_stats.snapshots == 0
+        check(it, cache)
+    while it.has_work:
+        it.step()
+    assert [complete(it, prompt, 2) for _ in range(2)] == [(undisturbed(prompt, 2), cached) for cached in (0, 15)]
     check(it, cache)
 
 

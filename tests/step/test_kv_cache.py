@@ -33,6 +33,15 @@ def test_kernels_find_the_fields_of_pages(record):
     assert vars(record)["_fields"] == ("k", "v", "k_scale", "v_scale")
 
 
+def test_states_are_stored_where_all_layers_can():
+    """Steps go on where a state is kept only if each layer with a state stores it, so at a multiple of all their numbers."""
+    tensors, mixed = STATE.tensors, KVCache([KV, StateSpec((), 0, 64)], 1)
+    assert mixed.snapshot_tokens == 1, "no layer has a state"
+    for numbers, expected in (((64,), 64), ((64, 48), 192), ((64, 0), 0), ((0,), 0)):
+        specs = [CombinedSpec((KV, StateSpec(tensors, 0, number))) for number in numbers]
+        assert KVCache([KV, *specs], 1, num_slots=1).snapshot_tokens == expected
+
+
 def test_specs_of_equal_parts_are_equal():
     """Also those of a list, which could not be hashed."""
     assert hash(CombinedSpec([KV, STATE])) == hash(CombinedSpec((KV, STATE)))

@@ -35,7 +35,7 @@ from minirt.kernels.speculative.draft_model_reference import DraftTokens
 from minirt.kernels.step import copies
 from minirt.kernels.step import kernels as step
 from minirt.kernels.step.rows import RowTable
-from minirt.kernels.step.table import Columns, Rows, StepTensors
+from minirt.kernels.step.table import MAX_SNAPSHOTS, Columns, Rows, StepTensors
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 LARGE = ((200, 3000), (500, INTER), (8192, INTER))  # tokens and width: every tile of the tables of `gemm`
@@ -417,7 +417,7 @@ def all_gated_delta(calls: Calls) -> None:
         weights = GatedDeltaWeights(empty(channels, 4), empty(Hv, like=floats), empty(Hv, like=floats), empty(D), 1e-6)
         for T in (2, 300):
             both = empty(T, channels + Hv * D + 2 * Hv)
-            sequences = GatedDeltaSequences(ints(3), ints(2), ints(2))
+            sequences = GatedDeltaSequences(ints(3), ints(2), ints(2), ints(2, MAX_SNAPSHOTS, 2))
             rest = (both[:, : -2 * Hv], both[:, -2 * Hv :], weights, state, sequences)
             gated_delta.gated_delta_net(*rest, 1 if T == 2 else 200, pdl=calls.pdl)
 
@@ -437,8 +437,8 @@ def step_table(calls: Calls) -> None:
         floats = calls.empty(R, like=torch.float32)
         out = StepTensors(
             ints(T, like=long), ints(T, like=long), ints(T, like=long), ints(B + 1), ints(B), ints(B + 1), ints(B),
-            ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long), *(ints(R) for _ in range(3)), floats,
-            ints(R), floats, floats, ints(R, like=long), ints(R, like=long),
+            ints(B, MAX_SNAPSHOTS, 2), ints(columns.groups, B, columns.pages), ints(R, like=long), ints(R, like=long),
+            *(ints(R) for _ in range(3)), floats, ints(R), floats, floats, ints(R, like=long), ints(R, like=long),
         )  # fmt: skip
         step.edit_table(table, message.view(20, 4), message, message[:1])
         step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)

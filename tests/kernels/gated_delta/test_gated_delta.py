@@ -89,8 +89,11 @@ class Served:
         self.own, self.kernels, self.lengths = own, kernels, {}
         self.state, self.device = own.state(slots, dtype, device, drafts), device
 
-    def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0) -> list[Tensor]:
-        """(slot, qkvz, ba) of each sequence's new tokens → their outputs. The kernels' outputs are filled with NaN first."""
+    def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0, snapshots=None) -> list[Tensor]:
+        """(slot, qkvz, ba) of each sequence's new tokens → their outputs. The kernels' outputs are filled with NaN first.
+
+        `snapshots`: of each sequence, a list of (row, offset).
+        """
         slots, counts = [m[0] for m in members], [len(m[1]) for m in members]
         starts = [self.lengths.get(slot, 0) for slot in slots]
         lens = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -103,12 +106,13 @@ class Served:
             sequences = GatedDeltaSequences(
                 ints([sum(counts[:i]) for i in range(len(counts) + 1)] + [sum(counts)] * padding),
                 ints(lens + [0] * padding), ints(slots + [-1] * padding),
+                None if snapshots is None else ints([(own + [(-1, -1)] * 2)[:2] for own in snapshots + [[]] * padding]),
             )  # fmt: skip
             out = qkvz.new_full((len(qkvz), self.own.Hv * self.own.Dv), torch.nan)
             dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(counts), out)
             assert out[sum(counts) :].isnan().all()
         else:
-            out = reference.gated_delta_net(qkvz, ba, self.own.weights, self.state, counts, lens, slots)
+            out = reference.gated_delta_net(qkvz, ba, self.own.weights, self.state, counts, lens, slots, snapshots or ())
         self.lengths.update(zip(slots, lens, strict=True))
         return list(out[: sum(counts)].split(counts))
 
@@ -298,6 +302,54 @@ def test_drafts_are_undone(kernels, make, device):
         torch.testing.assert_close(out.double(), exact[:count], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, device):
+    """To the bit, as is what follows from them: after one chunk or several, two of a sequence, beside sequences without.
+
+    Catches a state of another chunk, inputs of the sequence's end, a count of folded tokens that is the slot's, a row that
+    belongs to another sequence, and tokens behind a snapshot that are left out or computed twice.
+    """
+    own, contexts = net(make, torch.float32, Hk=1, Hv=2, Dv=32), (0, 5, 0, 70, 2)
+    snapshots = [[(6, 64), (7, 128)], [(8, 64)], [], [(9, 128)], []]
+    counts = (150, 65, 66, 193, 1)
+    data = [inputs(make, own, n + count, torch.float32) for n, count in zip(contexts, counts, strict=True)]
+    before = [(i, x[:n], ba[:n]) for i, (n, (x, ba)) in enumerate(zip(contexts, data, strict=True)) if n]
+    served, plain = (Served(own, torch.float32, device, 11, kernels, drafts) for _ in range(2))
+    outs = []
+    for each, stored in ((served, snapshots), (plain, None)):
+        each.step(before)
+        new = [(i, x[n:], ba[n:]) for i, (n, (x, ba)) in enumerate(zip(contexts, data, strict=True))]
+        outs.append(each.step(new, padding=1, snapshots=stored))
+    if kernels:  # the reference computes other parts of a sequence
+        for found, expected in zip(*outs, strict=True):
+            assert torch.equal(found, expected)
+        for i in range(5):
+            for ours, theirs in zip(served.state[:2], plain.state[:2], strict=True):
+                assert torch.equal(ours[i].nan_to_num(99), theirs[i].nan_to_num(99))
+    for rows in (5, 10):
+        assert served.state.recurrent[rows].isnan().all(), "a row that is nobody's"
+        assert served.state.conv[rows].isnan().all()
+    ring = served.state.conv.shape[1]
+    for i, (context, stored) in enumerate(zip(contexts, snapshots, strict=True)):
+        (x, ba), x_new = data[i], data[i][0][context:]
+        for row, offset in stored:
+            ends = Served(own, torch.float32, device, 11, kernels, drafts)
+            ends.step(before)
+            ends.step([(i, x_new[:offset], ba[context : context + offset])])
+            length = context + offset
+            at = torch.arange(length - 3, length, device=device) % ring
+            assert torch.equal(served.state.recurrent[row], ends.state.recurrent[i])
+            assert torch.equal(served.state.conv[row][at], ends.state.conv[i][at])
+            if drafts:
+                assert torch.equal(served.state.folded[row], ends.state.folded[i])
+            served.lengths[row] = length
+            (found,), (expected,) = served.step([(row, x[length:], ba[length:])]), ends.step([(i, x[length:], ba[length:])])
+            assert torch.equal(found, expected)
+            if not kernels or len(found) > 3:  # others are computed by another kernel
+                assert torch.equal(found, outs[0][i][offset:])
+
+
 def test_drafts_keep_no_matrix_for_each_token(make, device):
     """The layout of a 27B layer, with three drafts: a tenth more than without, where a matrix for each token would be four."""
     own = Net(16, 48, 128, 128, None)
@@ -327,6 +379,7 @@ def test_wrong_operands_are_named(make, device):
         "Dk: wrong size": {"state": state._replace(recurrent=torch.zeros(2, 4, 24, 16, device=device))},
         "state.gates, state.folded": {"state": state._replace(folded=torch.zeros(2, 4, dtype=torch.int32, device=device))},
         "sequences.seq_lens: wrong shape": {"sequences": GatedDeltaSequences(ints, ints, ints[:1])},
+        "sequences.snapshots: wrong shape": {"sequences": GatedDeltaSequences(ints, ints[1:], ints[:1], ints)},
     }  # fmt: skip
     dispatch.gated_delta_net(**good)
     for message, change in bad.items():

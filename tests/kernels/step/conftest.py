@@ -22,8 +22,9 @@ def garbage():
 
         return StepTensors(
             tokens=long(T), positions=long(T), slots=long(T), query_starts=filled(B + 1), seq_lens=filled(B),
-            split_starts=filled(B + 1), seq_slots=filled(B), block_tables=filled(columns.groups, B, columns.pages),
-            logits_indices=long(R), draw_rows=long(Q), draw_slots=filled(Q), draw_logprobs=filled(Q), draw_drafts=filled(Q),
+            split_starts=filled(B + 1), seq_slots=filled(B), snapshots=filled(0),
+            block_tables=filled(columns.groups, B, columns.pages), logits_indices=long(R), draw_rows=long(Q),
+            draw_slots=filled(Q), draw_logprobs=filled(Q), draw_drafts=filled(Q),
             temperature=floats(Q), top_k=filled(Q), top_p=floats(Q), min_p=floats(Q), seed=long(Q), step=long(Q),
         )  # fmt: skip
 
