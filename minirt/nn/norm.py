@@ -63,7 +63,8 @@ class RMSNorm(nn.Module):
 @torch.no_grad()
 def _agree(own: RMSNorm, module: nn.Module) -> bool:
     """Whether both compute the same for one row of values of both signs, with a mean that is not 0 (LayerNorm subtracts it)."""
-    x = torch.linspace(-1.0, 2.0, own.weight.shape[0], dtype=torch.float32, device=own.weight.device).to(own.weight.dtype).unsqueeze(0)
+    like = own.weight
+    x = torch.linspace(-1.0, 2.0, like.shape[0], dtype=torch.float32, device=like.device).to(like.dtype).unsqueeze(0)
     found, expected = module(x), reference.rms_norm(x, own.weight, own.eps)
     far = 4 * torch.finfo(x.dtype).eps * expected.abs().amax().float() + 1e-6
     return found.shape == x.shape and bool((found.float() - expected.float()).abs().amax() <= far)
