@@ -1020,8 +1020,8 @@ BLOCKS = {
     ),
     "patch": Block(
         ("h100-80gb-hbm3-patch-7b",), patch_table, _MODELS,
-        "[`minirt.patch`](../kernels-in-your-model.md) and Liger's kernels in a transformers model in eager mode, relative to the "
-        "model without changes. Small steps wait for the host, whose speed varies:",
+        "[`minirt.patch`](../kernels-in-your-model.md) and Liger's kernels in a transformers model in eager mode, relative to "
+        "the model without changes. Small steps wait for the host, whose speed varies:",
     ),
     "long-prompts": Block(
         ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
