@@ -1,10 +1,11 @@
-"""Reads the small files of a model folder: regular files only, each with a bound on its size. Does not import torch.
+"""Reads the small files of a model folder: regular files only, each with a bound on its size. Writes files of the cache folder.
 
-Every failure raises the error class that the caller passes, with the file as `where`.
+Every failure to read raises the error class that the caller passes, with the file as `where`. Does not import torch.
 """
 
 import json
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, 
     if not isinstance(value, dict):
         raise error("is not a JSON object", where=path, found=type(value).__name__, hint=_HINT)
     return value
+
+
+def cache_folder() -> Path:
+    """Where minirt keeps what took time to find: $MINIRT_CACHE, or minirt in the user's cache folder."""
+    if "MINIRT_CACHE" in os.environ:
+        return Path(os.environ["MINIRT_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirt"
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write a file, atomically. Nothing is written through a link: others may be able to write to the folder. Raises OSError."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as target:  # a new file, or an error
+            target.write(content)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _kind(mode: int) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 import triton
 
 from minirt.errors import InputError, MinirtError
+from minirt.files import cache_folder, replace_file
 from minirt.kernels.launch import Gpu, gpu_of
 from minirt.sizes import format_size
 
@@ -208,10 +208,8 @@ def registered() -> dict[str, tuple[Family[Any], Cases]]:
 
 
 def folder() -> Path:
-    """The folder of tuned configurations: $MINIRT_CACHE, or minirt in the user's cache folder."""
-    if "MINIRT_CACHE" in os.environ:
-        return Path(os.environ["MINIRT_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirt"
+    """The folder of tuned configurations."""
+    return cache_folder()
 
 
 def path(device: torch.device) -> Path:
@@ -242,10 +240,8 @@ def source_hash(sources: tuple[str, ...]) -> str:
 def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
     """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
 
-    The file is replaced atomically. A lock makes processes take turns, so none loses what another adds. Nothing is written
-    through a link: others may be able to write to the folder.
+    A lock makes processes take turns, so none loses what another adds.
     """
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
@@ -254,12 +250,7 @@ def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
             kept = own.get("configs") if own.get("source") == source_hash(family.sources) else None
             kept = (kept if isinstance(kept, dict) else {}) | {bucket: asdict(config) for bucket, config in configs.items()}
             known[family.name] = {"source": source_hash(family.sources), "configs": kept}
-            try:
-                with temporary.open("x") as target:  # a new file, or an error
-                    target.write(json.dumps({"schema": SCHEMA, "kernels": known}, indent=1))
-                os.replace(temporary, file)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_file(file, json.dumps({"schema": SCHEMA, "kernels": known}, indent=1).encode())
     except OSError as error:
         raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
     clear_config_caches()

@@ -4,16 +4,21 @@ The head of a vocabulary of 248,320 ids takes most of the time of a draft, and f
 never a draft, so the step that yields it yields no more.
 """
 
+import hashlib
+import io
+import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minirt.errors import ConfigError
-from minirt.files import read_text
+from minirt.files import cache_folder, read_bytes, read_text, replace_file
 from minirt.text.tokenizer import Tokenizer
 
-MAX_TEXT = 16 << 20  # bytes; a MB takes about half a second, at each load
+MAX_TEXT = 16 << 20  # bytes; a MB takes about half a second, at the first load
+_MAX_FILE = 64 << 20  # bytes of a tokenizer, and of stored counts
 
 
 def draft_ids(tokenizer: Tokenizer | None, count: int, vocab: int, text: str | None = None) -> Tensor:
@@ -40,7 +45,28 @@ def draft_ids(tokenizer: Tokenizer | None, count: int, vocab: int, text: str | N
 
 
 def _counts(tokenizer: Tokenizer, path: Path, vocab: int) -> Tensor:
-    """How often each id occurs in a text file."""
-    lines = read_text(path, limit=MAX_TEXT, error=ConfigError).splitlines(keepends=True)
-    ids = torch.tensor([token for line in lines for token in tokenizer.encode_plain(line)], dtype=torch.int64)
-    return torch.bincount(ids[ids < vocab], minlength=vocab)
+    """How often each id occurs in a text file: [vocab] int64. Kept in the cache folder, for the next load."""
+    text = read_text(path, limit=MAX_TEXT, error=ConfigError)
+    digest = hashlib.sha256(read_bytes(tokenizer.path, limit=_MAX_FILE, error=ConfigError))
+    digest.update(text.encode())
+    file = cache_folder() / f"draft-vocabulary-{digest.hexdigest()[:32]}-{vocab}.npy"
+    if (known := _stored(file, vocab)) is not None:
+        return known
+    ids = torch.tensor([t for line in text.splitlines(keepends=True) for t in tokenizer.encode_plain(line)], dtype=torch.int64)
+    counts, content = torch.bincount(ids[ids < vocab], minlength=vocab), io.BytesIO()
+    np.save(content, counts.numpy())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, content.getvalue())
+    except OSError as error:
+        warnings.warn(f"{file} cannot be written, so each load reads {path} again: {error}", stacklevel=2)
+    return counts
+
+
+def _stored(file: Path, vocab: int) -> Tensor | None:
+    """Counts of an earlier load; None: there are none, or the file is damaged, and then it is made again."""
+    try:
+        counts = np.load(io.BytesIO(read_bytes(file, limit=_MAX_FILE, error=ConfigError)), allow_pickle=False)
+    except (ConfigError, ValueError, EOFError):
+        return None
+    return torch.from_numpy(counts) if counts.shape == (vocab,) and counts.dtype == np.int64 else None

@@ -36,11 +36,12 @@ class ChatTokens(list[int]):
 
 
 class Tokenizer:
-    """A model's tokenizer.json with its special tokens and chat template. Immutable after `load`."""
+    """A model's tokenizer.json (`path`) with its special tokens and chat template. Immutable after `load`."""
 
     def __init__(self, folder: Path) -> None:
         """Load tokenizer.json and the optional files beside it; see `load`."""
         path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        self.path = path
         text = read_text(path, limit=MAX_TOKENIZER_FILE, error=TokenizerError)
         content = parse_json(text, path, error=TokenizerError)
         older_path = folder / "special_tokens_map.json"

@@ -240,8 +240,9 @@ def test_random_weights(folder: Path) -> None:
         assert generator.generate([5, 6, 7, 8]).token_ids
 
 
-def test_ids_of_drafts(folder: Path, tmp_path: Path) -> None:
+def test_ids_of_drafts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Special tokens, then the most frequent ids of a text, then the lowest ids; in ascending order."""
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path / "cache"))
     assert draft_ids(None, 5, 211).tolist() == [0, 1, 2, 3, 4]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     add_tokenizer(tmp_path)
@@ -261,6 +262,35 @@ def test_ids_of_drafts(folder: Path, tmp_path: Path) -> None:
         draft_ids(tokenizer, 5, vocab, str(tmp_path / "no-such-file"))
     with pytest.raises(ConfigError, match="draft_vocab_text: a text needs a tokenizer"):
         draft_ids(None, 5, vocab, str(text))
+
+
+def test_counts_of_a_text_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a text that is read again at each load, counts of another text, and a damaged file that is believed."""
+    cache, text = tmp_path / "cache", tmp_path / "text.txt"
+    monkeypatch.setenv("MINIRT_CACHE", str(cache))
+    add_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    encoded: list[str] = []
+    encode = Tokenizer.encode_plain
+    monkeypatch.setattr(Tokenizer, "encode_plain", lambda self, line: encoded.append(line) or encode(self, line))
+    count, vocab = len(tokenizer.added_ids) + 1, tokenizer.vocab_size
+    text.write_text("zzz y")
+    first = draft_ids(tokenizer, count, vocab, str(text)).tolist()
+    assert draft_ids(tokenizer, count, vocab, str(text)).tolist() == first
+    assert encoded == ["zzz y"]
+    text.write_text("z yyy")
+    assert draft_ids(tokenizer, count, vocab, str(text)).tolist() != first
+    (file, _) = sorted(cache.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    assert len(encoded) == 2
+    for damaged in (b"", b"not an array", file.read_bytes()[:-8]):
+        file.write_bytes(damaged)
+        text.write_text("zzz y")
+        assert draft_ids(tokenizer, count, vocab, str(text)).tolist() == first
+    assert len(encoded) == 5
+    monkeypatch.setenv("MINIRT_CACHE", str(text / "no folder"))
+    with pytest.warns(UserWarning, match="cannot be written, so each load reads"):
+        assert draft_ids(tokenizer, count, vocab, str(text)).tolist() == first
 
 
 def test_mixtures_may_be_fused(tmp_path: Path) -> None:
