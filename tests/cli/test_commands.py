@@ -30,6 +30,7 @@ from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
+from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
 
 
@@ -1087,9 +1088,11 @@ def test_a_prompt_that_is_a_name_is_said(run, folder, tmp_path):
     base = ("generate", "-m", folder, *CACHE, "--max-tokens", 1)
     for name in ("qwen3-4B", folder):
         code, _, err = run(*base, name, "hello")
-        assert (code, f"the prompt '{name}' is the name of a model: --model names" in err) == (0, True), err
+        said = f"the prompt {shortened(repr(str(name)), 80)} is the name of a model: --model names"
+        assert (code, said in err) == (0, True), err
     name = tmp_path / "words.txt"
-    assert f"the prompt '{name}' is the name of a file: --prompt-file reads" in run(*base, name)[2]
+    said = f"the prompt {shortened(repr(str(name)), 80)} is the name of a file: --prompt-file reads"
+    assert said in run(*base, name)[2]
     for name in ("hello", tmp_path, "a" * 250, "x/y"):
         assert "is the name of" not in run(*base, name)[2]
     assert "is the name of" not in run(*base, "-q", folder)[2]
