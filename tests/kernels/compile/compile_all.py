@@ -443,6 +443,8 @@ def step_table(calls: Calls) -> None:
         step.edit_table(table, message.view(20, 4), message, message[:1])
         step.derive(table, columns, rows, out, PAGE, 256, one_token=one_token)
         step.commit(table, columns, rows, out.seq_lens, ints(R, like=long), ints(B, 2 + columns.drafts))
+        maxima = ints(R, 1188, like=long)
+        step.commit_greedy(table, columns, rows, out.seq_lens, maxima, message[2:3], ints(B, 2 + columns.drafts))
         step.report(table, columns, rows, ints(B, 2 + columns.drafts), 151936)
         if columns.history:
             ngram.propose(table, columns, rows, most=4, shortest=2, longest=4)

@@ -26,9 +26,10 @@ from minirt import kernels
 from minirt.kernels import bandwidth, launch, prepared
 from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
+from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
 from minirt.kernels.sampling.process import process, record
-from minirt.kernels.sampling.sample import sample
+from minirt.kernels.sampling.sample import row_maxima, sample
 from minirt.kernels.sampling.slots import Slots
 
 CC = 90
@@ -224,6 +225,7 @@ def other_kernels() -> None:
     flags = {"any_top_k": True, "any_top_p": True, "any_min_p": True}
     sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=False, **flags)
     sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=True, **flags, row_maxima=longs.view(B, 1))
+    row_maxima(logits, ints(1), SamplingWorkspace(B, V, "cpu"))
     lists = (ints(4, 5), torch.zeros(4, 5), ints(4, 6, 4), ints(4, 7), ints(4, 8))
     slots = Slots(ints(4, 4), torch.zeros(4, 4), ints(4, V), ints(4, 157), *lists)
     process(logits, torch.zeros(B, V), ints(B), longs, slots, any_bias=True, any_ban=True, mask=ints(B, 157))
