@@ -163,7 +163,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
-        self._adapts, self._draws_in_graphs = adaptive_drafts, True
+        self._adapts = adaptive_drafts
+        self._draws_in_graphs = True  # bench/tools/speculation.py, which replaces the draw, switches it off
         self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
