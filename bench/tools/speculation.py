@@ -1,7 +1,8 @@
 """Tokens a second with drafts and without: `python bench/tools/speculation.py MODEL [--fp8] [--synthetic RATE | --text FILE …]`.
 
 `--method mtp`: drafts by the model's layers of multi-token prediction (3 in a step) in place of n-grams. With `--synthetic`, they
-take their time, and are accepted with the probability. At 0.77, a step yields 2.8 tokens on average.
+take their time, and are accepted with the probability. At 0.77, a step yields 2.8 tokens on average. `drafting_share` is the part
+of the GPU's time in which they are made. With `--adaptive`, each step verifies as many as pay.
 
 `--synthetic RATE`: random weights, a preset. Each draft is accepted with this probability, whatever the sampler drew (vLLM's
 `synthetic_acceptance_rates`). A step does all of its work, so the figures say how fast steps are, not how good drafts are. At
@@ -11,14 +12,17 @@ temperature 1.
 `--text FILE`: real weights, a folder. A JSON list of chat prompts (speculation_prompts.json); n-gram matching beside plain
 decoding, greedy. Both yield the same text in fp32. The acceptance is that of these texts.
 
-Prints JSON. Plain decoding and drafts take turns: the median of all pairs, with a 95% confidence interval.
+Prints JSON. Plain decoding and drafts take turns: the median of all pairs, with a 95% confidence interval. With `--alone`, for
+models of which the GPU holds one only, plain decoding runs first.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,55 +80,123 @@ class Synthetic:
         table[slots, MATCHED] = going_on.int()
 
 
+class Drafting:
+    """The GPU's time of proposing drafts, and the time from one proposal to the next, from events around each proposal."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        runner = generator._engine.engine._runner
+        propose = runner._propose
+
+        def observed(*own: Any) -> None:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            propose(*own)
+            events[1].record()
+            self.events.append(events)
+
+        if generator.device.type == "cuda":
+            runner._propose = observed  # type: ignore[method-assign]
+
+    def share(self) -> float | None:
+        """Of drafting in a step: the median of all steps since the last call; None on a CPU."""
+        if not self.events:
+            return None
+        torch.cuda.synchronize()
+        shares = [own[0].elapsed_time(own[1]) / own[0].elapsed_time(after[0]) for own, after in pairwise(self.events)]
+        self.events.clear()
+        return statistics.median(shares)
+
+
 def timed(generator: Generator, prompts: Sequence[Any], tokens: int, temperature: float) -> tuple[float, list[Any]]:
-    """Seconds between the first tokens and the last, of all prompts together, and the completions."""
+    """Seconds of a token, from when all prompts have their first token to the last token, and the completions."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
     found = generator.generate(list(prompts), params)
-    first = max(own.token_times_s[0] for own in found)
-    last = max(own.token_times_s[-1] for own in found)
-    return last - first, found
+    times = [own.token_times_s for own in found]
+    first, last = max(own[0] for own in times), max(own[-1] for own in times)
+    return (last - first) / sum(time > first for own in times for time in own), found
+
+
+class Timed:
+    """Times of a generator's cases. Several generators take turns, so that a turn is a pair with the same turn of the others."""
+
+    def __init__(self, generator: Generator, cases: dict[str, float], synthetic: bool) -> None:
+        self.generator, self.cases = generator, cases  # name → temperature
+        self.times: dict[tuple[int, str], list[float]] = {}  # (batch, case) → seconds of a token
+        self.lengths: dict[int, list[float]] = {}
+        self.verified: dict[int, list[float]] = {}  # drafts a step
+        self.shares: dict[int, float | None] = {}
+        self._drafting = Drafting(generator) if synthetic else None
+
+    def turn(self, batch: int, serial: int) -> None:
+        vocab = self.generator.config.vocab_size - 1000
+        for name, temperature in self.cases.items():
+            prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(PROMPT)] for i in range(batch)]
+            seconds, found = timed(self.generator, prompts, TOKENS, temperature)
+            self.times.setdefault((batch, name), []).append(seconds)
+            if name == "synthetic":
+                self.lengths.setdefault(batch, []).extend(own.acceptance_length for own in found)
+                self.verified.setdefault(batch, []).extend(
+                    own.num_draft_tokens * own.acceptance_length / len(own.token_ids) for own in found
+                )
+
+    def end(self, batch: int) -> None:
+        """After all turns of a batch size."""
+        for (size, _), own in self.times.items():
+            if size == batch:
+                del own[0]  # a warm-up
+        if self._drafting is not None:
+            self.shares[batch] = self._drafting.share()
 
 
 def synthetic(
-    model: str, quantization: str | None, rate: float, method: str
+    model: str, quantization: str | None, rate: float, method: str, adaptive: bool, alone: bool
 ) -> tuple[torch.device, list[dict[str, Any]]]:
     kinds: dict[str, Any] = {"plain": None}
     if method == "mtp":  # its drafts take their time, and are right with the probability
-        kinds["synthetic"] = SpeculativeOptions(method="mtp", adaptive=False)
+        kinds["synthetic"] = SpeculativeOptions(method="mtp", adaptive=adaptive)
     else:
         kinds |= {"never": SpeculativeOptions(), "synthetic": Synthetic(DRAFTS)}
-    times: dict[tuple[int, str], list[float]] = {}
-    lengths: dict[int, list[float]] = {batch: [] for batch in BATCHES}
+    # Greedy text of random weights repeats itself, so what never matches is drawn at temperature 1.
+    cases = {"plain": {"plain": 0.0}, "synthetic": {"synthetic": 0.0}, "never": {"never": 1.0}}
+    if "never" in kinds:
+        cases["plain"]["sampled"] = 1.0
     options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": PROMPT + TOKENS}
     options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB"}
-    generators = {name: Generator.from_pretrained(model, speculative=own, **options) for name, own in kinds.items()}
-    force(generators["synthetic"], rate)
-    # Greedy text of random weights repeats itself, so what never matches is drawn at temperature 1.
-    cases = {"plain": ("plain", 0.0), "synthetic": ("synthetic", 0.0)}
-    cases |= {"sampled": ("plain", 1.0), "never": ("never", 1.0)} if "never" in kinds else {}
-    vocab, serial = generators["plain"].config.vocab_size - 1000, 0
+    found: dict[str, Timed] = {}
+    for names in [[name] for name in kinds] if alone else [list(kinds)]:
+        for name in names:
+            generator = Generator.from_pretrained(model, speculative=kinds[name], **options)
+            if name == "synthetic":
+                force(generator, rate)
+            found[name] = Timed(generator, cases[name], name == "synthetic")
+        for batch in BATCHES:
+            for pair in range(PAIRS + 1):
+                for name in names[:: 1 if pair % 2 else -1]:
+                    found[name].turn(batch, 1000 * batch + pair)
+            for name in names:
+                found[name].end(batch)
+        device = found[names[0]].generator.device
+        for name in names:
+            found[name].generator.close()
+            del found[name].generator
+        del generator
+        gc.collect()
+        torch.cuda.empty_cache()
+    times = {case: seconds for own in found.values() for case, seconds in own.times.items()}
+    rows, own = [], found["synthetic"]
     for batch in BATCHES:
-        for pair in range(-1, PAIRS):
-            for name, (kind, temperature) in list(cases.items())[:: 1 if pair % 2 else -1]:
-                serial += 1
-                prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(PROMPT)] for i in range(batch)]
-                seconds, found = timed(generators[kind], prompts, TOKENS, temperature)
-                if pair >= 0:  # the first turn is a warm-up
-                    tokens = sum(len(own.token_ids) - 1 for own in found)
-                    times.setdefault((batch, name), []).append(seconds / tokens)
-                    if name == "synthetic":
-                        lengths[batch] += [own.acceptance_length for own in found]
-    rows = []
-    for batch in BATCHES:
-        for name, beside in (("synthetic", "plain"), ("never", "sampled"))[: len(cases) // 2]:
-            ratios = [plain / own for plain, own in zip(times[batch, beside], times[batch, name], strict=True)]
+        for name, beside in (("synthetic", "plain"), ("never", "sampled"))[: len(kinds) - 1]:
+            ratios = [plain / drafts for plain, drafts in zip(times[batch, beside], times[batch, name], strict=True)]
             low, high = interval(ratios)
             row = {"batch_size": batch, "case": name, "speedup": statistics.median(ratios), "low": low, "high": high}
             row |= {"plain_tokens_per_s": 1 / statistics.median(times[batch, beside])}
             row |= {"tokens_per_s": 1 / statistics.median(times[batch, name])}
-            row["acceptance_length"] = statistics.mean(lengths[batch]) if name == "synthetic" else 1.0
+            row["acceptance_length"] = statistics.mean(own.lengths[batch]) if name == "synthetic" else 1.0
+            if name == "synthetic":
+                row |= {"drafts_a_step": statistics.mean(own.verified[batch]), "drafting_share": own.shares[batch]}
             rows.append(row)
-    return generators["plain"].device, rows
+    return device, rows
 
 
 def texts(
@@ -159,20 +231,26 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram")
+    parser.add_argument("--adaptive", action="store_true", help="with --method mtp --synthetic")
+    parser.add_argument("--alone", action="store_true", help="with --synthetic: one after the other, if two do not fit")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--synthetic", type=float, metavar="RATE")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--max-tokens", type=int, default=80, help="of each text")
     options = parser.parse_args()
     quantization = "fp8" if options.fp8 else None
+    if options.adaptive and (options.method != "mtp" or options.synthetic is None):
+        parser.error("--adaptive is for --method mtp --synthetic RATE")
+    if options.alone and options.synthetic is None:
+        parser.error("--alone is for --synthetic RATE")
     if (options.synthetic is None) == (options.text is None):
         parser.error("give either --synthetic or --text")
     if options.text:
         device, rows = texts(options.model, options.dtype, options.text, options.max_tokens, options.method)
     else:
-        device, rows = synthetic(options.model, quantization, options.synthetic, options.method)
+        device, rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
     shared = machine("speculation", device, ["python", "bench/tools/speculation.py", *sys.argv[1:]], None)
-    given = {"model": options.model, "quantization": quantization, "method": options.method}
+    given = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
     print(json.dumps(shared | given | {"results": rows}, indent=1))
 
 

@@ -26,6 +26,7 @@ from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
+from minirt.kernels.side_stream import SideStream
 
 
 def _any(mixture: Mixture) -> bool:
@@ -56,6 +57,7 @@ def _one_token(m: Mixture) -> None:
     logits = cast("Tensor", m.logits)  # as `one_token.suits` says
     inner = one_token.gate_up(m.first_product(m.h, m.h.new_empty(m.top_k, m.down.shape[2]), m.norm), logits)
     down = m.second_product(inner, m.out, residual=m.residual)
+    m.join()
     one_token.down(down, logits, m.normalize, m.shared, m.shared_gate)
 
 
@@ -68,6 +70,7 @@ def _sm90(m: Mixture) -> None:
     # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
     h, h_scale = _quantized(m, h, early=True)
     rows = experts_sm90.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
+    m.join()
     products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
 
 
@@ -78,6 +81,7 @@ def _tiles(m: Mixture, kernels: ModuleType = products) -> None:
     h = kernels.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     h, h_scale = _quantized(m, h)
     rows = kernels.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
+    m.join()
     products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
 
 
@@ -152,6 +156,7 @@ def mixture_residual(
     down_scale: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    side: SideStream | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
@@ -165,7 +170,7 @@ def mixture_residual(
     return mixture(
         Mixture(
             h, logits, gate_up, down, residual, torch.empty_like(residual), top_k, normalize, activation, norm, gate_up_scale,
-            down_scale, shared, shared_gate, pdl,
+            down_scale, shared, shared_gate, side, pdl,
         ),
         check=check,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe.router import LogitParts
+from minirt.kernels.side_stream import SideStream
 
 
 class Mixture(NamedTuple):
@@ -24,6 +25,7 @@ class Mixture(NamedTuple):
             [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128. Of 4-bit weights
             scale words [E, groups, 2I] and [E, groups, H] int32, only the last dimension contiguous.
         shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
+        side: the stream that computes `shared` and its gate, to be joined before they are read; None: this one.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
 
@@ -41,12 +43,18 @@ class Mixture(NamedTuple):
     down_scale: Tensor | None = None
     shared: Tensor | None = None
     shared_gate: Tensor | None = None
+    side: SideStream | None = None
     pdl: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(T, H, I)."""
         return *self.h.shape, self.gate_up.shape[1] // 2
+
+    def join(self) -> None:
+        """Before the launch of a kernel that reads `shared`."""
+        if self.side is not None:
+            self.side.join()
 
     @property
     def format(self) -> str:

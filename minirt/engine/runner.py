@@ -28,13 +28,13 @@ from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
 from minirt.errors import EngineError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.kernels.step.table import Columns, Rows, StepTensors
+from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN, Columns, Rows, StepTensors
 from minirt.modeling.model import Model
 from minirt.progress import COMPILING
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
-from minirt.step.plan import NO_COPIES, Copies, PlannedSequences, StepPlan
+from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -526,11 +526,15 @@ class Runner:
         return PromptTime(first / count, more)
 
     def _measure_graphs(self, graphs: CudaGraphs) -> "GraphTimes":
-        """Replay the CUDA graphs of each decode step, and of the drafts after it, on padding. Attention has no context then."""
-        found, empty = dict[Bucket, float](), StepPlan(PlannedSequences.of(()))
+        """Replay the CUDA graphs of each decode step, and of the drafts after it. Attention has no context then.
+
+        All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
+        """
+        found = dict[Bucket, float]()
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
-            self._buffers.send(empty)
-            self._buffers.sent(empty)
+            plan = self._first_tokens(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
+            self._buffers.send(plan)
+            self._buffers.sent(plan)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             own = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
             for replays in range(_REPLAYS + 1):  # the first one is not counted
@@ -541,7 +545,17 @@ class Runner:
             events[1].record()
             torch.cuda.synchronize(self._device)
             found[bucket] = events[0].elapsed_time(events[1]) / 1e3 / _REPLAYS
+        self._buffers.table.zero_()
         return GraphTimes(self._buckets, found)
+
+    def _first_tokens(self, seqs: int, count: int) -> StepPlan:
+        """A step of new sequences that go on with `count` next tokens each. Its edits apply with each replay of a CUDA graph."""
+        tokens = np.random.default_rng(0).integers(self._vocab_size, size=(seqs, count), dtype=np.int32)
+        row = np.zeros(NEXT_TOKENS, np.int32)
+        row[NUM_NEXT], row[FINAL_LEN], row[PROMPT_LEN] = count, self._limits.max_model_len, 1
+        edits = [Edit(slot, 0, row[: PROMPT_LEN + 1]) for slot in range(seqs)]
+        edits += [Edit(slot, NEXT_TOKENS, own) for slot, own in enumerate(tokens)]
+        return StepPlan(PlannedSequences.of((slot, -1, count, count, count, count) for slot in range(seqs)), edits=tuple(edits))
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=self._device)

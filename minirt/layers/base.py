@@ -26,6 +26,7 @@ from minirt.step.kv_cache import CacheSpec, LayerCache
 
 if TYPE_CHECKING:
     from minirt.kernels.launch import Workspace
+    from minirt.kernels.side_stream import SideStream
 
 BUILT_IN = ("eager", "triton")  # the built-in implementations
 Forward = Callable[[Tensor, Batch, Any], Tensor]  # kv: what the layer's `cache_spec` allocates, or None
@@ -78,6 +79,13 @@ class LayerContext:
         from minirt.kernels.launch import Workspace
 
         return Workspace(self.device)
+
+    @cached_property
+    def side_stream(self) -> "SideStream":
+        """For kernels of CUDA graphs that can run beside others; created at the first use by a Triton layer."""
+        from minirt.kernels.side_stream import SideStream
+
+        return SideStream(self.device)
 
 
 class LinearOp(NamedTuple):

@@ -231,7 +231,8 @@ def triton(layer: GatedDeltaNet) -> Forward:
     from minirt.kernels.gated_delta.dispatch import gated_delta_net
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 
-    workspace, pdl, eps = layer.context.workspace, layer.context.pdl, layer.config.rms_norm_eps
+    context, eps = layer.context, layer.config.rms_norm_eps
+    workspace, side, pdl = context.workspace, context.side_stream, context.pdl
     norm, in_proj, in_proj_ba, out_proj = layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj
 
     def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
@@ -240,10 +241,12 @@ def triton(layer: GatedDeltaNet) -> Forward:
             both = norm_linear(x, norm.weight, eps, in_proj.joined, workspace=workspace, pdl=pdl, check=False)
             qkvz, ba = both[:, : in_proj.out_features], both[:, in_proj.out_features :]
         else:
-            ba = norm_linear(x, norm.weight, eps, in_proj_ba.weight, workspace=workspace, pdl=pdl, check=False)
+            with side.fork():
+                ba = norm_linear(x, norm.weight, eps, in_proj_ba.weight, workspace=side.workspace, pdl=pdl, check=False)
             qkvz = norm_linear(
                 x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
             )
+            side.join()
         sequences = GatedDeltaSequences(
             batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshots
         )

@@ -117,31 +117,29 @@ def eager(layer: MoE) -> Forward:
 
 @register("moe", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MoE) -> Forward:
-    """Norm · router · the experts, with the residual. The shared expert and its gate are products like those of `MLP`."""
+    """Norm · router · the experts, with the residual. Beside them, in CUDA graphs, the shared expert and its gate: products like
+    those of `MLP`."""
     from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
-    from minirt.kernels.norm import rms_norm
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
     norm, router, workspace, pdl = layer.norm, layer.router, layer.context.workspace, layer.context.pdl
+    side = None if layer.shared_gate is None else layer.context.side_stream
     first, last, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
-    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        h, norm_weight = x, None
-        if first is not None and x.shape[0] > 1:
-            h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
-        else:  # each kernel that reads x normalizes it
-            norm_weight = norm.weight
-        logits = router_logits(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl)
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
         shared = shared_gate = None
-        if first is not None and last is not None and gate is not None:
-            shared = norm_gate_up(h, norm_weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
-            shared = norm_linear(shared, None, 0.0, last.weight, scale=last.scale, workspace=workspace, pdl=pdl, check=False)
-            shared_gate = norm_linear(h, norm_weight, eps, gate.weight, workspace=workspace, pdl=pdl, check=False)
+        if side is not None and first is not None and last is not None and gate is not None:
+            with side.fork():
+                own = norm_gate_up(x, norm.weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
+                shared = norm_linear(own, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False)
+                shared_gate = norm_linear(x, norm.weight, eps, gate.weight, workspace=side.workspace, pdl=pdl, check=False)
+        logits = router_logits(x, norm.weight, eps, router.weight, workspace=workspace, pdl=pdl)
         return mixture_residual(
-            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm_weight, eps=eps,
-            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, pdl=pdl, check=False,
+            x, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
+            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, side=side, pdl=pdl,
+            check=False,
         )  # fmt: skip
 
     return forward
