@@ -32,6 +32,7 @@ from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
 from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
+from minirt.sizes import format_size
 
 
 @pytest.fixture(scope="module")
@@ -649,13 +650,13 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 1
-    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: 1\d.*GiB without KV p.*\)$", out, re.M)
-    even = "it needs 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
-    for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", even)):
+    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: at least 1\d.*GiB\)$", out, re.M)
+    even = "at least 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
+    for gpu, words in (("12GiB:8.9", "use --fp8: at least 7"), ("10GiB", "use --quantize int4: at least 5"), ("2GiB", even)):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
     assert "sm90" not in out
     assert "assumed" not in out
-    assert "8.0 is assumed, which has no FP8; --gpu 24GiB:8.9" in run(*base, "--gpu", "24GiB")[1]
+    assert "8.0 is assumed, which has no FP8; for 8.9, write --gpu 24GB:8.9\n" in run(*base, "--gpu", "24 GB")[1]
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
     assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
@@ -663,6 +664,18 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
     refused(run(*base, "--gpu", "a100"), "found a100 (did you mean A100-80GB or A100-40GB?)", code=2)
     refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
+
+
+def test_a_plan_and_its_remedy_count_the_same_pages(run):
+    """The remedy was stated without KV pages, beside a model with them: 10 GiB less, of which 2 were pages."""
+    for own in (("--gpu", "12GiB:8.9"), ("--gpu", "12GiB:8.9", "--kv-cache-memory", "2GiB")):
+        last = run("plan", "-m", "Qwen2.5-7B", *own)[1].splitlines()[-1]
+        least, words, figure = re.fullmatch(r"Does not fit: it needs (at least )?\S+ \(use (.*): (.*)\)", last).groups("")
+        assert figure.startswith(least)
+        memory = json.loads(run("plan", "-m", "Qwen2.5-7B", *own, *words.split(), "--json")[1])["memory"]
+        pages = memory["pages"] if "--kv-cache-memory" in own else 1
+        needed = memory["weights"] + memory["other"] + memory["step"] + pages * memory["page"]
+        assert figure.removeprefix("at least ") == format_size(needed, up=True)
 
 
 def test_plan_says_what_fits_here(run, folder, monkeypatch):
