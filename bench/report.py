@@ -223,7 +223,7 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str 
 # Shares of what this run measured as the most that the machine can do.
 _MEASURED_SHARES = ("share_of_read_ceiling", "share_of_limit", "share_of_matmul_ceiling")
 LIMIT = (
-    "of the limit: the least time that this run's memory bandwidth and matrix products allow (the roofline), as a share of the "
+    "of the limit: the least time that this run's memory bandwidth and matrix products allow (the roofline), divided by the "
     "measured time."
 )
 _TESTS = "ppN: a prompt of N tokens, to its first new token. tgN bB @ dC: N decode steps of B sequences, after C tokens of each."
@@ -323,7 +323,7 @@ _COLUMNS: dict[str, list[Column]] = {
     ],
     "speed": [
         ("t/s", lambda r: _spread(r["tokens_per_s"] if "step_s" in r else _prompt_rate(r))),
-        ("ms of a prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
+        ("ms per prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
         ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
         ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],

@@ -108,8 +108,9 @@ def speed(
 ) -> None:
     """Time a prompt, and the decode steps of one sequence: tokens per second of both, as llama-bench prints them.
 
-    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "Of the
-    limit" is the share of the roofline: of what this run's memory bandwidth and matrix products allow.
+    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "of the
+    limit" is the least time that this run's memory bandwidth and matrix products allow (the roofline), divided by the measured
+    time. With 0 as --input-len or --output-len, only the other is measured, as in llama-bench.
     """
     if not output_len and input_len == ():
         raise click.UsageError("--input-len 0 and --output-len 0 leave nothing to measure")

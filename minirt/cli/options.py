@@ -238,7 +238,7 @@ load_options = option_group(
     memory_options,
     click.option(
         "--max-step-ms", type=click.FloatRange(0),
-        help="On a GPU: how long a step may take for prompts while other requests decode, in milliseconds; 0: no limit. Default: 60.",
+        help="On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit. Default: 60.",
     ),
     click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
     click.option(
@@ -308,7 +308,7 @@ _structured_options = option_group(
     click.option("--json-object", is_flag=True, help="The text is a JSON object."),
     click.option(
         "--disable-any-whitespace", is_flag=True,
-        help="With --json-schema or --json-object: no white space between JSON tokens. Small models may spend their tokens on it.",
+        help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on it.",
     ),
     click.option("--regex", help="The text is matched by a regular expression from its beginning to its end."),
     click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),

@@ -222,7 +222,7 @@ def _why_no_drafts(proposer: object, completions: Sequence["Completion"]) -> str
     shortest = getattr(proposer, "prompt_lookup_min", 0) if getattr(proposer, "method", None) == "ngram" else 0
     if shortest and not any(_has_match(own, shortest) for own in completions):
         return "nothing matched"
-    return "they did not pay"
+    return "they were not expected to pay"
 
 
 def _has_match(completion: "Completion", count: int) -> bool:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import tomllib
+from types import SimpleNamespace
 
 import click
 import psutil
@@ -30,9 +31,13 @@ from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
+from minirt.cli.output import _why_no_drafts, warn_incomplete
 from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
+from minirt.outputs import Completion
+from minirt.sampling_params import resolve
 from minirt.sizes import format_size
+from minirt.speculative.options import SpeculativeOptions
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +190,28 @@ def test_one_token_has_no_rate(run, folder):
     """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
     err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
     assert "decode 1 token · peak memory" in err
-    assert "drafts: none were verified, as nothing matched or it did not pay\n" in err
+    assert "drafts: none were verified, as no text was long enough\n" in err
+
+
+def test_why_no_draft_was_verified():
+    """Two causes stood in one sentence. The n-grams of the text tell which one it was."""
+
+    def done(prompt, tokens, end="length"):
+        return SimpleNamespace(prompt_token_ids=prompt, token_ids=tokens, finish_reason=end)
+
+    short, new, again = "no text was long enough", "nothing matched", "they were not expected to pay"
+    ngram = SpeculativeOptions(prompt_lookup_min=2)
+    for texts, cause in (
+        ([done([1, 2, 3, 1], [2, 3])], short),  # the second of two tokens is the last one that may come
+        ([done([1, 2, 3, 1], [2])], short), ([done([1, 2, 3, 1], [2, 3, 9])], again),
+        ([done([1, 2, 3, 1], [2, 9], "stop")], again),
+        ([done([1, 2, 3], [4, 5, 6, 7])], new), ([done([1, 2, 3, 1, 2], [9, 8, 7])], new),  # a match within the prompt alone
+        ([done([5], [1, 2, 1, 2])], new), ([done([5], [1, 2, 1, 2], "stop")], again), ([done([5], [1, 1, 1, 2])], again),
+        ([done([1], [2, 3, 4]), done([1, 2, 3, 1], [2, 3, 9])], again), ([done([1, 2], [2]), done([1], [2, 3, 4])], new),
+    ):  # fmt: skip
+        assert _why_no_drafts(ngram, texts) == cause, texts
+    assert _why_no_drafts(SpeculativeOptions(prompt_lookup_min=1), [done([1, 2, 3], [1, 8, 9])]) == again
+    assert _why_no_drafts(SpeculativeOptions(method="mtp"), [done([1, 2], [3, 4, 5])]) == again
 
 
 def test_what_drafts_change_in_the_output(run, folder):
@@ -323,8 +349,23 @@ def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
     lines.write_text('"hello"\n{"prompt": "a", "structured_outputs": {"json_object": true}}\n')
     many = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--prompts", lines)
     assert "warning: 1 of 2 texts are incomplete" in many[2]
+    assert "white space" not in err + many[2]
     whole = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 20, "--choice", "a", "hello")
     assert (whole[0], "incomplete" in whole[2]) == (0, False)
+
+
+def test_a_cut_text_of_white_space_names_the_option(recwarn):
+    """The warning pointed to --max-tokens, and more of them became more white space."""
+    schema = '{"type": "object"}'
+    blank, full = '{"a":' + "\n" + " " * 20, '{"a":\n "a long text of a few words'
+    for spec, text, hint in (
+        ({"json": schema}, blank, True), ({"json_object": True}, blank + ":\n", True), ({"json": schema}, full, False),
+        ({"json": schema}, blank + full, False), ({"json": schema, "disable_any_whitespace": True}, blank, False),
+        ({"regex": "[a\\s]*"}, blank, False), ({"json": schema}, "", False),
+    ):  # fmt: skip
+        sampling = resolve(SamplingParams(max_tokens=9, structured_outputs=spec), None)
+        warn_incomplete([Completion([1], [2] * 9, text, "length", sampling)])
+        assert ("--disable-any-whitespace" in str(recwarn.pop(UserWarning).message)) == hint, (spec, text)
 
 
 def test_without_a_model(run, folder, monkeypatch):
