@@ -206,7 +206,8 @@ def test_why_no_draft_was_verified():
         ([done([1, 2, 3, 1], [2])], short), ([done([1, 2, 3, 1], [2, 3, 9])], again),
         ([done([1, 2, 3, 1], [2, 9], "stop")], again),
         ([done([1, 2, 3], [4, 5, 6, 7])], new), ([done([1, 2, 3, 1, 2], [9, 8, 7])], new),  # a match within the prompt alone
-        ([done([5], [1, 2, 1, 2])], new), ([done([5], [1, 2, 1, 2], "stop")], again), ([done([5], [1, 1, 1, 2])], again),
+        ([done([5], [1, 2, 1, 2], "stop")], new), ([done([5], [1, 2, 1, 2, 9], "stop")], again),
+        ([done([5], [1, 1, 1, 2])], new), ([done([5], [1, 1, 1, 2, 3])], again),
         ([done([1], [2, 3, 4]), done([1, 2, 3, 1], [2, 3, 9])], again), ([done([1, 2], [2]), done([1], [2, 3, 4])], new),
     ):  # fmt: skip
         assert _why_no_drafts(ngram, texts) == cause, texts
@@ -354,7 +355,7 @@ def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
     assert (whole[0], "incomplete" in whole[2]) == (0, False)
 
 
-def test_a_cut_text_of_white_space_names_the_option(recwarn):
+def test_a_cut_text_of_white_space_names_the_option():
     """The warning pointed to --max-tokens, and more of them became more white space."""
     schema = '{"type": "object"}'
     blank, full = '{"a":' + "\n" + " " * 20, '{"a":\n "a long text of a few words'
@@ -364,8 +365,9 @@ def test_a_cut_text_of_white_space_names_the_option(recwarn):
         ({"regex": "[a\\s]*"}, blank, False), ({"json": schema}, "", False),
     ):  # fmt: skip
         sampling = resolve(SamplingParams(max_tokens=9, structured_outputs=spec), None)
-        warn_incomplete([Completion([1], [2] * 9, text, "length", sampling)])
-        assert ("--disable-any-whitespace" in str(recwarn.pop(UserWarning).message)) == hint, (spec, text)
+        with pytest.warns(UserWarning, match="the text is incomplete: --max-tokens 9 came before the end") as found:
+            warn_incomplete([Completion([1], [2] * 9, text, "length", sampling)])
+        assert ("--disable-any-whitespace" in str(found[0].message)) == hint, (spec, text)
 
 
 def test_without_a_model(run, folder, monkeypatch):
