@@ -294,7 +294,8 @@ def _origin_of(record: Result, page: str) -> str:
         f"unless the row says another.{steps}\n\n"
         f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): its stored result has "
         f"one value for each point, no correctness check and no roofline of the card. In [an earlier "
-        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was timed."
+        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was "
+        f"timed."
     )
 
 

@@ -108,7 +108,7 @@ def test_both_engines_in_the_readme():
     assert "Both ran on the same NVIDIA X 1" in origin
     assert "2026-01-02" in origin
     assert origin.endswith(" A decode step is the least of 3 runs."), "and not of as many for both engines"
-    assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-vllm)")
+    assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-")
     assert "no correctness check and no roofline of the card" in missing
     assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
     text = tables.ties(beside(prompt=(0.3, 0.2))["a"])
