@@ -165,7 +165,7 @@ def run(
                 row, broken = _compared(place, step)
                 rows.append(row)
                 faults += broken
-            progress(f"{step.name}: {len(places)} layer{'s' * (len(places) > 1)} compared")
+            progress(f"{step.name}: {len(places)} layers compared")
         if layer is None:
             whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]), progress)
             faults += broken

@@ -215,6 +215,11 @@ def test_why_no_draft_was_verified():
     assert _why_no_drafts(SpeculativeOptions(method="mtp"), [done([1, 2], [3, 4, 5])]) == again
 
 
+def test_one_token_is_no_plural():
+    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5])).startswith(", cut at 1 token (")
+    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5, 6])).startswith(", cut at 2 tokens (")
+
+
 def test_what_drafts_change_in_the_output(run, folder):
     """A step yields several tokens, so tokens by bytes of weights are no bandwidth. JSON has the same keys on each line."""
     options = ("--max-tokens", 60, "--ignore-eos", "--temperature", 0, "--speculate", "ngram", "hello hello hello")
