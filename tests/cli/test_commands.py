@@ -216,6 +216,7 @@ def test_why_no_draft_was_verified():
 
 
 def test_one_token_is_no_plural():
+    """An answer was "cut at 1 tokens"."""
     assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5])).startswith(", cut at 1 token (")
     assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5, 6])).startswith(", cut at 2 tokens (")
 
@@ -715,7 +716,7 @@ def test_plan_for_a_gpu_that_is_not_here(run):
 
 
 def test_a_plan_and_its_remedy_count_the_same_pages(run):
-    """The remedy was stated without KV pages, beside a model with them: 10 GiB less, of which 2 were pages."""
+    """The remedy's size was without KV pages, beside a size with those of --kv-cache-memory."""
     for own in (("--gpu", "12GiB:8.9"), ("--gpu", "12GiB:8.9", "--kv-cache-memory", "2GiB")):
         last = run("plan", "-m", "Qwen2.5-7B", *own)[1].splitlines()[-1]
         least, words, figure = re.fullmatch(r"Does not fit: it needs (at least )?\S+ \(use (.*): (.*)\)", last).groups("")
