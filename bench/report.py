@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minirt.bench.summary import summarize
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:  # `minirt bench serve` reports without PyTorch
@@ -209,6 +210,12 @@ def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
     return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
 
 
+def _prompt_rate(row: Row) -> Row:
+    """A prompt's tokens per second, with the standard deviation over the runs."""
+    spread = summarize([row["input_len"] / seconds for seconds in row["time_to_first_token_s"]["all"]])["stddev"]
+    return {"median": row["tokens_per_s"], "stddev": spread}
+
+
 def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
 
@@ -216,7 +223,7 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str 
 # Shares of what this run measured as the most that the machine can do.
 _MEASURED_SHARES = ("share_of_read_ceiling", "share_of_limit", "share_of_matmul_ceiling")
 LIMIT = (
-    "of the limit: the least time that this run's memory bandwidth and matrix products allow (the roofline), as a share of the "
+    "of the limit: the least time that this run's memory bandwidth and matrix products allow (the roofline), divided by the "
     "measured time."
 )
 _TESTS = "ppN: a prompt of N tokens, to its first new token. tgN bB @ dC: N decode steps of B sequences, after C tokens of each."
@@ -315,8 +322,8 @@ _COLUMNS: dict[str, list[Column]] = {
         ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],
     "speed": [
-        ("t/s", lambda r: _spread(r["tokens_per_s"]) if "step_s" in r else _number(r["tokens_per_s"])),
-        ("ms of a prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
+        ("t/s", lambda r: _spread(r["tokens_per_s"] if "step_s" in r else _prompt_rate(r))),
+        ("ms per prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
         ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
         ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
     ],

@@ -256,26 +256,19 @@ class Generator:
 
     @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
-        """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
+        """Return an iterator over the completion's pieces; their texts join to `Completion.text`. Closing it aborts.
 
-        With `n` > 1, the pieces of all samples come as they are generated; `Piece.sample` tells them apart. Several streams may
-        be open at once: they share the engine's steps.
+        The prompt is checked by this call, and runs from the first piece on. With `n` > 1, the pieces of all samples come as
+        they are generated; `Piece.sample` tells them apart. Several streams may be open at once: they share the engine's steps.
         """
-        # Closing this iterator must close the inner one now, not at garbage collection.
-        with closing(self.stream_completion(prompt, params, priority=priority)) as pieces:
-            for piece, _ in pieces:
-                yield piece
+        return _pieces(self.stream_completion(prompt, params, priority=priority))
 
     @_check_names
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
-            for stream, piece in pieces:
-                if stream.completion.error is not None:
-                    raise stream.completion.error
-                yield piece, stream.completion
+        return _with_completions(self._run(self._prepare(prompt, params, priority, single=True)))
 
     @overload
     def score(self, prompts: Prompt, completions: Prompt, *, priority: int = 0, progress: bool = False) -> Score: ...
@@ -487,6 +480,23 @@ class Generator:
                 for output in outputs.get():
                     if (new := driver.push(output)) is not None:
                         yield new
+
+
+def _with_completions(
+    running: Generation[tuple[CompletionStream, Piece], None, None],
+) -> Generation[tuple[Piece, Completion], None, None]:
+    """What `stream_completion` yields. Raises the error of a request that failed."""
+    with closing(running):  # now, not at garbage collection
+        for stream, piece in running:
+            if stream.completion.error is not None:
+                raise stream.completion.error
+            yield piece, stream.completion
+
+
+def _pieces(running: Generation[tuple[Piece, Completion], None, None]) -> Iterator[Piece]:
+    with closing(running):
+        for piece, _ in running:
+            yield piece
 
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:

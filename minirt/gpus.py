@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import ClassVar
 
 from minirt.errors import DeviceError, InputError
-from minirt.sizes import format_size, parse_size
+from minirt.sizes import parse_size
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class AbsentGPU:
     """An NVIDIA GPU that takes the place of a `torch.device` where a model is only planned.
 
     Args:
-        name: for the user.
+        name: for the user: one of the table, or the memory as it was typed.
         memory: all of it, in bytes.
         capability: its CUDA compute capability. `assumed`: nobody stated it.
     """
@@ -39,7 +39,7 @@ class AbsentGPU:
     def assumption(self) -> str:
         """What to do about a compute capability that nobody stated."""
         low = f"{self.capability[0]}.{self.capability[1]}"
-        return f"Compute capability {low} is assumed, which has no FP8; --gpu {self.name}:8.9 states it."
+        return f"Compute capability {low} is assumed, which has no FP8; for 8.9, write --gpu {self.name}:8.9"
 
 
 CONTEXT_BYTES = 1 << 30
@@ -93,7 +93,7 @@ def find_gpu(text: str) -> AbsentGPU:
         hint = f"did you mean {' or '.join(near)}?" if near else None
         raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text, hint=hint) from None
     major, minor = map(int, number.split(".")) if number else _LOWEST
-    return AbsentGPU(format_size(memory), memory, (major, minor), assumed=not number)
+    return AbsentGPU("".join(size.split()), memory, (major, minor), assumed=not number)
 
 
 # Words of `nvidia-smi` and of shops that do not tell one GPU of the table from another.

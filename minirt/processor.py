@@ -434,7 +434,12 @@ def _array_tokens(array: TokenArray) -> list[int]:
 def _one(params: Any) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
-    raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
+    what, found = "one prompt takes one SamplingParams", type(params).__name__
+    raise InputError(what, where="params", found=found, hint=_params_hint(params))
+
+
+def _params_hint(params: Any) -> str | None:
+    return "SamplingParams(**…) takes the keys and values of a dict" if isinstance(params, Mapping) else None
 
 
 def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -447,7 +452,8 @@ def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[An
     if not isinstance(params, list | tuple) or len(params) != len(prompts):
         many = isinstance(params, list | tuple)
         what, found = "not one SamplingParams for each prompt", len(params) if many else type(params).__name__
-        raise InputError(what, where="params", expected=f"one for all, or a list of {len(prompts)}", found=found)
+        expected = f"one for all, or a list of {len(prompts)}"
+        raise InputError(what, where="params", expected=expected, found=found, hint=_params_hint(params))
     return prompts, params
 
 

@@ -251,16 +251,29 @@ def test_parameters_for_each_prompt(generator):
     done = generator.generate(list(PROMPTS), [params(n) for n in counts])
     assert [len(c.token_ids) for c in done] == counts
     assert all(c.finish_reason == "length" for c in done)
-    for wrong, found in (([params()] * 3, 3), ([], 0), ({"temperature": 1}, "dict"), ("params", "str"), (7, "int")):
+    for wrong, found in (([params()] * 3, 3), ([], 0), ("params", "str"), (7, "int")):
         with pytest.raises(InputError, match=f"SamplingParams for each prompt.*a list of 4; found {found}$"):
             generator.generate(list(PROMPTS), wrong)
-    for wrong in ([params()], {"temperature": 1}):
-        with pytest.raises(InputError, match="SamplingParams"):
-            generator.generate(PROMPTS[0], wrong)
-    with pytest.raises(InputError, match="SamplingParams"):
-        generator.generate(list(PROMPTS), [params(), None, {}, params()])
-    with pytest.raises(InputError, match="SamplingParams"):
-        list(generator.stream(PROMPTS[0], {"max_tokens": 3}))
+    with pytest.raises(InputError, match=r"one prompt takes one SamplingParams; found list$"):
+        generator.generate(PROMPTS[0], [params()])
+
+
+def test_a_dict_of_sampling_parameters_names_the_remedy(generator):
+    """The message said what it is not, and not how it becomes one."""
+    own = {"max_tokens": 3}
+    for prompts, wrong in ((PROMPTS[0], own), (list(PROMPTS), own), (list(PROMPTS), [params(), None, own, params()])):
+        with pytest.raises(InputError, match=r"found dict \(SamplingParams\(\*\*…\) "):
+            generator.generate(prompts, wrong)
+
+
+def test_streams_refuse_a_request_at_the_call(generator):
+    """They did so at the first piece, which another function may ask for, far from the mistake."""
+    for stream in (generator.stream, generator.stream_completion):
+        for prompt, own in (("", None), (["hello", "a"], None), ([5] * 256, None), ("hello", {"max_tokens": 3}), ("hello", 5)):
+            with pytest.raises(InputError):
+                stream(prompt, own)
+        stream("hello")  # it never runs
+    assert idle(generator)
 
 
 WRONG = [
@@ -291,7 +304,7 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
 
 
 def test_a_list_of_prompts_for_a_method_of_one_prompt(generator):
-    for call in (lambda p: next(generator.stream(p)), generator.warm_prompt, generator.logits, generator.encode):
+    for call in (generator.stream, generator.warm_prompt, generator.logits, generator.encode):
         for prompts in (["hello", "a"], [[5, 6], [7]]):
             with pytest.raises(InputError, match="a list of prompts where one prompt is expected"):
                 call(prompts)
@@ -755,7 +768,7 @@ def test_a_tokenizer_of_another_model(hf_folder):
     with pytest.warns(UserWarning, match="the tokenizer has ids up to 210, but vocab_size of config.json is 101"):
         generator = load(folder)
     with generator:
-        for call in (generator.generate, lambda text: next(iter(generator.stream(text)))):
+        for call in (generator.generate, generator.stream):
             with pytest.raises(InputError, match=r"prompt token \d+: the model has no such token; expected ids from 0 to 100"):
                 call("the quick brown fox")
         with pytest.raises(InputError, match="the model has no such token"):

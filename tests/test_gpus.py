@@ -55,7 +55,7 @@ def test_names_near_a_known_one(text, hint):
 def test_sizes():
     assert find_gpu("24GiB").memory == 24 << 30
     assert str(find_gpu("24GiB")) == "cuda (24GiB, sm_80 assumed)"
-    assert str(find_gpu("40GB:12.0")) == "cuda (37.25GiB, sm_120)"
+    assert str(find_gpu("40GB:12.0")) == "cuda (40GB, sm_120)"
     sizes = "24GiB:", "24GiB:9", "24GiB:x.y", "-1GiB", "24GiB:8.9:1", "0", "24", "80:9.0"
     for wrong in ("", "H300", "A100", "24XB", "GiB", *sizes):
         with pytest.raises(DeviceError, match=r"--gpu: .*24GiB:8\.9.*H200") as error:

@@ -274,7 +274,8 @@ def ties(record: Result, where: str = "") -> str:
             else:
                 faster += 1
     parts = [f"minirt is faster at {faster} of the {faster + len(tied) + len(slower)} points{where}."]
-    parts += [f"A difference below {_TIE:.0%} is a tie: {'; '.join(tied)}."] if tied else []
+    are = "One is a tie" if len(tied) == 1 else f"{len(tied)} are ties"
+    parts += [f"{are} (less than {_TIE:.0%} apart): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
     return " ".join(parts)
 
@@ -286,13 +287,15 @@ def _origin_of(record: Result, page: str) -> str:
     """
     own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
     measuring = "docs/measuring.md" if page else "../measuring.md"
+    steps = f" A decode step is {record['protocol']['decode step'].partition('; ')[2]}." if page else ""  # the page has all of it
     return (
         f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. {_other_stack_of(record, page)} Both ran on the same "
         f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
-        f"unless the row says another.\n\n"
-        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): no correctness check, "
-        f"no single runs and no roofline of the card are stored with it. On another day and another card, `minirt bench decode` "
-        f"compared this model with its eager layers before it timed it ([results]({page}{_CHECKED_RUNS}))."
+        f"unless the row says another.{steps}\n\n"
+        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): its stored result has "
+        f"one value for each point, no correctness check and no roofline of the card. In [an earlier "
+        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was "
+        f"timed."
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
@@ -17,6 +18,7 @@ from minirt.cli.help import option_group
 from minirt.cli.options import (
     NUMBERS,
     RANGE,
+    Numbers,
     debug_option,
     filter_options,
     load_options,
@@ -88,10 +90,12 @@ bench.add_command(serve)
 @option_group(
     "Measurement",
     click.option(
-        "--input-len", "-p", type=NUMBERS, show_default="512, or what the model's context allows",
-        help="Tokens of a prompt; several: 128,512.",
+        "--input-len", "-p", type=Numbers("N,N,…", ",", zero=True), show_default="512, or what the model's context allows",
+        help="Tokens of a prompt; several: 128,512; 0: no prompt.",
     ),
-    click.option("--output-len", "-n", type=click.IntRange(1), default=128, show_default=True, help="Decode steps of a run."),
+    click.option(
+        "--output-len", "-n", type=click.IntRange(0), default=128, show_default=True, help="Decode steps of a run; 0: none."
+    ),
     click.option(
         "--context-len", "-c", type=NUMBERS, default="1", show_default=True,
         help="Tokens before the decode steps; several: 1,4096.",
@@ -104,9 +108,14 @@ def speed(
 ) -> None:
     """Time a prompt, and the decode steps of one sequence: tokens per second of both, as llama-bench prints them.
 
-    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "Of the
-    limit" is the share of the roofline: of what this run's memory bandwidth and matrix products allow.
+    ppN is a prompt of N tokens (`minirt bench prefill` has more of it), tgN are N decode steps (`minirt bench decode`). "of the
+    limit" is the least time that this run's memory bandwidth and matrix products allow (the roofline), divided by the measured
+    time. With 0 as --input-len or --output-len, only the other is measured, as in llama-bench.
     """
+    if not output_len and input_len == ():
+        raise click.UsageError("--input-len 0 and --output-len 0 leave nothing to measure")
+    if not output_len and ctx.get_parameter_source("context_len") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--context-len is of decode steps, of which there are none with --output-len 0")
     from minirt.bench import decode, prefill
     from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
     from minirt.device import pick_device
@@ -115,18 +124,22 @@ def speed(
     ceiling, products = read_ceiling(device), _products(options, device)
 
     def lengths(generator: "Generator") -> Sequence[int]:
-        return input_len or [max(1, min(_SPEED_INPUT, generator.max_len - 1))]
+        return [max(1, min(_SPEED_INPUT, generator.max_len - 1))] if input_len is None else input_len
 
     def check(generator: "Generator") -> int:
-        prefill.check(generator, lengths(generator), 0)
-        decode.check(generator, [1], context_len, output_len)
-        return max(*lengths(generator), *context_len)
+        if lengths(generator):
+            prefill.check(generator, lengths(generator), 0)
+        if output_len:
+            decode.check(generator, [1], context_len, output_len)
+        return max([*lengths(generator), *context_len])
 
     def measure(generator: "Generator") -> Rows:
         if input_len is None and generator.max_len <= _SPEED_INPUT:
             (length,), positions = lengths(generator), generator.max_len
             progress(f"the prompt has {length} tokens, not {_SPEED_INPUT}: the model has {positions} positions")
         rows = prefill.run(generator, lengths(generator), **_common(options), ceiling=products, progress=progress)
+        if not output_len:
+            return rows
         return rows + decode.run(
             generator, [1], context_len, **_common(options), ceiling=ceiling, products=products,
             datasheet=datasheet_bandwidth(device), count=output_len, progress=progress,

@@ -196,7 +196,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Conversation, str], None]]] = {
 def _why(completion: "Completion") -> str:
     """Why an answer ended, for the line after it; "" if it ended normally."""
     if completion.finish_reason == "length":
-        return f", cut at {len(completion.token_ids)} tokens (--max-tokens, or the end of the context)"
+        return f", cut at {counted(len(completion.token_ids), 'token')} (--max-tokens, or the end of the context)"
     return "" if completion.finish_reason == "stop" else f", {completion.finish_reason}"
 
 

@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 
 
 class Numbers(click.ParamType):
-    """"1,8,64" → (1, 8, 64): positive integers. With `separator=":"` a range: "32:512" → (32, 512), and "64" → (64, 64)."""
+    """"1,8,64" → (1, 8, 64): positive integers. With `separator=":"` a range: "32:512" → (32, 512), and "64" → (64, 64). With
+    `zero`, "0" → (), none."""
 
-    def __init__(self, name: str, separator: str) -> None:
-        self.name, self._separator = name, separator
+    def __init__(self, name: str, separator: str, zero: bool = False) -> None:
+        self.name, self._separator, self._zero = name, separator, zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
+        if self._zero and value.strip() == "0":
+            return ()
         words = [word.strip() for word in value.split(self._separator)]
         numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
         if len(numbers) != len(words):
@@ -193,8 +196,8 @@ kv_cache_dtype_option = option_group(
 memory_options = option_group(
     "Memory and speed",
     click.option(
-        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve, e.g. 32k; default, and auto: the model's own, "
-        "or as many as fit.",
+        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and "
+        "auto: the model's own, or as many as fit.",
     ),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
@@ -235,7 +238,7 @@ load_options = option_group(
     memory_options,
     click.option(
         "--max-step-ms", type=click.FloatRange(0),
-        help="On a GPU: milliseconds of a step's prompt tokens while other requests decode; 0: any. Default: 60.",
+        help="On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit. Default: 60.",
     ),
     click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
     click.option(
@@ -304,7 +307,8 @@ _structured_options = option_group(
     ),
     click.option("--json-object", is_flag=True, help="The text is a JSON object."),
     click.option(
-        "--disable-any-whitespace", is_flag=True, help="With --json-schema or --json-object: no white space between JSON tokens."
+        "--disable-any-whitespace", is_flag=True,
+        help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on it.",
     ),
     click.option("--regex", help="The text is matched by a regular expression from its beginning to its end."),
     click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from minirt.outputs import Completion
 
 
+_END = 32  # characters that are the end of a text
+
+
 def write(text: str) -> None:
     """Write results to stdout and flush. `process.standard_streams` says what happens if stdout is full or closed."""
     sys.stdout.write(text)
@@ -85,7 +88,17 @@ def warn_incomplete(completions: Sequence["Completion"]) -> None:
         what = "the text is incomplete" if len(completions) == 1 else f"{len(cut)} of {len(completions)} texts are incomplete"
         limits = {own.sampling.max_tokens for own in cut if len(own.token_ids) >= own.sampling.max_tokens}
         end = f"--max-tokens {', '.join(map(str, sorted(limits)))}" if limits else "the end of the context"
-        warnings.warn(f"{what}: {end} came before the end of the structured output", stacklevel=2)
+        hint = ""
+        if any(_ends_blank(own) for own in cut):
+            hint = "; small models may spend their tokens on white space, as here: --disable-any-whitespace forbids it"
+        warnings.warn(f"{what}: {end} came before the end of the structured output{hint}", stacklevel=2)
+
+
+def _ends_blank(completion: "Completion") -> bool:
+    """Whether the end of a JSON text is mostly white space that an option would forbid."""
+    spec, end = completion.sampling.structured_outputs, completion.text[-_END:]
+    may = spec is not None and (spec.json_object or spec.json is not None) and not spec.disable_any_whitespace
+    return may and 2 * sum(map(str.isspace, end)) > len(end)
 
 
 def completion_record(completion: "Completion", verbose: bool, drafts: bool) -> dict[str, Any]:
@@ -192,7 +205,7 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     drafted = sum(own.num_draft_tokens for own in completions)
     accepted = sum(own.num_accepted_tokens for own in completions)
     tokens = sum(len(own.token_ids) for own in completions)
-    text = "drafts: none were verified, as nothing matched or it did not pay"
+    text = f"drafts: none were verified, as {_why_no_drafts(generator.speculative, completions)}"
     if drafted:
         text = f"drafts: {accepted:,} of {drafted:,} accepted"
     if drafted and tokens > accepted:
@@ -200,6 +213,28 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     if any(name.startswith("fp8") for name in generator.plan.formats):
         text += " · fp8: a single token has 16-bit activations, a step with drafts fp8 ones"
     return text
+
+
+def _why_no_drafts(proposer: object, completions: Sequence["Completion"]) -> str:
+    """Why no draft was verified. There is none for the first token of a text, and none after the last one that it may have."""
+    if all(len(own.token_ids) - (own.finish_reason == "length") < 2 for own in completions):
+        return "no text was long enough"
+    shortest = getattr(proposer, "prompt_lookup_min", 0) if getattr(proposer, "method", None) == "ngram" else 0
+    if shortest and not any(_has_match(own, shortest) for own in completions):
+        return "nothing matched"
+    return "they were not expected to pay"
+
+
+def _has_match(completion: "Completion", count: int) -> bool:
+    """Whether the last `count` tokens occurred before when a step might have verified what followed them."""
+    tokens = [*completion.prompt_token_ids, *completion.token_ids]
+    first, seen = len(completion.prompt_token_ids) + 1, set()
+    for end in range(count, len(tokens) - (completion.finish_reason == "length")):
+        last = tuple(tokens[end - count : end])
+        if end >= first and last in seen:
+            return True
+        seen.add(last)
+    return False
 
 
 def not_applied(completion: "Completion") -> str:

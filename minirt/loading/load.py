@@ -292,21 +292,22 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     current = plan_load(options, gpu)[1]
     if current.only_context_is_short:
         return _longer_context(options, gpu, current, [("use --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}), *ways])
-    least, how = current.fixed, ""
+    least, how = current.least, ""
     for words, changes in ways:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
         if changed:
             with suppress(MinirtError):  # a quantized checkpoint is not quantized again
-                plan = plan_load(replace(options, **changed), gpu)[1]
-                needed = plan.fixed
+                other = replace(options, **changed)
+                plan = plan_load(other, gpu)[1]
                 if plan.fits:
-                    return f"{words}: {format_size(needed, up=True)} without KV pages"
-                if needed < least and words.startswith("use "):
-                    least, how = needed, f" with {words.removeprefix('use ')}"
+                    if other.memory.kv_bytes is not None:
+                        return f"{words}: {format_size(plan.needed, up=True)}"
+                    return f"{words}: at least {format_size(plan.least, up=True)}"  # the pages take what is left
+                if plan.least < least and words.startswith("use "):
+                    least, how = plan.least, f"at least {format_size(plan.least, up=True)} even with {words[4:]}: "
     if least > total_memory(device):
         more = "machine" if device.type == "cpu" else "GPU"
-        hint = f"use a smaller model, or a {more} with more memory"
-        return f"it needs {format_size(least, up=True)} even{how or ' without KV pages'}: {hint}"
+        return f"{how}use a smaller model, or a {more} with more memory"
     if gpu is not None:
         return "use a smaller model, or raise --gpu-memory-utilization"
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")

@@ -129,6 +129,11 @@ class MemoryPlan:
         return -(-(self.asked or 1) // PAGE_SIZE)
 
     @property
+    def least(self) -> int:
+        """Bytes of everything, with no more KV pages than must fit."""
+        return self.fixed + self.least_pages * self.page
+
+    @property
     def needed(self) -> int:
         """Bytes of everything, with `least_pages` at least."""
         return self.fixed + max(self.pages, self.least_pages) * self.page
@@ -293,7 +298,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     seqs, options = options.max_num_seqs, with_fitting_sequences(model, length, device, options, loaded=True)
     if options.max_num_seqs < seqs:
         each = format_size(state_bytes(model.cache_specs))
-        what = f"{options.max_num_seqs} sequences run at once instead of {seqs} (--max-num-seqs)"
+        what = f"{options.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
         why = f"each keeps a state of {each}, and the free memory has no room for more"
         warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)

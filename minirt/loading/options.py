@@ -64,7 +64,7 @@ class LoadOptions:
             cgroup quota).
         max_waiting: maximum number of requests that wait while a step computes others. Further requests end with a
             `QueueFullError`. None: no limit.
-        max_step_ms: on a GPU, milliseconds that a step's prompt tokens may take while other requests decode, which wait for it;
+        max_step_ms: on a GPU, milliseconds that a step may spend on prompts while other requests decode, which wait for it;
             by times measured at warm-up. 0: any time.
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
             beginning does not compute it again. Models with recurrent layers keep states, too (`state_cache_memory`).

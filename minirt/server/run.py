@@ -128,7 +128,7 @@ async def drain(front: Front) -> None:
     front.draining = True
     running = len(front.exchanges)
     if running and not front.options.quiet:
-        sys.stderr.write(f"minirt: ending; {running} requests are still running\n")
+        sys.stderr.write(f"minirt: ending; {running} request{'s are' if running > 1 else ' is'} still running\n")
     await _wait_for_exchanges(front, front.options.drain_timeout)
     for generation in list(front.generations):
         generation.fail(HTTPError(503, "the server has ended before the answer was complete"))

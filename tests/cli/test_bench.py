@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from support.cli import CACHE, caller, refused
 
 from minirt import layers
-from minirt.bench import ceiling
+from minirt.bench import ceiling, report
 from minirt.bench.report import FORMATS
 from minirt.cli import app as cli
 from minirt.cli.bench import bench
@@ -184,11 +184,33 @@ def test_speed_measures_a_prompt_and_decode_steps(run, folder):
     assert (code, err) == (0, "")
     assert "|" not in out
     assert re.search(r"^model +\w+ float32$", out, re.MULTILINE)
-    assert re.search(r"^test +t/s +ms of a prompt or step", out, re.MULTILINE)
+    assert re.search(r"^test +t/s +ms per prompt or step", out, re.MULTILINE)
     assert re.search(r"^ppN: a prompt of N tokens, .*^of the limit: the least time that ", out, re.MULTILINE | re.DOTALL)
     assert "the prompt has 255 tokens, not 512: the model has 256 positions" in run(*base[:-1])[2]
     assert [line.split()[0] for line in out.splitlines() if re.match("(pp|tg)[0-9]", line)] == ["pp9", "tg40", "tg40"]
+    assert len(re.findall(r"^(?:pp9|tg40 b1 @ d\d+) +[0-9.,]+ ± [0-9.,]+ ", out, re.MULTILINE)) == 3, "llama-bench's ± of t/s"
     refused(run(*base, "-p", 256), "found 257", "the model itself takes at most 256")
+
+
+def test_speed_leaves_out_what_is_0(run, folder):
+    """llama-bench's `-p 0` and `-n 0` were refused as wrong numbers. Nothing else that is given is ignored."""
+    base = ("bench", "speed", "-m", folder, *CACHE, "--repeats", 1, "-q", "-o", "json")
+    for own, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
+        code, out, err = run(*base, *own)
+        assert (code, err) == (0, "")
+        assert [row["test"] for row in json.loads(out)["results"]] == tests
+    refused(run(*base, "-p", 0, "-n", 0), "--input-len 0 and --output-len 0 leave nothing to measure", code=2)
+    refused(run(*base, "-n", 0, "-c", 4), "--context-len is of decode steps", code=2)
+    refused(run(*base, "-p", "0,9"), "--input-len: '0,9' is not a list of positive integers", code=2)
+    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", 0), "not a list of positive integers", code=2)
+
+
+def test_the_spread_of_a_prompts_rate():
+    """Of the rates themselves: that of the times, scaled, is another number. One run has none."""
+    row = {"input_len": 12, "time_to_first_token_s": {"all": [1.0, 3.0, 2.0]}, "tokens_per_s": 6.0}
+    cell = dict(report._COLUMNS["speed"])["t/s"]
+    assert cell(row) == "6.00 ± 4.16", "12, 4 and 6"
+    assert cell(row | {"time_to_first_token_s": {"all": [2.0]}}) == "6.00"
 
 
 def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import tomllib
+from types import SimpleNamespace
 
 import click
 import psutil
@@ -30,8 +31,13 @@ from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
+from minirt.cli.output import _why_no_drafts, warn_incomplete
 from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
+from minirt.outputs import Completion
+from minirt.sampling_params import resolve
+from minirt.sizes import format_size
+from minirt.speculative.options import SpeculativeOptions
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +190,35 @@ def test_one_token_has_no_rate(run, folder):
     """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
     err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
     assert "decode 1 token · peak memory" in err
-    assert "drafts: none were verified, as nothing matched or it did not pay\n" in err
+    assert "drafts: none were verified, as no text was long enough\n" in err
+
+
+def test_why_no_draft_was_verified():
+    """Two causes stood in one sentence. The n-grams of the text tell which one it was."""
+
+    def done(prompt, tokens, end="length"):
+        return SimpleNamespace(prompt_token_ids=prompt, token_ids=tokens, finish_reason=end)
+
+    short, new, again = "no text was long enough", "nothing matched", "they were not expected to pay"
+    ngram = SpeculativeOptions(prompt_lookup_min=2)
+    for texts, cause in (
+        ([done([1, 2, 3, 1], [2, 3])], short),  # the second of two tokens is the last one that may come
+        ([done([1, 2, 3, 1], [2])], short), ([done([1, 2, 3, 1], [2, 3, 9])], again),
+        ([done([1, 2, 3, 1], [2, 9], "stop")], again),
+        ([done([1, 2, 3], [4, 5, 6, 7])], new), ([done([1, 2, 3, 1, 2], [9, 8, 7])], new),  # a match within the prompt alone
+        ([done([5], [1, 2, 1, 2], "stop")], new), ([done([5], [1, 2, 1, 2, 9], "stop")], again),
+        ([done([5], [1, 1, 1, 2])], new), ([done([5], [1, 1, 1, 2, 3])], again),
+        ([done([1], [2, 3, 4]), done([1, 2, 3, 1], [2, 3, 9])], again), ([done([1, 2], [2]), done([1], [2, 3, 4])], new),
+    ):  # fmt: skip
+        assert _why_no_drafts(ngram, texts) == cause, texts
+    assert _why_no_drafts(SpeculativeOptions(prompt_lookup_min=1), [done([1, 2, 3], [1, 8, 9])]) == again
+    assert _why_no_drafts(SpeculativeOptions(method="mtp"), [done([1, 2], [3, 4, 5])]) == again
+
+
+def test_one_token_is_no_plural():
+    """An answer was "cut at 1 tokens"."""
+    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5])).startswith(", cut at 1 token (")
+    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5, 6])).startswith(", cut at 2 tokens (")
 
 
 def test_what_drafts_change_in_the_output(run, folder):
@@ -322,8 +356,24 @@ def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
     lines.write_text('"hello"\n{"prompt": "a", "structured_outputs": {"json_object": true}}\n')
     many = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 2, "--prompts", lines)
     assert "warning: 1 of 2 texts are incomplete" in many[2]
+    assert "white space" not in err + many[2]
     whole = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 20, "--choice", "a", "hello")
     assert (whole[0], "incomplete" in whole[2]) == (0, False)
+
+
+def test_a_cut_text_of_white_space_names_the_option():
+    """The warning pointed to --max-tokens, and more of them became more white space."""
+    schema = '{"type": "object"}'
+    blank, full = '{"a":' + "\n" + " " * 20, '{"a":\n "a long text of a few words'
+    for spec, text, hint in (
+        ({"json": schema}, blank, True), ({"json_object": True}, blank + ":\n", True), ({"json": schema}, full, False),
+        ({"json": schema}, blank + full, False), ({"json": schema, "disable_any_whitespace": True}, blank, False),
+        ({"regex": "[a\\s]*"}, blank, False), ({"json": schema}, "", False),
+    ):  # fmt: skip
+        sampling = resolve(SamplingParams(max_tokens=9, structured_outputs=spec), None)
+        with pytest.warns(UserWarning, match="the text is incomplete: --max-tokens 9 came before the end") as found:
+            warn_incomplete([Completion([1], [2] * 9, text, "length", sampling)])
+        assert ("--disable-any-whitespace" in str(found[0].message)) == hint, (spec, text)
 
 
 def test_without_a_model(run, folder, monkeypatch):
@@ -649,13 +699,13 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 1
-    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: 1\d.*GiB without KV p.*\)$", out, re.M)
-    even = "it needs 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
-    for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", even)):
+    assert re.search(r"^Does not fit: it needs at least 28\.\d+GiB \(use --dtype bfloat16: at least 1\d.*GiB\)$", out, re.M)
+    even = "at least 5.56GiB even with --quantize int4: use a smaller model, or a GPU with more memory)"
+    for gpu, words in (("12GiB:8.9", "use --fp8: at least 7"), ("10GiB", "use --quantize int4: at least 5"), ("2GiB", even)):
         assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
     assert "sm90" not in out
     assert "assumed" not in out
-    assert "8.0 is assumed, which has no FP8; --gpu 24GiB:8.9" in run(*base, "--gpu", "24GiB")[1]
+    assert "8.0 is assumed, which has no FP8; for 8.9, write --gpu 24GB:8.9\n" in run(*base, "--gpu", "24 GB")[1]
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
     assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
@@ -663,6 +713,18 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
     refused(run(*base, "--gpu", "a100"), "found a100 (did you mean A100-80GB or A100-40GB?)", code=2)
     refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
+
+
+def test_a_plan_and_its_remedy_count_the_same_pages(run):
+    """The remedy's size was without KV pages, beside a size with those of --kv-cache-memory."""
+    for own in (("--gpu", "12GiB:8.9"), ("--gpu", "12GiB:8.9", "--kv-cache-memory", "2GiB")):
+        last = run("plan", "-m", "Qwen2.5-7B", *own)[1].splitlines()[-1]
+        least, words, figure = re.fullmatch(r"Does not fit: it needs (at least )?\S+ \(use (.*): (.*)\)", last).groups("")
+        assert figure.startswith(least)
+        memory = json.loads(run("plan", "-m", "Qwen2.5-7B", *own, *words.split(), "--json")[1])["memory"]
+        pages = memory["pages"] if "--kv-cache-memory" in own else 1
+        needed = memory["weights"] + memory["other"] + memory["step"] + pages * memory["page"]
+        assert figure.removeprefix("at least ") == format_size(needed, up=True)
 
 
 def test_plan_says_what_fits_here(run, folder, monkeypatch):

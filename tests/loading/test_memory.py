@@ -327,7 +327,7 @@ def test_fewer_sequences_are_said(free, monkeypatch):
     monkeypatch.setattr(
         "minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
     )
-    with pytest.warns(RuntimeWarning, match=r"12 sequences run at once instead of 64 \(--max-num-seqs\): .* 10MiB"):
+    with pytest.warns(RuntimeWarning, match=r"12 instead of 64 sequences run at once \(--max-num-seqs\): .* 10MiB"):
         made = measured_plan(Recurrent(), MemoryOptions())
     assert {made.max_num_seqs, *seen} == {12}
     with warnings.catch_warnings():

@@ -167,7 +167,7 @@ def test_a_worker_that_ends_finishes_its_answers(fleet, expected):
         streams = await four_streams(client)
         await until(fleet, lambda: fleet.running() == [2, 2])
         fleet.workers[0].process.send_signal(signal.SIGTERM)
-        await until(fleet, lambda: "ending; 2 requests" in fleet.workers[0].log)
+        await until(fleet, lambda: "ending; 2 requests are still running" in fleet.workers[0].log)
         return await short(client, 8), await asyncio.gather(*streams)
 
     texts, streams = with_client(fleet, work)

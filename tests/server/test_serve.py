@@ -398,7 +398,7 @@ def test_a_second_signal_ends_at_once(folder, tmp_path):
         own.sendall(message(body, "/v1/completions"))
         own.recv(1000)
         server.process.send_signal(signal.SIGINT)
-        server.until(lambda: "ending; 1 request" in server.log)
+        server.until(lambda: "ending; 1 request is still running" in server.log)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 130
     engine.wait(30)
