@@ -22,7 +22,7 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.request import Request, TokenOutput
+from minirt.engine.request import DraftStats, Request, TokenOutput
 from minirt.engine.runner import Proposer
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
@@ -413,6 +413,11 @@ class Generator:
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
+
+    @property
+    def draft_stats(self) -> DraftStats:
+        """Counters of drafts since loading, all 0 without `speculative`."""
+        return self._live.stats.drafts
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -96,7 +96,7 @@ class Drafting:
             self.events.append(events)
 
         if generator.device.type == "cuda":
-            runner._propose = observed  # type: ignore[method-assign]
+            runner._propose = observed  # type: ignore[method-assign, assignment]
 
     def share(self) -> float | None:
         """Of drafting in a step: the median of all steps since the last call; None on a CPU."""

@@ -205,7 +205,8 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     drafted = sum(own.num_draft_tokens for own in completions)
     accepted = sum(own.num_accepted_tokens for own in completions)
     tokens = sum(len(own.token_ids) for own in completions)
-    text = f"drafts: none were verified, as {_why_no_drafts(generator.speculative, completions)}"
+    why = "they were not expected to pay" if generator.draft_stats.num_proposals else "nothing was proposed"
+    text = f"drafts: none were verified, as {why}"
     if drafted:
         text = f"drafts: {accepted:,} of {drafted:,} accepted"
     if drafted and tokens > accepted:
@@ -213,28 +214,6 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     if any(name.startswith("fp8") for name in generator.plan.formats):
         text += " · fp8: a single token has 16-bit activations, a step with drafts fp8 ones"
     return text
-
-
-def _why_no_drafts(proposer: object, completions: Sequence["Completion"]) -> str:
-    """Why no draft was verified. There is none for the first token of a text, and none after the last one that it may have."""
-    if all(len(own.token_ids) - (own.finish_reason == "length") < 2 for own in completions):
-        return "no text was long enough"
-    shortest = getattr(proposer, "prompt_lookup_min", 0) if getattr(proposer, "method", None) == "ngram" else 0
-    if shortest and not any(_has_match(own, shortest) for own in completions):
-        return "nothing matched"
-    return "they were not expected to pay"
-
-
-def _has_match(completion: "Completion", count: int) -> bool:
-    """Whether the last `count` tokens occurred before when a step might have verified what followed them."""
-    tokens = [*completion.prompt_token_ids, *completion.token_ids]
-    first, seen = len(completion.prompt_token_ids) + 1, set()
-    for end in range(count, len(tokens) - (completion.finish_reason == "length")):
-        last = tuple(tokens[end - count : end])
-        if end >= first and last in seen:
-            return True
-        seen.add(last)
-    return False
 
 
 def not_applied(completion: "Completion") -> str:

@@ -70,13 +70,13 @@ class DraftLengths:
         self._epochs, self._counts = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         self._drafts, self._vocab = np.zeros((count, most), np.int32), vocab
         self._right, self._trials = np.zeros(count), np.zeros(count)
-        self._num_drafts = 0
+        self._num_drafts = self._num_proposals = 0
         self._verified, self._accepted = np.zeros(most, np.int64), np.zeros(most, np.int64)  # by position
 
     @property
     def stats(self) -> DraftStats:
         accepted = self._accepted.tolist()
-        return DraftStats(self._num_drafts, int(self._verified.sum()), sum(accepted), tuple(accepted))
+        return DraftStats(self._num_drafts, int(self._verified.sum()), sum(accepted), tuple(accepted), self._num_proposals)
 
     def of(self, slot: int) -> list[int]:
         """The drafts of a slot that the next step to be read verifies, at most."""
@@ -159,6 +159,7 @@ class DraftLengths:
             own.num_drafted[slots] += verified
             own.num_accepted[slots] += accepted
         self._counts[slots] = np.where(proposed[:, 0] > 0, np.maximum(proposed[:, 1] - 1, 0), 0)
+        self._num_proposals += int((self._counts[slots] > 0).sum())
         self._drafts[slots] = proposed[:, 2:]
 
     def _check(self, counts: np.ndarray, proposed: np.ndarray) -> None:

@@ -105,12 +105,14 @@ class DraftStats(NamedTuple):
         num_drafts: how often drafts of a sequence were verified.
         num_draft_tokens, num_accepted_tokens: drafts that were verified, and that were right.
         num_accepted_per_position: of these, the first, second, … draft of a step.
+        num_proposals: how often drafts of a sequence were proposed.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: tuple[int, ...] = ()
+    num_proposals: int = 0
 
 
 class EngineStats(NamedTuple):

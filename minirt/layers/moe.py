@@ -133,7 +133,9 @@ def triton(layer: MoE) -> Forward:
         if side is not None and first is not None and last is not None and gate is not None:
             with side.fork():
                 own = norm_gate_up(x, norm.weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
-                shared = norm_linear(own, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False)
+                shared = norm_linear(
+                    own, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False
+                )
                 shared_gate = norm_linear(x, norm.weight, eps, gate.weight, workspace=side.workspace, pdl=pdl, check=False)
         logits = router_logits(x, norm.weight, eps, router.weight, workspace=workspace, pdl=pdl)
         return mixture_residual(

@@ -31,13 +31,13 @@ from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
-from minirt.cli.output import _why_no_drafts, warn_incomplete
+from minirt.cli.output import drafts_summary, warn_incomplete
+from minirt.engine.request import DraftStats
 from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
 from minirt.outputs import Completion
 from minirt.sampling_params import resolve
 from minirt.sizes import format_size
-from minirt.speculative.options import SpeculativeOptions
 
 
 @pytest.fixture(scope="module")
@@ -193,26 +193,12 @@ def test_one_token_has_no_rate(run, folder):
     assert "drafts: none were verified, as no text was long enough\n" in err
 
 
-def test_why_no_draft_was_verified():
-    """Two causes stood in one sentence. The n-grams of the text tell which one it was."""
-
-    def done(prompt, tokens, end="length"):
-        return SimpleNamespace(prompt_token_ids=prompt, token_ids=tokens, finish_reason=end)
-
-    short, new, again = "no text was long enough", "nothing matched", "they were not expected to pay"
-    ngram = SpeculativeOptions(prompt_lookup_min=2)
-    for texts, cause in (
-        ([done([1, 2, 3, 1], [2, 3])], short),  # the second of two tokens is the last one that may come
-        ([done([1, 2, 3, 1], [2])], short), ([done([1, 2, 3, 1], [2, 3, 9])], again),
-        ([done([1, 2, 3, 1], [2, 9], "stop")], again),
-        ([done([1, 2, 3], [4, 5, 6, 7])], new), ([done([1, 2, 3, 1, 2], [9, 8, 7])], new),  # a match within the prompt alone
-        ([done([5], [1, 2, 1, 2], "stop")], new), ([done([5], [1, 2, 1, 2, 9], "stop")], again),
-        ([done([5], [1, 1, 1, 2])], new), ([done([5], [1, 1, 1, 2, 3])], again),
-        ([done([1], [2, 3, 4]), done([1, 2, 3, 1], [2, 3, 9])], again), ([done([1, 2], [2]), done([1], [2, 3, 4])], new),
-    ):  # fmt: skip
-        assert _why_no_drafts(ngram, texts) == cause, texts
-    assert _why_no_drafts(SpeculativeOptions(prompt_lookup_min=1), [done([1, 2, 3], [1, 8, 9])]) == again
-    assert _why_no_drafts(SpeculativeOptions(method="mtp"), [done([1, 2], [3, 4, 5])]) == again
+@pytest.mark.parametrize(("proposals", "why"), [(0, "nothing was proposed"), (3, "they were not expected to pay")])
+def test_why_no_draft_was_verified(proposals, why):
+    """Two causes stood in one sentence."""
+    generator = SimpleNamespace(draft_stats=DraftStats(num_proposals=proposals), plan=SimpleNamespace(formats=()))
+    completion = SimpleNamespace(num_draft_tokens=0, num_accepted_tokens=0, token_ids=[1, 2])
+    assert drafts_summary(generator, [completion]) == f"drafts: none were verified, as {why}"
 
 
 def test_one_token_is_no_plural():

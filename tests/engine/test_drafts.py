@@ -137,6 +137,7 @@ def test_the_same_tokens_with_drafts_and_without(kind, lookahead):
             assert len(it._runner._model.steps) < len(plain._runner._model.steps)
             stats = it.stats.drafts
             assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
+            assert stats.num_proposals >= stats.num_drafts > 0
             assert stats.num_accepted_tokens == sum(stats.num_accepted_per_position)
 
 
@@ -239,7 +240,7 @@ def test_drafts_are_counted_by_position():
     read(own, 2, [5, 6, 9], [1, 2], planned=5)  # two right ones of four
     read(own, 2, [1, 2, 4], [3, 3, 3, 3], planned=3)  # both
     read(own, 2, [3], [4], planned=1)  # none was verified
-    assert own.stats == (2, 6, 4, (2, 2, 0, 0))
+    assert own.stats == (2, 6, 4, (2, 2, 0, 0), 4)
     assert (slots.num_drafted[2], slots.num_accepted[2]) == (6, 4)
     assert own.of(2) == [4]
     slots.epochs[2] += 1  # another sequence
