@@ -13,6 +13,7 @@ result shares memory with an argument. `call` runs an operation directly where P
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from minirt.kernels.launch import Workspace, capability, cdiv, require_fp8
 from minirt.kernels.operations import OPERATIONS, Operation
 
 NAMESPACE = "minirt"
+WRITES_GRAPHS = torch.__version__ < (2, 13)  # see `_declare_fallback`
 LEAST = 80  # compute capability of the kernels, as `launch.capability` returns it
 
 
@@ -452,6 +454,18 @@ _DEFINITIONS = {
 }
 
 
+def _declare_fallback(op: Any) -> None:
+    """Tell Inductor that an op has no lowering. Inductor is loaded when it asks for the op's shapes.
+
+    It finds that out by itself. But before PyTorch 2.13 it then writes the whole graph so far, as text that nobody reads: many
+    minutes for the norm after the last of 28 layers (pytorch/pytorch#185951).
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if WRITES_GRAPHS and lowering is not None and op not in lowering.lowerings:
+        strides = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+        lowering.make_fallback(op, layout_constraint=strides, warn=False)
+
+
 def _register(operation: Operation, own: _Definition) -> Implementations:
     """Define the op of an operation, and return its functions on real tensors."""
     qualified = f"{NAMESPACE}::{operation.name}"
@@ -488,6 +502,7 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
         return own.reference(*args, **options)
 
     def fake(*args: Any, **options: Any) -> Any:
+        _declare_fallback(op)
         own.check(*args, **options)
         return own.empty(*args, **options)
 
