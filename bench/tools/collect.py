@@ -70,6 +70,8 @@ def _runs() -> dict[str, list[str]]:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["mixture-odd-bf16"] = ["mixture.py", "Qwen3-30B-A3B", "--set", "num_experts=120", "--set", "moe_intermediate_size=752"]
     runs["mixture-fp8-blocks"] = ["mixture.py", "--stored", "fp8-blocks", "Qwen3-30B-A3B"]
+    compiled = ["--compile", "-p", "2048", "-b", "1,8", "--variants", "minirt,minirt fp8"]
+    runs["patch-7b-compiled"] = ["bench", "patch", *_MODEL, *compiled]
     runs["patch-7b"] = ["bench", "patch", *_MODEL, "--no-compile", "-p", "128,2048,8192", "-b", "1,8"]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["prefix-cache"] = ["prefix_cache.py", "Qwen2.5-7B"]

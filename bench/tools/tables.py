@@ -597,15 +597,17 @@ def long_prompts_table(records: Records) -> str:
 
 
 def patch_table(records: Records) -> str:
-    """A transformers model with and without minirt's kernels."""
-    rows, (record,) = [], records.values()
+    """A transformers model with and without minirt's kernels: the first record in eager mode, the second one compiled."""
+    rows, (record, compiled) = [], records.values()
     variants = list(dict.fromkeys(row["variant"] for row in record["results"]))
-    for test in dict.fromkeys(row["test"] for row in record["results"]):
-        own = {row["variant"]: row for row in record["results"] if row["test"] == test}
-        base = own[variants[0]]
-        title = f"prompt of {int(test[2:]):,} tokens" if test.startswith("pp") else f"decode step, B = {base['batch_size']}"
-        rows.append([title, milliseconds(base["seconds"]["median"] * 1e3)])
-        rows[-1] += [f"{own[variant]['speedup']:.2f} ×" for variant in variants[1:]]
+    for mode, results in (("eager", record["results"]), ("compiled", compiled["results"])):
+        results = [row for row in results if row["mode"] == mode]
+        for test in dict.fromkeys(row["test"] for row in results):
+            own = {row["variant"]: row for row in results if row["test"] == test}
+            base = own[variants[0]]
+            title = f"prompt of {int(test[2:]):,} tokens" if test.startswith("pp") else f"decode step, B = {base['batch_size']}"
+            rows.append([title + ", compiled" * (mode == "compiled"), milliseconds(base["seconds"]["median"] * 1e3)])
+            rows[-1] += [f"{own[variant]['speedup']:.2f} ×" if variant in own else NONE for variant in variants[1:]]
     versions = record["versions"]
     names = [f"Liger {versions['liger-kernel']}" if name == "liger" else name for name in variants[1:]]
     what = f"{record['model']}, {record['dtype']}, {record['device']}"
@@ -1022,9 +1024,10 @@ BLOCKS = {
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
     ),
     "patch": Block(
-        ("h100-80gb-hbm3-patch-7b",), patch_table, _MODELS,
-        "[`minirt.patch`](../kernels-in-your-model.md) and Liger's kernels in a transformers model in eager mode, relative to "
-        "the model without changes. Small steps wait for the host, whose speed varies:",
+        ("h100-80gb-hbm3-patch-7b", "h100-80gb-hbm3-patch-7b-compiled"), patch_table, _MODELS,
+        "[`minirt.patch`](../kernels-in-your-model.md) and Liger's kernels in a transformers model, relative to the model "
+        "without changes: in eager mode, and compiled with a static cache. In eager mode, small steps wait for the host, whose "
+        "speed varies:",
     ),
     "long-prompts": Block(
         ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
