@@ -284,11 +284,11 @@ class Runner:
         if bucket is not None and self._graphs is not None:
             batch = self._static(bucket)[1]
             self._graphs.replay(bucket)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             logits = self._buffers.logits
         else:
             batch = self._eager(plan, settings=needed)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
@@ -391,7 +391,7 @@ class Runner:
         step, batch = self._static(bucket)
         empty = StepPlan(PlannedSequences.of(()))
         self._buffers.send(empty)
-        self._buffers.sent(empty)
+        self._buffers.sent()
         self._buffers.prepare(step, one_token=bucket.one_token)
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
@@ -534,7 +534,7 @@ class Runner:
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
             plan = self._first_tokens(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
             self._buffers.send(plan)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             own = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
             for replays in range(_REPLAYS + 1):  # the first one is not counted
