@@ -147,7 +147,7 @@ class Buckets:
         if self.limits.max_drafts and plan.num_draws == plan.num_logits == tokens and sequences.starts.max() < 0:
             bucket = self.drafting(len(sequences), tokens)
             return None if bucket is None else _for_lengths(bucket, plan)
-        if tokens > self.max_tokens or plan.scored or sequences.num_logits.max() > 1:
+        if tokens > self.max_tokens or plan.num_logits > plan.num_draws or (self.limits.max_drafts and sequences.num_draws.max() > 1):
             return None
         return _for_lengths(Bucket(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens]), plan)
 

@@ -230,16 +230,15 @@ class Scheduler:
 
         def room() -> tuple[int, int, int]:
             """Tokens, rows of logits and KV splits that are left for further sequences."""
-            planned, used, split, drafts = [own for sequence, own in prompts if sequence.slot >= 0], 0, 0, 0
+            tokens, rows, splits = limit, own_rows, most_splits
             if len(slots):
                 kept = self.slots.epochs[slots] == epochs  # others were preempted since
-                used, split = int(counts[kept].sum()), int(_splits(lens[kept]).sum())
-                drafts = used - int(kept.sum())
-            return (
-                limit - used - sum([own[2] for own in planned]),
-                own_rows - drafts - sum([max(0, own[3] - 1) for own in planned]),
-                most_splits - split - sum([_splits(own[5]) for own in planned]),
-            )
+                used = int(counts[kept].sum())
+                tokens, rows, splits = tokens - used, rows - (used - int(kept.sum())), splits - int(_splits(lens[kept]).sum())
+            for sequence, own in prompts:
+                if sequence.slot >= 0:
+                    tokens, rows, splits = tokens - own[2], rows - max(0, own[3] - 1), splits - _splits(own[5])
+            return tokens, rows, splits
 
         time_left = self._seconds_of_prompts() if len(slots) else math.inf
         budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
@@ -285,7 +284,7 @@ class Scheduler:
         copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
         if not prompts:
             return Work(_going_on(slots, counts, lens), epochs, [], copies)
-        planned = PlannedSequences.of(own for _, own in prompts)
+        planned = PlannedSequences.of([own for _, own in prompts])
         if len(slots):
             planned = PlannedSequences(np.concatenate((_going_on(slots, counts, lens).values, planned.values), 1))
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
@@ -581,6 +580,7 @@ class Scheduler:
         self.num_preemptions += 1
         del self.running[sequence.id]
         place = sequence.slot, int(self.slots.epochs[sequence.slot])
+        sequence.keep()
         self._free(sequence)
         if sequence.unread_steps:
             self._away[place] = sequence
