@@ -163,5 +163,5 @@ def _has_short_graph(seqs: int, tokens: int) -> bool:
 
 def _for_lengths(bucket: Bucket, plan: StepPlan) -> Bucket:
     """The bucket, short if all sequences of the step are."""
-    short = _has_short_graph(bucket.seqs, bucket.tokens) and plan.sequences.seq_lens.max() <= KV_SPLIT
+    short = _has_short_graph(bucket.seqs, bucket.tokens) and max(plan.sequences.seq_lens.tolist()) <= KV_SPLIT
     return bucket._replace(short=True) if short else bucket

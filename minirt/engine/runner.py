@@ -122,8 +122,8 @@ class Step:
     """A step that was started."""
 
     _plan: StepPlan
-    _result: Tensor
-    _proposed: Tensor | None
+    _result: np.ndarray
+    _proposed: np.ndarray | None
     _packed: Tensor | None
     _scored: list[ScoredRows]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
@@ -132,8 +132,8 @@ class Step:
         """Waits for the end of the step, also if it yields no tokens."""
         if self._ended is not None:
             self._ended.synchronize()
-        rows = self._result.numpy().copy()  # a later step uses the buffer again
-        proposed = None if self._proposed is None else self._proposed.numpy().copy()
+        rows = self._result.copy()  # a later step uses the buffer again
+        proposed = None if self._proposed is None else self._proposed.copy()
         result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored, proposed)
         return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
 

@@ -57,10 +57,15 @@ def _splits(length: Any) -> Any:
     return (length - 1) // KV_SPLIT
 
 
-def _going_on(slots: np.ndarray, counts: np.ndarray, lens: np.ndarray) -> PlannedSequences:
-    values = np.empty((6, len(slots)), np.int32)
-    values[0], values[1], values[2:5], values[5] = slots, -1, counts, lens
-    return PlannedSequences(values)
+def _planned(slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, prompts: list[_Planned]) -> PlannedSequences:
+    """Those that go on with the next tokens of their slots, and prompts behind them."""
+    going_on, used = len(slots), int(counts.sum()) if len(slots) else 0
+    values = np.empty((6, going_on + len(prompts)), np.int32)
+    if going_on:
+        values[0, :going_on], values[1, :going_on], values[2:5, :going_on], values[5, :going_on] = slots, -1, counts, lens
+    for place, own in enumerate(prompts, going_on):
+        values[:, place] = own
+    return PlannedSequences(values, [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)])
 
 
 class Scheduler:
@@ -282,11 +287,9 @@ class Scheduler:
         if not len(slots) and not prompts:
             return None
         copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
+        planned = _planned(slots, counts, lens, [own for _, own in prompts])
         if not prompts:
-            return Work(_going_on(slots, counts, lens), epochs, [], copies)
-        planned = PlannedSequences.of([own for _, own in prompts])
-        if len(slots):
-            planned = PlannedSequences(np.concatenate((_going_on(slots, counts, lens).values, planned.values), 1))
+            return Work(planned, epochs, [], copies)
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
         snapshots: tuple[Snapshot, ...] = ()
         if self._keeps_states and self.prefix_cache is not None:

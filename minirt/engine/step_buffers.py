@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
+_COPIED = 64  # words of a message that are copied are a multiple of so many, so that views for most numbers are there
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
 
 
@@ -65,7 +67,8 @@ class StepBuffers:
         self._step = self._step._replace(snapshots=snapshots)
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
         self._result = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._result_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        results = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._result_host = [(result, result.numpy()) for result in results]
         self.logits = torch.zeros(logits_rows, vocab_size, dtype=torch.float32, device=device)
         self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
@@ -102,7 +105,7 @@ class StepBuffers:
                 words[end : end + len(values)] = values
                 end += len(values)
             words[self._edits_at : self._edits_at + len(heads)] = heads
-        self._message.copy(end)
+        self._message.copy(-(-end // _COPIED) * _COPIED)
 
     def sent(self) -> None:
         """Guard the host's copy of the message until the device has it."""
@@ -203,16 +206,18 @@ class StepBuffers:
             rows = self._kept(self._row_arrays, seqs)[1]
             eager.report(self.table, self.columns, rows, self._result[1, :seqs], self._vocab_size)
 
-    def to_host(self, seqs: int) -> tuple[Tensor, Tensor | None]:
+    def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
 
         They are valid until the result of the step after next.
         """
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
-        if len(self._result) == 1:
-            return self._result_host[0][0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True), None
-        both = self._result_host[0].copy_(self._result, non_blocking=True)
-        return both[0, :seqs], both[1, :seqs]
+        host, array = self._result_host[0]
+        if len(array) == 1:
+            host[0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True)
+            return array[0, :seqs], None
+        host.copy_(self._result, non_blocking=True)
+        return array[0, :seqs], array[1, :seqs]
 
     def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
         """Buffers for the row maxima of so many rows; None: too many rows need logits, or the head stores none."""

@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
 
@@ -64,14 +64,17 @@ class PlannedSequences:
             num_logits: number of the last new tokens that need logits.
             num_draws: how many of these, the last ones, a token is drawn from.
             seq_lens: cached tokens after the step, at most.
+        sums: of `num_tokens`, `num_logits` and `num_draws`. Whoever makes a plan knows them: NumPy takes long for a few numbers.
     """
 
     values: np.ndarray
+    sums: list[int]
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        return cls(np.array(list(sequences), np.int32).reshape(-1, 6).T)
+        values = np.array(list(sequences), np.int32).reshape(-1, 6).T
+        return cls(values, values[2:5].sum(1).tolist())
 
     def __len__(self) -> int:
         return self.values.shape[1]
@@ -169,4 +172,4 @@ class StepPlan:
     num_draws: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens, self.num_logits, self.num_draws = np.add.reduce(self.sequences.values[2:5], 1).tolist()
+        self.num_tokens, self.num_logits, self.num_draws = self.sequences.sums
