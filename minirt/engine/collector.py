@@ -153,8 +153,8 @@ class Collector:
         if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
             accepted -= sequence.unused
         return [TokenOutput(
-            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs, queue_time_s,
-            None, times, drafted, accepted,
+            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
+            queue_time_s, None, times, drafted, accepted,
         )]  # fmt: skip
 
     def _preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:

@@ -31,7 +31,7 @@ from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Sna
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
-_Planned = tuple[int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`
+_Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`, then the epoch
 
 
 class Work(NamedTuple):
@@ -57,15 +57,18 @@ def _splits(length: Any) -> Any:
     return (length - 1) // KV_SPLIT
 
 
-def _planned(slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, prompts: list[_Planned]) -> PlannedSequences:
-    """Those that go on with the next tokens of their slots, and prompts behind them."""
+def _planned(
+    slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, epochs: np.ndarray, prompts: list[_Planned]
+) -> tuple[PlannedSequences, np.ndarray]:
+    """Those that go on with the next tokens of their slots, and prompts behind them; and the epochs of all."""
     going_on, used = len(slots), int(counts.sum()) if len(slots) else 0
-    values = np.empty((6, going_on + len(prompts)), np.int32)
+    values = np.empty((7, going_on + len(prompts)), np.int32)
     if going_on:
-        values[0, :going_on], values[1, :going_on], values[2:5, :going_on], values[5, :going_on] = slots, -1, counts, lens
+        first = values[:, :going_on]
+        first[0], first[1], first[2:5], first[5], first[6] = slots, -1, counts, lens, epochs
     for place, own in enumerate(prompts, going_on):
         values[:, place] = own
-    return PlannedSequences(values, [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)])
+    return PlannedSequences(values[:6], [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)]), values[6]
 
 
 class Scheduler:
@@ -152,8 +155,8 @@ class Scheduler:
 
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
-        self.running.pop(sequence.id, None)
-        self.waiting.remove(sequence)
+        if self.running.pop(sequence.id, None) is None:
+            self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
         if self._keeps_states and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
@@ -287,14 +290,14 @@ class Scheduler:
         if not len(slots) and not prompts:
             return None
         copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
-        planned = _planned(slots, counts, lens, [own for _, own in prompts])
+        planned, epochs = _planned(slots, counts, lens, epochs, [own for _, own in prompts])
         if not prompts:
             return Work(planned, epochs, [], copies)
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
         snapshots: tuple[Snapshot, ...] = ()
         if self._keeps_states and self.prefix_cache is not None:
             snapshots = self.prefix_cache.snapshots(places, [own[5] for _, own in prompts])
-        return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
+        return Work(planned, epochs, places, copies, snapshots)
 
     def _seconds_of_prompts(self) -> float:
         """How long a step may compute prompts while others decode."""
@@ -400,7 +403,7 @@ class Scheduler:
             stop = self.prefix_cache.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
-        return sequence.slot, start, stop - start, scored + draws, draws, stop
+        return sequence.slot, start, stop - start, scored + draws, draws, stop, int(self.slots.epochs[sequence.slot])
 
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
-_COPIED = 64  # words of a message that are copied are a multiple of so many, so that views for most numbers are there
+_COPIED = 64  # a multiple of so many words of a message is copied: few sizes, so that the views for them are there
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
 
 
