@@ -31,7 +31,7 @@ from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Sna
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
-_Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`, then the epoch
+_Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`; last, the epoch
 
 
 class Work(NamedTuple):
@@ -62,13 +62,13 @@ def _planned(
 ) -> tuple[PlannedSequences, np.ndarray]:
     """Those that go on with the next tokens of their slots, and prompts behind them; and the epochs of all."""
     going_on, used = len(slots), int(counts.sum()) if len(slots) else 0
-    values = np.empty((7, going_on + len(prompts)), np.int32)
+    values, all_epochs = np.empty((6, going_on + len(prompts)), np.int32), np.empty(going_on + len(prompts), np.int64)
     if going_on:
         first = values[:, :going_on]
-        first[0], first[1], first[2:5], first[5], first[6] = slots, -1, counts, lens, epochs
+        first[0], first[1], first[2:5], first[5], all_epochs[:going_on] = slots, -1, counts, lens, epochs
     for place, own in enumerate(prompts, going_on):
-        values[:, place] = own
-    return PlannedSequences(values[:6], [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)]), values[6]
+        values[:, place], all_epochs[place] = own[:6], own[6]
+    return PlannedSequences(values, [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)]), all_epochs
 
 
 class Scheduler:

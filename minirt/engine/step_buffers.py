@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
-_COPIED = 64  # a multiple of so many words of a message is copied: few sizes, so that the views for them are there
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
 
 
 class StepBuffers:
     """One of each buffer. It serves all steps, which run one after the other.
 
-    The host sends a message for each step: its sequences, edits of the table, tokens, and the words of the edits. On the device, `prepare` applies the edits and
-    derives the step's input, and `commit` writes what was drawn into the table. CUDA graphs begin with `prepare` and end with
-    `commit_greedy`: nothing that these do on the host depends on the values.
+    The host sends a message for each step: its sequences, edits of the table, its tokens, and the words of the edits. On the
+    device, `prepare` applies the edits and derives the step's input, and `commit` writes what was drawn into the table. CUDA
+    graphs begin with `prepare` and end with `commit_greedy`: nothing that these do on the host depends on the values.
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
@@ -105,7 +104,8 @@ class StepBuffers:
                 words[end : end + len(values)] = values
                 end += len(values)
             words[self._edits_at : self._edits_at + len(heads)] = heads
-        self._message.copy(-(-end // _COPIED) * _COPIED)
+        step = max(64, 1 << end.bit_length() - 4)  # at most an eighth more, in few sizes: the views for them are kept
+        self._message.copy(-(-end // step) * step)
 
     def sent(self) -> None:
         """Guard the host's copy of the message until the device has it."""
