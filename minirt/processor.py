@@ -355,7 +355,8 @@ class Call:
             final_only: nobody reads tokens before a request ends. Without effect on one with stop strings, which ends here.
         """
         if final_only:
-            self.requests = [request if request.sampling.stop else replace(request, final_only=True) for request in self.requests]
+            for request in self.requests:
+                request.final_only = not request.sampling.stop
         started = time.perf_counter()
         for stream in self.streams:
             stream.started = started

@@ -147,7 +147,8 @@ class Buckets:
         if self.limits.max_drafts and plan.num_draws == plan.num_logits == tokens and sequences.starts.max() < 0:
             bucket = self.drafting(len(sequences), tokens)
             return None if bucket is None else _for_lengths(bucket, plan)
-        if tokens > self.max_tokens or plan.scored or sequences.num_logits.max() > 1:
+        many = plan.num_logits > plan.num_draws or (self.limits.max_drafts and sequences.num_draws.max() > 1)
+        if tokens > self.max_tokens or many:  # more than one row of logits of a sequence: scored ones, or drafts
             return None
         return _for_lengths(Bucket(1 if len(sequences) == 1 else self.max_seqs, self._tokens[tokens]), plan)
 
@@ -163,5 +164,5 @@ def _has_short_graph(seqs: int, tokens: int) -> bool:
 
 def _for_lengths(bucket: Bucket, plan: StepPlan) -> Bucket:
     """The bucket, short if all sequences of the step are."""
-    short = _has_short_graph(bucket.seqs, bucket.tokens) and plan.sequences.seq_lens.max() <= KV_SPLIT
-    return bucket._replace(short=True) if short else bucket
+    short = _has_short_graph(bucket.seqs, bucket.tokens) and max(plan.sequences.seq_lens.tolist()) <= KV_SPLIT
+    return Bucket(bucket.seqs, bucket.tokens, True, bucket.drafts) if short else bucket

@@ -146,19 +146,16 @@ class Collector:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.logprobs:
             logprobs, sequence.logprobs = tuple(sequence.logprobs), []
+        # With the first output of the request only:
+        prompt_logprobs = None if sequence.scores is None else tuple(sequence.scores)
+        queue_time_s, sequence.queue_time_s, sequence.scores = sequence.queue_time_s, None, None
         drafted, accepted = (0, 0) if self._drafts is None else sequence.num_drafts
         if reason == Reason.STOP:  # right drafts after the token that ends the request are none of its tokens
             accepted -= sequence.unused
-        output = TokenOutput(
-            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, times=times,
-            num_draft_tokens=drafted, num_accepted_tokens=accepted,
-        )  # fmt: skip
-        if sequence.queue_time_s is None:
-            return [output]
-        # The first output of the request, and the only one with these.
-        scores, sequence.scores = sequence.scores, None
-        queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
-        return [output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)]
+        return [TokenOutput(
+            request.id, tuple(tokens), _FINISH_REASONS[reason], None, sequence.num_cached, logprobs, prompt_logprobs,
+            queue_time_s, None, times, drafted, accepted,
+        )]  # fmt: skip
 
     def _preempted(self, result: StepResult, work: Work, row: int, now: float) -> list[TokenOutput]:
         """The tokens of a sequence that was preempted after the step had started. It goes on with them later."""
@@ -176,8 +173,9 @@ class Collector:
     def _few(self, result: StepResult, work: Work, outputs: list[TokenOutput], now: float) -> _Drawn:
         """`_tokens`, one sequence after the other."""
         slots, own, own_draws, usable, same = self._scheduler.slots, list[int](), list[int](), list[bool](), list[bool]()
-        columns = work.planned.slots, work.planned.num_draws, work.epochs, result.counts, result.tokens
-        for row, (slot, draws, epoch, count, new) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        planned = work.planned.values.tolist()
+        columns = planned[0], planned[4], work.epochs.tolist(), result.counts.tolist(), result.tokens.tolist()
+        for row, (slot, draws, epoch, count, new) in enumerate(zip(*columns, strict=True)):
             sequence = slots.sequences[slot] if slots.epochs[slot] == epoch else None
             same.append(sequence is not None)
             if not draws:

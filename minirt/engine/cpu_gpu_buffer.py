@@ -18,20 +18,20 @@ class CpuGpuBuffer:
         self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._host]
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        self._turn = 0  # which of the two is written
+        self._views: dict[int | None, list[Tensor]] = {}  # the first rows of all three tensors, by their number
 
     def host(self) -> Tensor:
         """The host buffer for the next step's values. Waits until its previous values have reached the device."""
-        self._host.reverse()
-        self._arrays.reverse()
+        self._turn = 1 - self._turn
         if self._copied:
-            self._copied.reverse()
-            self._copied[0].synchronize()
-        return self._host[0]
+            self._copied[self._turn].synchronize()
+        return self._host[self._turn]
 
     def array(self) -> np.ndarray:
         """`host` as an array."""
         self.host()
-        return self._arrays[0]
+        return self._arrays[self._turn]
 
     def send(self, count: int | None = None) -> None:
         """Queue the copy of the last buffer returned by `host` to the device: its first `count` rows, or all rows."""
@@ -39,10 +39,12 @@ class CpuGpuBuffer:
         self.copied()
 
     def copy(self, count: int | None = None) -> None:
-        """`send` in two parts: what is more urgent than `copied` can be queued between them."""
-        self.device[:count].copy_(self._host[0][:count], non_blocking=True)
+        """`send` in two parts: what is more urgent than `copied` can be queued between them. Keeps views for each `count`."""
+        if (views := self._views.get(count)) is None:
+            views = self._views[count] = [tensor[:count] for tensor in (*self._host, self.device)]
+        views[2].copy_(views[self._turn], non_blocking=True)
 
     def copied(self) -> None:
         """The second part of `send`: from now on, `host` waits for the copy."""
         if self._copied:
-            self._copied[0].record()
+            self._copied[self._turn].record()

@@ -1,6 +1,7 @@
 """`plan_step`: from what the scheduler chose to a `StepPlan`, the plain value that the runner executes."""
 
 import struct
+from array import array
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ _LARGEST, _SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of fp32 n
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
 _SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS = (1 << i for i in range(9))
 _OF_RULES = _RULES | _BIAS | _BAN
+_HEAD = struct.Struct("=6i f i 2f Q 2i")  # the words of a row before the next tokens
 
 
 def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> StepPlan:
@@ -34,16 +36,17 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
         following = known[stop : stop + 1] if columns.drafts and not num_draws else NO_TOKENS
         if sequence.num_sent < 0:
             sequence.needs = _needs(sequence, vocab)
-            edits.append(_admission(sequence, start, vocab, following))
+            edits.append(_admission(sequence, start, vocab, following, columns))
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
                 rules.append(SlotRules(slot, sequence.rules, known[:prompt_len].copy(), known[prompt_len:].copy()))
             if columns.history and start > 0:  # the other tokens of a prompt come as the tokens of steps
                 edits.append(Edit(slot, columns.tokens, known[:start].copy()))
-        elif len(following):
-            edits.append(Edit(slot, NEXT_TOKENS, following.copy()))
-        if (first := max(0, sequence.num_sent)) < len(sequence.pages):
-            edits.append(Edit(slot, columns.page_tables + first, np.array(sequence.pages[first:], np.int32)))
+        else:
+            if len(following):
+                edits.append(Edit(slot, NEXT_TOKENS, following.copy()))
+            if (first := sequence.num_sent) < len(sequence.pages):
+                edits.append(Edit(slot, columns.page_tables + first, np.array(sequence.pages[first:], np.int32)))
         tokens.append(known[start:stop].copy())
         if num_scored := num_logits - num_draws:
             after = stop - num_logits + 1  # the place of the first target
@@ -105,16 +108,18 @@ def num_top(asked: int | None, vocab: int) -> int:
     return -1 if asked is None else vocab if asked < 0 else min(asked, vocab)
 
 
-def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarray) -> Edit:
-    """The first words of a slot's row, up to the next tokens, in the order of `kernels/step/table.py`.
+def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarray, columns: Columns) -> Edit:
+    """A slot's row up to its pages, in the order of `kernels/step/table.py`.
 
     `following`: the token after those of the step, if it is known.
     """
     s: EffectiveSampling = sequence.sampling
     # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
     temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
-    words = struct.pack(
-        "=6i f i 2f Q 2i", cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature,
-        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
+    words = _HEAD.pack(
+        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature, min(s.top_k, 2**31 - 1),
+        s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
-    return Edit(sequence.slot, 0, np.concatenate((np.frombuffer(words, np.int32), following)))
+    between = [0] * (columns.page_tables - NEXT_TOKENS - len(following))
+    rest = array("i", [*following.tolist(), *between, *sequence.pages])
+    return Edit(sequence.slot, 0, np.frombuffer(words + rest.tobytes(), np.int32))

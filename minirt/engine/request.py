@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minirt.engine.logits_processors import Rules
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """A request for completion. It has plain values only, so it can be sent to another thread or process.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -122,8 +123,8 @@ class Step:
     """A step that was started."""
 
     _plan: StepPlan
-    _result: Tensor
-    _proposed: Tensor | None
+    _result: np.ndarray
+    _proposed: np.ndarray | None
     _packed: Tensor | None
     _scored: list[ScoredRows]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
@@ -132,8 +133,8 @@ class Step:
         """Waits for the end of the step, also if it yields no tokens."""
         if self._ended is not None:
             self._ended.synchronize()
-        rows = self._result.numpy().copy()  # a later step uses the buffer again
-        proposed = None if self._proposed is None else self._proposed.numpy().copy()
+        rows = self._result.copy()  # a later step uses the buffer again
+        proposed = None if self._proposed is None else self._proposed.copy()
         result = StepResult(rows[:, 0], rows[:, 1:], None, self._scored, proposed)
         return result if self._packed is None else result._replace(logprobs=self._logprobs(self._packed, result))
 
@@ -284,11 +285,11 @@ class Runner:
         if bucket is not None and self._graphs is not None:
             batch = self._static(bucket)[1]
             self._graphs.replay(bucket)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             logits = self._buffers.logits
         else:
             batch = self._eager(plan, settings=needed)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             logits = self._model(batch, self._cache)
         maxima = None if batch.row_maxima is None else batch.row_maxima.values[:rows]
         drawing = self._buffers.tensors(0, len(plan.sequences), 0, plan.num_draws)  # without the padding of a CUDA graph
@@ -300,25 +301,22 @@ class Runner:
         If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
         """
         planned, tokens, logits = plan.sequences, plan.num_tokens, plan.num_logits
-        counts, lens = planned.num_tokens, planned.seq_lens
+        one_token = tokens == len(planned)  # of each
         step = self._buffers.tensors(tokens, len(planned), logits, plan.num_draws)
-        self._buffers.prepare(step, one_token=int(counts.max()) == 1, settings=settings)
-        if tokens == logits == len(planned):  # a token and a row of logits of each
+        self._buffers.prepare(step, one_token=one_token, settings=settings)
+        lens = step.seq_lens.tolist() if self.waits else planned.seq_lens.tolist()
+        counts, every_row = [1] * tokens, one_token and logits == tokens
+        if not every_row:
+            counts = planned.num_tokens.tolist()
             if self.waits:
-                lens = step.seq_lens.cpu().numpy()
-            splits = int((-(-lens // KV_SPLIT)).sum())
-            batch = Batch.of(step, (1,) * tokens, tuple(lens.tolist()), int(lens.max()), splits, every_row=True)
-            return self._with_buffers(batch, logits)
-        if self.waits:
-            starts, lens = step.query_starts.cpu().numpy(), step.seq_lens.cpu().numpy()
-            counts, tokens = np.diff(starts), int(starts[-1])
-            step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
-        splits = int((-(-lens // KV_SPLIT)).sum())
-        # The device may have fewer next tokens than the plan says, and then tokens are without gaps, rows of logits are not.
-        exact = bool(((planned.starts >= 0) | (planned.num_tokens == 1)).all())
-        every_row = exact and logits == tokens and bool((planned.num_logits == planned.num_tokens).all())
-        own = tuple(counts.tolist()), tuple(lens.tolist()), int(lens.max())
-        return self._with_buffers(Batch.of(step, *own, splits, every_row), logits)
+                starts = step.query_starts.tolist()
+                counts, tokens = [end - start for start, end in pairwise(starts)], starts[-1]
+                step = step._replace(tokens=step.tokens[:tokens], positions=step.positions[:tokens], slots=step.slots[:tokens])
+            if logits == tokens:  # with next tokens, the device may have fewer, and then rows of logits are not without gaps
+                exact = (planned.starts >= 0) | (planned.num_tokens == 1)
+                every_row = bool((exact & (planned.num_logits == planned.num_tokens)).all())
+        splits = sum([-(-length // KV_SPLIT) for length in lens])
+        return self._with_buffers(Batch.of(step, tuple(counts), tuple(lens), max(lens), splits, every_row), logits)
 
     def _with_buffers(self, batch: Batch, logits: int) -> Batch:
         """The batch, with what its layers write to beside their results."""
@@ -391,7 +389,7 @@ class Runner:
         step, batch = self._static(bucket)
         empty = StepPlan(PlannedSequences.of(()))
         self._buffers.send(empty)
-        self._buffers.sent(empty)
+        self._buffers.sent()
         self._buffers.prepare(step, one_token=bucket.one_token)
         self._buffers.commit(step, step.draw_rows)
         if isinstance(self._model, Model):
@@ -534,7 +532,7 @@ class Runner:
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
             plan = self._first_tokens(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
             self._buffers.send(plan)
-            self._buffers.sent(plan)
+            self._buffers.sent()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             own = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
             for replays in range(_REPLAYS + 1):  # the first one is not counted

@@ -31,7 +31,7 @@ from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Sna
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
-_Planned = tuple[int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`
+_Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`; last, the epoch
 
 
 class Work(NamedTuple):
@@ -57,10 +57,18 @@ def _splits(length: Any) -> Any:
     return (length - 1) // KV_SPLIT
 
 
-def _going_on(slots: np.ndarray, counts: np.ndarray, lens: np.ndarray) -> PlannedSequences:
-    values = np.empty((6, len(slots)), np.int32)
-    values[0], values[1], values[2:5], values[5] = slots, -1, counts, lens
-    return PlannedSequences(values)
+def _planned(
+    slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, epochs: np.ndarray, prompts: list[_Planned]
+) -> tuple[PlannedSequences, np.ndarray]:
+    """Those that go on with the next tokens of their slots, and prompts behind them; and the epochs of all."""
+    going_on, used = len(slots), int(counts.sum()) if len(slots) else 0
+    values, all_epochs = np.empty((6, going_on + len(prompts)), np.int32), np.empty(going_on + len(prompts), np.int64)
+    if going_on:
+        first = values[:, :going_on]
+        first[0], first[1], first[2:5], first[5], all_epochs[:going_on] = slots, -1, counts, lens, epochs
+    for place, own in enumerate(prompts, going_on):
+        values[:, place], all_epochs[place] = own[:6], own[6]
+    return PlannedSequences(values, [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)]), all_epochs
 
 
 class Scheduler:
@@ -147,8 +155,8 @@ class Scheduler:
 
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
-        self.running.pop(sequence.id, None)
-        self.waiting.remove(sequence)
+        if self.running.pop(sequence.id, None) is None:
+            self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
         if self._keeps_states and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
@@ -230,16 +238,15 @@ class Scheduler:
 
         def room() -> tuple[int, int, int]:
             """Tokens, rows of logits and KV splits that are left for further sequences."""
-            planned, used, split, drafts = [own for sequence, own in prompts if sequence.slot >= 0], 0, 0, 0
+            tokens, rows, splits = limit, own_rows, most_splits
             if len(slots):
                 kept = self.slots.epochs[slots] == epochs  # others were preempted since
-                used, split = int(counts[kept].sum()), int(_splits(lens[kept]).sum())
-                drafts = used - int(kept.sum())
-            return (
-                limit - used - sum([own[2] for own in planned]),
-                own_rows - drafts - sum([max(0, own[3] - 1) for own in planned]),
-                most_splits - split - sum([_splits(own[5]) for own in planned]),
-            )
+                used = int(counts[kept].sum())
+                tokens, rows, splits = tokens - used, rows - (used - int(kept.sum())), splits - int(_splits(lens[kept]).sum())
+            for sequence, own in prompts:
+                if sequence.slot >= 0:
+                    tokens, rows, splits = tokens - own[2], rows - max(0, own[3] - 1), splits - _splits(own[5])
+            return tokens, rows, splits
 
         time_left = self._seconds_of_prompts() if len(slots) else math.inf
         budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
@@ -283,16 +290,14 @@ class Scheduler:
         if not len(slots) and not prompts:
             return None
         copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
+        planned, epochs = _planned(slots, counts, lens, epochs, [own for _, own in prompts])
         if not prompts:
-            return Work(_going_on(slots, counts, lens), epochs, [], copies)
-        planned = PlannedSequences.of(own for _, own in prompts)
-        if len(slots):
-            planned = PlannedSequences(np.concatenate((_going_on(slots, counts, lens).values, planned.values), 1))
+            return Work(planned, epochs, [], copies)
         places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
         snapshots: tuple[Snapshot, ...] = ()
         if self._keeps_states and self.prefix_cache is not None:
             snapshots = self.prefix_cache.snapshots(places, [own[5] for _, own in prompts])
-        return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
+        return Work(planned, epochs, places, copies, snapshots)
 
     def _seconds_of_prompts(self) -> float:
         """How long a step may compute prompts while others decode."""
@@ -398,7 +403,7 @@ class Scheduler:
             stop = self.prefix_cache.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
-        return sequence.slot, start, stop - start, scored + draws, draws, stop
+        return sequence.slot, start, stop - start, scored + draws, draws, stop, int(self.slots.epochs[sequence.slot])
 
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
@@ -581,6 +586,7 @@ class Scheduler:
         self.num_preemptions += 1
         del self.running[sequence.id]
         place = sequence.slot, int(self.slots.epochs[sequence.slot])
+        sequence.keep()
         self._free(sequence)
         if sequence.unread_steps:
             self._away[place] = sequence

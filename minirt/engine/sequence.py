@@ -15,6 +15,7 @@ from minirt.sampling_params import EffectiveSampling
 if TYPE_CHECKING:
     from minirt.engine.logits_processors import Rules
 
+_NO_TIMES = np.zeros(0)
 
 
 @dataclass(eq=False)
@@ -59,36 +60,22 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that the caller has not got
     scores: list[TokenLogprobs] | None = None  # of the prompt, until the caller gets them; None: it does not ask
     logits: list[Tensor] = field(default_factory=list)  # of all tokens, with `logits_only`
+    id: int = field(init=False)  # this and the next ones are the request's
+    sampling: EffectiveSampling = field(init=False)
+    prompt_len: int = field(init=False)
+    group: int | None = field(init=False)  # the sequences of one group have the same prompt
+    logits_only: bool = field(init=False)  # no token is drawn: the caller wants the logits of all tokens
     _pages: list[int] = field(init=False, default_factory=list)  # before it decodes
     _tokens: np.ndarray = field(init=False)  # int32, while it does not decode
-    _times: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0))
+    _times: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tokens = np.frombuffer(array("i", self.request.prompt_token_ids), np.int32)  # faster than NumPy from a list
-        self.num_scored = self.request.num_unscored - 1
+        own = self.request
+        self.id, self.sampling, self.prompt_len = own.id, own.sampling, len(own.prompt_token_ids)
+        self.group, self.logits_only = own.group, own.logits_only
+        self._tokens = np.frombuffer(array("i", own.prompt_token_ids), np.int32)  # faster than NumPy from a list
+        self._times, self.num_scored = _NO_TIMES, own.num_unscored - 1
         self.scores = None if self.sampling.prompt_logprobs is None else []
-
-    @property
-    def id(self) -> int:
-        return self.request.id
-
-    @property
-    def group(self) -> int | None:
-        """The sequences of one group have the same prompt."""
-        return self.request.group
-
-    @property
-    def sampling(self) -> EffectiveSampling:
-        return self.request.sampling
-
-    @property
-    def logits_only(self) -> bool:
-        """Whether no token is drawn: the caller wants the logits of all tokens."""
-        return self.request.logits_only
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def watched(self) -> bool:
@@ -165,11 +152,14 @@ class Sequence:
             self.slots.page_tables[self.slot, count : count + len(pages)] = pages
             self.slots.num_pages[self.slot] = count + len(pages)
 
-    def leave_slot(self, slots: HostSlots) -> None:
-        """Keep what the host knows, and free the slot. Its pages are the caller's to release."""
+    def keep(self) -> None:
+        """Keep what the host knows when it leaves its slot, since it goes on later."""
         if self.slots is not None:
             self._tokens, self._times, self.drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
-            self.unread_steps = int(slots.steps[self.slot])
+            self.unread_steps = int(self.slots.steps[self.slot])
+
+    def leave_slot(self, slots: HostSlots) -> None:
+        """Free the slot. Its pages are the caller's to release."""
         slots.release(self.slot)
         self.slot, self.slots, self._pages, self.registered = -1, None, [], 0
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,9 @@ _HEAD = 4  # words of a message before them: number of edits, whether logits are
 class StepBuffers:
     """One of each buffer. It serves all steps, which run one after the other.
 
-    The host sends a message for each step: its sequences, and edits of the table. On the device, `prepare` applies the edits and
-    derives the step's input, and `commit` writes what was drawn into the table. CUDA graphs begin with `prepare` and end with
-    `commit_greedy`: nothing that these do on the host depends on the values.
+    The host sends a message for each step: its sequences, edits of the table, its tokens, and the words of the edits. On the
+    device, `prepare` applies the edits and derives the step's input, and `commit` writes what was drawn into the table. CUDA
+    graphs begin with `prepare` and end with `commit_greedy`: nothing that these do on the host depends on the values.
 
     Args:
         limits: of the engine; its `max_model_len` is the number of tokens of the longest sequence.
@@ -55,9 +56,9 @@ class StepBuffers:
         self._max_seqs = -(-max_seqs // 4) * 4
         self._snapshots_at = _HEAD + _NUM_ROWS * self._max_seqs
         self._edits_at = self._snapshots_at + (2 * MAX_SNAPSHOTS * self._max_seqs if cache.has_states else 0)
-        self._values_at = self._edits_at + 4 * 2 * self._max_seqs
-        words = self._values_at + self._max_seqs * (-(-NEXT_TOKENS // 4) * 4 + self.columns.pages)
-        self._message, self._tokens = CpuGpuBuffer((words,), device), CpuGpuBuffer((max_tokens,), device)
+        self._tokens_at, self._max_tokens = self._edits_at + 4 * 2 * self._max_seqs, max_tokens
+        words = self._tokens_at + max_tokens + self._max_seqs * (self.columns.page_tables + self.columns.pages)
+        self._message = CpuGpuBuffer((words,), device)
         self._step = _tensors(
             max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws, self.columns, device
         )
@@ -65,7 +66,8 @@ class StepBuffers:
         self._step = self._step._replace(snapshots=snapshots)
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
         self._result = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._result_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        results = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._result_host = [(result, result.numpy()) for result in results]
         self.logits = torch.zeros(logits_rows, vocab_size, dtype=torch.float32, device=device)
         self.row_maxima = torch.zeros(logits_rows, row_maxima_tiles, dtype=torch.int64, device=device)
 
@@ -76,7 +78,7 @@ class StepBuffers:
             logits_needed: whether a head that stores row maxima must write logits, too.
             greedy: whether `commit_greedy` does anything in this step.
         """
-        edits, count, size = plan.edits, len(plan.sequences), self._max_seqs
+        edits, tokens, count, size = plan.edits, plan.tokens, len(plan.sequences), self._max_seqs
         if self.columns.history:  # of unbounded size, so it is not a part of the message
             for slot, first, values in [edit for edit in edits if edit.column >= self.columns.tokens]:
                 known = torch.from_numpy(values)
@@ -94,24 +96,20 @@ class StepBuffers:
             for place, row, offset in plan.snapshots:
                 snapshots[place, (snapshots[place, :, 0] >= 0).sum()] = row, offset
         end = self._edits_at
-        if edits:
-            end, table = self._values_at, words[self._edits_at : self._values_at].reshape(-1, 4)
-            heads = []
-            for slot, first, values in edits:
-                heads.append((slot, first, len(values), end))
+        if edits or len(tokens):
+            heads, end = list[int](), self._tokens_at + len(tokens)
+            words[self._tokens_at : end] = tokens
+            for slot, first, values in edits:  # their words follow the tokens, whose number differs
+                heads += slot, first, len(values), end
                 words[end : end + len(values)] = values
                 end += len(values)
-            table[: len(heads)] = heads
-        self._message.copy(end)
-        if len(plan.tokens):
-            self._tokens.array()[: len(plan.tokens)] = plan.tokens
-            self._tokens.copy(len(plan.tokens))
+            words[self._edits_at : self._edits_at + len(heads)] = heads
+        step = max(64, 1 << end.bit_length() - 4)  # at most an eighth more, in few sizes: the views for them are kept
+        self._message.copy(-(-end // step) * step)
 
-    def sent(self, plan: StepPlan) -> None:
-        """Guard the host's copies of the message until the device has them."""
+    def sent(self) -> None:
+        """Guard the host's copy of the message until the device has it."""
         self._message.copied()
-        if len(plan.tokens):
-            self._tokens.copied()
 
     def rows(self, seqs: int) -> Rows:
         """The rows of a step with so many sequences, padding included."""
@@ -129,7 +127,7 @@ class StepBuffers:
     def _rows(self, seqs: int) -> Rows:
         message, size = self._message.device, self._max_seqs
         slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
-        return Rows(slots, starts, counts, logits, draws, self._tokens.device)
+        return Rows(slots, starts, counts, logits, draws, message[self._tokens_at : self._tokens_at + self._max_tokens])
 
     @property
     def drafts(self) -> Tensor | None:
@@ -164,7 +162,7 @@ class StepBuffers:
         seqs, sizes = len(step.seq_lens), (self._page_size, KV_SPLIT)
         if (kernels := self._kernels) is not None:
             message = self._message.device
-            edits = message[self._edits_at : self._values_at].view(-1, 4)
+            edits = message[self._edits_at : self._tokens_at].view(-1, 4)
             kernels.edit_table(self.table, edits, message, message[:1])
             kernels.derive(self.table, self.columns, self.rows(seqs), step, *sizes, one_token=one_token)
         else:
@@ -208,16 +206,18 @@ class StepBuffers:
             rows = self._kept(self._row_arrays, seqs)[1]
             eager.report(self.table, self.columns, rows, self._result[1, :seqs], self._vocab_size)
 
-    def to_host(self, seqs: int) -> tuple[Tensor, Tensor | None]:
+    def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
 
         They are valid until the result of the step after next.
         """
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
-        if len(self._result) == 1:
-            return self._result_host[0][0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True), None
-        both = self._result_host[0].copy_(self._result, non_blocking=True)
-        return both[0, :seqs], both[1, :seqs]
+        host, array = self._result_host[0]
+        if len(array) == 1:
+            host[0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True)
+            return array[0, :seqs], None
+        host.copy_(self._result, non_blocking=True)
+        return array[0, :seqs], array[1, :seqs]
 
     def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
         """Buffers for the row maxima of so many rows; None: too many rows need logits, or the head stores none."""

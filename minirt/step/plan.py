@@ -5,7 +5,6 @@ It names sequences by slot, and says nothing that only the device knows: how man
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,7 +52,7 @@ class Snapshot(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PlannedSequences:
     """The sequences of a step, in order.
 
@@ -65,14 +64,17 @@ class PlannedSequences:
             num_logits: number of the last new tokens that need logits.
             num_draws: how many of these, the last ones, a token is drawn from.
             seq_lens: cached tokens after the step, at most.
+        sums: of `num_tokens`, `num_logits` and `num_draws`. Whoever makes a plan knows them: NumPy takes long for a few numbers.
     """
 
     values: np.ndarray
+    sums: list[int]
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        return cls(np.array([*sequences], np.int32).reshape(-1, 6).T)
+        values = np.array(list(sequences), np.int32).reshape(-1, 6).T
+        return cls(values, values[2:5].sum(1).tolist())
 
     def __len__(self) -> int:
         return self.values.shape[1]
@@ -148,9 +150,14 @@ class Sampling(NamedTuple):
     logprobs: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepPlan:
-    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it."""
+    """A step: `sequences` in order, `tokens` (int32) of those with a start, one after the other, and what changes before it.
+
+    Attributes:
+        num_tokens: new tokens, at most.
+        num_logits, num_draws: rows of logits, and how many of them a token is drawn from.
+    """
 
     sequences: PlannedSequences
     tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -160,20 +167,9 @@ class StepPlan:
     sampling: Sampling = field(default_factory=Sampling)
     copies: Copies = NO_COPIES
     snapshots: tuple[Snapshot, ...] = ()
+    num_tokens: int = field(init=False)
+    num_logits: int = field(init=False)
+    num_draws: int = field(init=False)
 
-    @cached_property
-    def _sums(self) -> list[int]:
-        return self.sequences.values[2:5].sum(1).tolist()
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens, at most."""
-        return self._sums[0]
-
-    @property
-    def num_logits(self) -> int:
-        return self._sums[1]
-
-    @property
-    def num_draws(self) -> int:
-        return self._sums[2]
+    def __post_init__(self) -> None:
+        self.num_tokens, self.num_logits, self.num_draws = self.sequences.sums

@@ -49,6 +49,8 @@ def test_another_process_draws_the_same_tokens():
     plans, results, start = [], [], it._runner.start
 
     def kept(plan):
+        own = plan.sequences
+        assert [plan.num_tokens, plan.num_logits, plan.num_draws] == own.values[2:5].sum(1).tolist(), "buckets go by these sums"
         plans.append(pickle.dumps(plan))
         step = start(plan)
         results.append(step.result().lists())

@@ -242,6 +242,7 @@ def test_a_slot_that_comes_back_is_filled_anew():
                 sequence.num_sent = 3
                 sequence.decode(slots)
             slots.extend(planned.slots, result.counts, result.tokens, 0.0)
+        sequence.keep()
         sequence.leave_slot(slots)
     expected = list[int]()
     for _ in range(8):

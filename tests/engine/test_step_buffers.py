@@ -148,14 +148,14 @@ from minirt.step.plan import Edit, PlannedSequences, StepPlan
 torch.set_num_threads(1)  # large buffers of zeros would start threads
 cache = KVCache([PagesSpec(1, 1)], 1, page_size=64)
 own = StepBuffers(cache, EngineLimits(8448, 256, 40000), torch.device("cpu"), 8, 256, 40000, 256)
-own._message.copy, own._tokens.copy = lambda count: None, lambda count: None  # the copy to a device is not the host's work
+own._message.copy = lambda count: None  # the copy to a device is not the host's work
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))
 edits = tuple(Edit(s, own.columns.page_tables, np.arange(132, dtype=np.int32)) for s in range(256))
 sequences = PlannedSequences.of((s, -1, 1, 1, 1, 8448) for s in range(256))
 own.send(StepPlan(sequences, edits=edits))
 own.send(StepPlan(PlannedSequences.of([(0, 0, 40000, 1, 1, 40000)]), np.arange(40000, dtype=np.int32)))
-print(len(os.listdir("/proc/self/task")) - before, int(own._tokens.host()[39999]) in (0, 39999))
+print(len(os.listdir("/proc/self/task")) - before, int(own._message.host()[own._tokens_at + 39999]) in (0, 39999))
 torch.ones(36000).exp()
 print(len(os.listdir("/proc/self/task")) - before)
 """
