@@ -39,7 +39,7 @@ from minirt.kernels.launch import Workspace, capability, cdiv, require_fp8
 from minirt.kernels.operations import OPERATIONS, Operation
 
 NAMESPACE = "minirt"
-WRITES_GRAPHS = torch.__version__ < (2, 13)  # see `_declare_fallback`
+WRITES_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # see `_declare_fallback`
 LEAST = 80  # compute capability of the kernels, as `launch.capability` returns it
 
 

@@ -44,6 +44,8 @@ from minirt.kernels.launch import launch_options, most_registers, sm_count
 from minirt.kernels.linear.dispatch import fetches_early
 from minirt.kernels.prepared import compile_time, prepared
 
+STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CHANNELS tiles
+
 
 @compile_time
 class _Constants(NamedTuple):
@@ -51,8 +53,7 @@ class _Constants(NamedTuple):
 
     Args:
         R, ROW: as in `constants.Constants`.
-        N: heads, padded. STAGES: blocks of K or V in a program's ring; a block has D // CHANNELS tiles.
-        EARLY: whether the next kernel is triggered before the work.
+        N: heads, padded. EARLY: whether the next kernel is triggered before the work.
     """
 
     NQ: int
@@ -293,19 +294,8 @@ def _decode_sm90_kernel(
             (fetch_items, (k_pages, v_pages, ring, sequences, sizes, C)),
         ],
         [1],
-        [96 if C.STAGES * TILES > 12 else 64],  # registers of a thread of the fetching warp; the other warps share the rest
+        [64 if C.D <= 128 else 96],  # registers of a thread of the fetching warp; the other warps share the rest
     )
-
-
-def _shape(channels: int, many_short: bool) -> tuple[int, int]:
-    """Programs that share an SM, and the stages of a ring.
-
-    With 256 channels, a ring of six stages fills an SM. If there are more items than SMs, and each is a whole short sequence, two
-    programs with three stages are faster, as they wait for each other's tiles less; for long ones, one is.
-    """
-    if channels <= 128:
-        return PROGRAMS, 6
-    return (PROGRAMS, 3) if many_short else (1, 6)
 
 
 def launch(a: AttentionInput) -> None:
@@ -314,11 +304,11 @@ def launch(a: AttentionInput) -> None:
         raise InputError("missing", where="rope", expected="raw heads", hint="`decode` takes queries")
     (Nq, Nkv, D), pages, B, device = a.head_shape, a.pages, a.num_seqs, a.out.device
     k, v = (tma_descriptor(x, min(pages.page_size, BOX), CHANNELS.value, Nkv * D) for x in pages[:2])
-    share, stages = _shape(D, a.max_splits * Nkv > sm_count(device) and a.max_splits == B)
+    share = PROGRAMS if D <= 128 else 1  # programs that share an SM: the ring of one has as many bytes as two of 128 channels
     programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))
     constants = _Constants(
         Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        N=8 if Nq // Nkv <= 8 else 16, STAGES=stages, EARLY=fetches_early(B, device),
+        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, EARLY=fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,
