@@ -190,7 +190,7 @@ def test_one_token_has_no_rate(run, folder):
     """A text of one token was said to be decoded with 0.0 tokens/s and 0.0 GB/s."""
     err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
     assert "decode 1 token · peak memory" in err
-    assert "drafts: none were verified, as no text was long enough\n" in err
+    assert "drafts: none were verified, as nothing was proposed\n" in err
 
 
 @pytest.mark.parametrize(("proposals", "why"), [(0, "nothing was proposed"), (3, "they were not expected to pay")])
