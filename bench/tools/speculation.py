@@ -2,7 +2,7 @@
 
 `--method mtp`: drafts by the model's layers of multi-token prediction (3 in a step) in place of n-grams. With `--synthetic`, they
 take their time, and are accepted with the probability. At 0.77, a step yields 2.8 tokens on average. `drafting_share` is the part
-of the GPU's time in which they are made. With `--adaptive`, each step verifies as many as pay.
+of the GPU's time in which they are made. With `--adaptive`, the engine chooses how many are verified.
 
 `--synthetic RATE`: random weights, a preset. Each draft is accepted with this probability, whatever the sampler drew (vLLM's
 `synthetic_acceptance_rates`). A step does all of its work, so the figures say how fast steps are, not how good drafts are. At

@@ -158,8 +158,9 @@ class DraftLengths:
             self._accepted += (each < accepted[:, None]).sum(0)
             own.num_drafted[slots] += verified
             own.num_accepted[slots] += accepted
-        self._counts[slots] = np.where(proposed[:, 0] > 0, np.maximum(proposed[:, 1] - 1, 0), 0)
-        self._num_proposals += int((self._counts[slots] > 0).sum())
+        drafts = np.where(proposed[:, 0] > 0, np.maximum(proposed[:, 1] - 1, 0), 0)
+        self._counts[slots] = drafts
+        self._num_proposals += int(np.count_nonzero(drafts))
         self._drafts[slots] = proposed[:, 2:]
 
     def _check(self, counts: np.ndarray, proposed: np.ndarray) -> None:

@@ -530,7 +530,7 @@ class Runner:
         """
         found = dict[Bucket, float]()
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
-            plan = self._first_tokens(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
+            plan = self._measured_plan(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
             self._buffers.send(plan)
             self._buffers.sent()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -546,8 +546,9 @@ class Runner:
         self._buffers.table.zero_()
         return GraphTimes(self._buckets, found)
 
-    def _first_tokens(self, seqs: int, count: int) -> StepPlan:
-        """A step of new sequences that go on with `count` next tokens each. Its edits apply with each replay of a CUDA graph."""
+    def _measured_plan(self, seqs: int, count: int) -> StepPlan:
+        """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
+        applies its edits."""
         tokens = np.random.default_rng(0).integers(self._vocab_size, size=(seqs, count), dtype=np.int32)
         row = np.zeros(NEXT_TOKENS, np.int32)
         row[NUM_NEXT], row[FINAL_LEN], row[PROMPT_LEN] = count, self._limits.max_model_len, 1

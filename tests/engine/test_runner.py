@@ -248,3 +248,21 @@ def test_stages_of_a_warm_up(monkeypatch):
     Runner.warm_up(own, lambda *step: calls.append(step))
     kernels = [("kernels", 1, 3), (COMPILING, 2, 3), (COMPILING, 3, 3)]
     assert calls == [*kernels, ("CUDA graphs", 1, 2), ("CUDA graphs", 2, 2)]
+
+
+@pytest.mark.parametrize(("seqs", "drafts"), [(1, 0), (3, 2), (5, 7)])
+def test_steps_are_measured_with_tokens_that_differ(seqs, drafts):
+    """Padding has equal tokens, so a mixture touched the experts of one, and steps with drafts seemed to cost next to nothing."""
+    own = replace(EngineLimits(64, seqs, 64), max_drafts=drafts)
+    cache = KVCache([PagesSpec(1, 1)], 8, page_size=16)
+    runner = Runner(Mock(), cache, torch.device("cpu"), own, vocab_size=50_000)
+    count = 1 + drafts
+    plan, buffers = runner._measured_plan(seqs, count), runner._buffers
+    for _ in range(2):  # a replay applies the edits again
+        buffers.send(plan)
+        step = buffers.tensors(seqs * count, seqs, seqs * count, seqs * count)
+        buffers.prepare(step, one_token=drafts == 0)
+        assert len(set(step.tokens.tolist())) == seqs * count
+        assert step.positions.tolist() == list(range(count)) * seqs
+        assert step.seq_lens.tolist() == [count] * seqs
+        buffers.sent()

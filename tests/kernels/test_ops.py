@@ -383,3 +383,29 @@ def test_scratch_is_not_shared():
     assert not b.any()
     first = scratch.sums(3)
     assert first.data_ptr() != scratch.sums(3).data_ptr()
+
+
+def test_inductor_is_told_that_an_op_has_no_lowering(monkeypatch):
+    """Before PyTorch 2.13 Inductor finds that out by writing the whole graph as text. Catches: an op that is not declared, or
+    whose arguments may get other strides than they were traced with, and a renamed function of Inductor."""
+    from torch._inductor import lowering
+
+    op = torch.ops.minirt.rms_norm.default
+    monkeypatch.setattr(ops, "WRITES_GRAPHS", True)
+    monkeypatch.delitem(lowering.lowerings, op, raising=False)
+    with FakeTensorMode():
+        torch.ops.minirt.rms_norm(torch.empty(3, 16), torch.empty(16), 1e-5)
+    assert op in lowering.lowerings
+    exact = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+    assert lowering.maybe_layout_constraints(op) is exact
+
+
+def test_inductor_that_finds_it_out_cheaply_is_not_told(monkeypatch):
+    from torch._inductor import lowering
+
+    op = torch.ops.minirt.rms_norm.default
+    monkeypatch.setattr(ops, "WRITES_GRAPHS", False)
+    monkeypatch.delitem(lowering.lowerings, op, raising=False)
+    with FakeTensorMode():
+        torch.ops.minirt.rms_norm(torch.empty(3, 16), torch.empty(16), 1e-5)
+    assert op not in lowering.lowerings
