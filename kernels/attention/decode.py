@@ -169,19 +169,21 @@ def split_slots(numbers, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, C):
-    """Write row 0 of x [M, D] to a slot. Returns x as the page holds it, in fp32."""
+def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, C, WRITES: tl.constexpr):
+    """Write row 0 of x [M, D] to a slot, if WRITES. Returns x as the page holds it, in fp32."""
     d = tl.arange(0, C.BLOCK_D)[None, :]
     at = (slot * C.NKV + kv_head) * C.D + d + tl.zeros_like(row)[:, None]
     stored = existing(row[:, None] == 0, d, C.D)
     if scales_ptr is None:
-        tl.store(pages_ptr + at, x, mask=stored)
+        if WRITES:
+            tl.store(pages_ptr + at, x, mask=stored)
         return x.to(tl.float32)
     else:
         scale = fp8_scale(tl.max(finite_magnitude(x), 1))
         x = to_fp8(x, scale[:, None])
-        tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=stored)
-        tl.store(scales_ptr + (slot * C.NKV + kv_head) + row, scale, mask=row == 0)
+        if WRITES:
+            tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=stored)
+            tl.store(scales_ptr + (slot * C.NKV + kv_head) + row, scale, mask=row == 0)
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
 
 
@@ -191,8 +193,8 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
     """Attention of one KV head on every n-th work item, n being the number of programs per head.
 
     For a sequence with one split it stores the final result, else a partial one. With `C.RAW`, `heads` holds raw q, k and v
-    heads, and the new token is not in the pages yet. With `query_starts`, items of sequences without exactly one new token are
-    skipped.
+    heads, and the new token need not be in the pages yet. With `query_starts`, items of sequences without exactly one new token
+    are skipped, and `rope_write` writes the new tokens to the pages.
     """
     NQ: tl.constexpr = C.NQ
     NKV: tl.constexpr = C.NKV
@@ -244,8 +246,8 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                         # The last split: the online softmax starts with the new token, which no other program reads.
                         base, slot = split_slots(numbers, limit, begin, C.PAGE_SIZE, 1)
                         base += tl.sum(slot, 0)
-                        new_k = _store_new(k, row, pages.k, pages.k_scale, base, kv_head, C)
-                        new_v = _store_new(v, row, pages.v, pages.v_scale, base, kv_head, C)
+                        new_k = _store_new(k, row, pages.k, pages.k_scale, base, kv_head, C, ALL)
+                        new_v = _store_new(v, row, pages.v, pages.v_scale, base, kv_head, C, ALL)
                         product = tl.sum(turned.to(tl.float32) * new_k, 1)
                         new_score, factor = score(product, scores.scale, scores)
                         row_max = new_score * factor

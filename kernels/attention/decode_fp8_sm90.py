@@ -109,9 +109,10 @@ def ask_token(place, first_head, heads, rope, sequences, table_width, row, write
     NKV: gl.constexpr = C.NKV
     D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
-    b, length, _ = place
+    b, token, length, _ = place
     limit = length - 1
-    heads_ptr = heads + b * C.ROW
+    token = gl.maximum(token, 0)
+    heads_ptr = heads + token * C.ROW
     # Rows past the last head repeat the last head and are not stored.
     q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None]
     k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None]
@@ -122,18 +123,18 @@ def ask_token(place, first_head, heads, rope, sequences, table_width, row, write
     page = gl.load(sequences.block_tables + b * table_width + place_in_table)
     return (
         load_pieces(q_ptrs, d[None, :], C), load_pieces(k_ptrs, d[None, :], C), load_pieces(v_ptrs, d[None, :], C),
-        ask_values(b, first_head * (D // 2), heads, m, C), load_angles(rope, position, d, C), page,
+        ask_values(token, first_head * (D // 2), heads, m, C), load_angles(rope, position, d, C), page,
         load_partners(q_ptrs, d[None, :], C), load_partners(k_ptrs, d[None, :], C), load_scale(rope, position),
     )  # fmt: skip
 
 
 @gluon.jit
-def ask_values(b, pair, heads, m, C):
+def ask_values(token, pair, heads, m, C):
     """The new token's V in the layout of the sums, from a pair of channels on: [pairs] int32 for each tile of a stage.
 
     Past the last head, the last pair is repeated and not stored.
     """
-    pairs_ptr = (heads + b * C.ROW + (C.NQ + C.NKV) * C.D).to(gl.pointer_type(gl.int32))
+    pairs_ptr = (heads + token * C.ROW + (C.NQ + C.NKV) * C.D).to(gl.pointer_type(gl.int32))
     pairs = ()
     for c in gl.static_range(C.SIDE):
         pairs += (gl.load(pairs_ptr + gl.minimum(pair + c * PAIRS + m, C.NKV * C.D // 2 - 1)),)  # type: ignore[assignment]
@@ -197,7 +198,7 @@ def fetch_stages(pages, k_pages, v_pages, ring, slots, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // UNITS, firsts, sequences, B, C)
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * UNITS, programs):
-        b, length, split = find_place(unit // UNITS, candidates)
+        b, _, length, split = find_place(unit // UNITS, candidates, sequences, C)
         blocks = count_blocks(split, length, C.SPLIT)
         column = unit % UNITS * (C.TILES * PAIRS)
         # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
@@ -301,18 +302,19 @@ _NARROW, _WIDE = DecodeFp8Sm90Config(1, 1, 6, 4, 3, 24), DecodeFp8Sm90Config(4, 
 
 
 @gluon.jit
-def _write(left, right, pages_ptr, scales_ptr, slot, d, writes, D: gl.constexpr):
-    """Quantize heads, given as halves [N, D/2], and store them where `writes`.
+def _write(left, right, pages_ptr, scales_ptr, slot, d, writes, STORES: gl.constexpr, D: gl.constexpr):
+    """Quantize heads, given as halves [N, D/2], and, if STORES, store them where `writes`.
 
     Returns:
         the quantized halves as fp32, not multiplied by the scales, and the scales [N].
     """
     scale = fp8_scale(gl.max(gl.maximum(finite_magnitude(left), finite_magnitude(right)), 1))
     left, right = to_fp8(left, scale[:, None]), to_fp8(right, scale[:, None])
-    ptrs = pages_ptr + slot[:, None] * D + d[None, :]
-    gl.store(ptrs, left, mask=writes[:, None])
-    gl.store(ptrs + D // 2, right, mask=writes[:, None])
-    gl.store(scales_ptr + slot, scale, mask=writes)
+    if STORES:
+        ptrs = pages_ptr + slot[:, None] * D + d[None, :]
+        gl.store(ptrs, left, mask=writes[:, None])
+        gl.store(ptrs + D // 2, right, mask=writes[:, None])
+        gl.store(scales_ptr + slot, scale, mask=writes)
     left, right = left.to(gl.float8e4nv, bitcast=True), right.to(gl.float8e4nv, bitcast=True)
     return left.to(gl.float32), right.to(gl.float32), scale
 
@@ -361,7 +363,7 @@ def _attend_items(
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value (rounded to FP8)
-    without tensor cores, and writes its K, its V and their scales to the pages.
+    without tensor cores, and writes its K, its V and their scales to the pages; with `query_starts`, `rope_write` does.
     """
     q_tiles, s_tiles, inverse_tiles, p_tiles = item_tiles
     B, table_width = sizes
@@ -378,19 +380,20 @@ def _attend_items(
     GROUP: gl.constexpr = NQ // NKV
     WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
     HALF: gl.constexpr = D // 2
+    STORES: gl.constexpr = sequences.query_starts is None  # else `rope_write` does
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HALF, HALF // 4], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and pairs of channels
     n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
     row = gl.arange(0, N, gl.SliceLayout(1, ROWS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
-    token = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
     second = n >= GROUP
     writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # rows that write the new token's K and V
     q_norm, k_norm = load_norm(rope.q_norm, d, C), load_norm(rope.k_norm, d, C)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, sequences, B, C))
+    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, sequences, B, C), sequences, C)
     candidates = find_candidates((first + programs) // UNITS, firsts, sequences, B, C)
     next_head = first % UNITS * HEADS
     if PDL:
@@ -401,8 +404,7 @@ def _attend_items(
     step, count = 0, 0
     for unit in range(first, items * UNITS, programs):
         item, head = unit // UNITS, unit % UNITS * HEADS
-        place = next_place
-        b, length, split = place
+        token, length, split = next_place[1], next_place[2], next_place[3]
         raw_q, raw_k, raw_v, v_pairs, angles, page, q_partners, k_partners, q_scale = asked
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
@@ -423,15 +425,15 @@ def _attend_items(
             turned_left, turned_right = turn(raw_k, k_partners, k_norm, angles, (), d, rope, C)
             slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
             exists = writes & (head + row // GROUP < NKV)
-            new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, D)
-            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, D)[2]
+            new_left, new_right, k_scale = _write(turned_left, turned_right, pages.k, pages.k_scale, slot, d, exists, STORES, D)
+            v_scale = _write(raw_v[0], raw_v[1], pages.v, pages.v_scale, slot, d, exists, STORES, D)[2]
             product = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
             new_score, factor = score(gl.convert_layout(product, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
             new_score *= factor
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
         # Load for the next item, while this one is computed.
-        next_place = find_place((unit + programs) // UNITS, candidates)
+        next_place = find_place((unit + programs) // UNITS, candidates, sequences, C)
         next_head = (unit + programs) % UNITS * HEADS
         asked = ask_token(next_place, next_head, heads, rope, sequences, table_width, row, writes, d, m, C)
         candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, sequences, B, C)
@@ -463,7 +465,7 @@ def _attend_items(
             p_tiles.index(i).store(p.to(gl.float16))
         new_weight = gl.exp2(new_score - row_max)
         total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
-        exist = (n < HEADS * GROUP) & (head * GROUP + n < NQ)
+        exist = (n < HEADS * GROUP) & (head * GROUP + n < NQ) & (token >= 0)
         normalize = 1 / total
         part = item.to(gl.int64) * NQ + head * GROUP
         if length > SPLIT:
@@ -480,7 +482,7 @@ def _attend_items(
                     started += _times(v_pairs[j], heads.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
                 sums = started
             if TILES > SIDE:
-                v_pairs = ask_values(b, head * (D // 2) + (c + SIDE) * PAIRS, heads, m, C)
+                v_pairs = ask_values(gl.maximum(token, 0), head * (D // 2) + (c + SIDE) * PAIRS, heads, m, C)
             for i in range(blocks):
                 taken = take(ring, step, True)
                 p = p_tiles.index(i).load(NARROW)
@@ -489,7 +491,7 @@ def _attend_items(
                 for j in gl.static_range(SIDE):
                     v = taken[j]
                     if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
-                        v = gl.where((token < remaining)[None, :], v, gl.zeros_like(v))
+                        v = gl.where((column < remaining)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added
@@ -500,11 +502,11 @@ def _attend_items(
                 stored = exist[None, :] & ((channel // D)[:, None] == (n // GROUP)[None, :])
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
-                    out_ptrs = results.out + (b * NQ + head * GROUP) * D + at
+                    out_ptrs = results.out + (token * NQ + head * GROUP) * D + at
                     own_head, own_channel = head * GROUP + n[None, :], (channel % D)[:, None]
-                    x = gate_output(even * normalize[None, :], results, b, own_head, own_channel, stored)
+                    x = gate_output(even * normalize[None, :], results, token, own_head, own_channel, stored)
                     gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
-                    x = gate_output(odd * normalize[None, :], results, b, own_head, own_channel + 1, stored)
+                    x = gate_output(odd * normalize[None, :], results, token, own_head, own_channel + 1, stored)
                     gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
                     gl.store(results.sums + part * D + at, even, mask=stored)

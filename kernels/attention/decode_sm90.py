@@ -80,9 +80,9 @@ def _ask(place, kv_head, heads, rope, sequences, table_width, row, d, m, C):
     NKV: gl.constexpr = C.NKV
     D: gl.constexpr = C.D
     GROUP: gl.constexpr = NQ // NKV
-    b, length, _ = place
+    b, token, length, _ = place
     limit = length - 1
-    heads_ptr = heads + b * C.ROW
+    heads_ptr = heads + gl.maximum(token, 0) * C.ROW
     # Heads past the group repeat the group's last head and are not stored.
     q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None]
     k_ptr = heads_ptr + (NQ + kv_head) * D
@@ -163,7 +163,7 @@ def _attend_items(
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
-    and writes its K and V to the pages.
+    and writes its K and V to the pages; with `query_starts`, `rope_write` does.
     """
     NQ: gl.constexpr = C.NQ
     NKV: gl.constexpr = C.NKV
@@ -187,7 +187,7 @@ def _attend_items(
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(sequences.split_starts + B)
     firsts = find_firsts(sequences, B, C)
-    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, sequences, B, C))
+    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, sequences, B, C), sequences, C)
     candidates = find_candidates((first + programs) // NKV, firsts, sequences, B, C)
     if PDL:
         gdc_wait()  # before the first read of the kernel before's output, and before the first write
@@ -197,7 +197,7 @@ def _attend_items(
     step = 0
     for pair in range(first, items * NKV, programs):
         item, kv_head = pair // NKV, pair % NKV
-        b, length, split = next_place
+        token, length, split = next_place[1], next_place[2], next_place[3]
         q, k, v, v_sums, angles, page, q_partners, k_partners, scale = asked
         begin, limit = split * SPLIT, length - 1
         blocks = count_blocks(split, length, SPLIT)
@@ -218,7 +218,7 @@ def _attend_items(
         new_score, factor = score(gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)), scores.scale, scores)
         new_score = gl.where(newest, new_score * factor, float("-inf"))
         # Load for the next item, while this one is computed.
-        next_place = find_place((pair + programs) // NKV, candidates)
+        next_place = find_place((pair + programs) // NKV, candidates, sequences, C)
         asked = _ask(next_place, (pair + programs) % NKV, heads, rope, sequences, table_width, row, d, m, C)
         candidates = find_candidates((pair + 2 * programs) // NKV, firsts, sequences, B, C)
         found, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
@@ -243,10 +243,11 @@ def _attend_items(
         total = gl.sum(weights, 0) + new_weight
         accs, step = _values(ring, p_tiles, step, blocks, D)
         at = n[None, :] * D + m[:, None]
-        stored = (n < GROUP)[None, :]
+        exist = (n < GROUP) & (token >= 0)
+        stored = exist[None, :]
         inverse = 1 / total
         final = length <= SPLIT
-        out_ptrs = results.out + (b * NQ + kv_head * GROUP) * D + at
+        out_ptrs = results.out + (token * NQ + kv_head * GROUP) * D + at
         part = item.to(gl.int64) * NQ + kv_head * GROUP
         for c in gl.static_range(TILES):
             # Another split must not use the new token's V, which may be NaN.
@@ -254,14 +255,14 @@ def _attend_items(
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
                 head, channel = kv_head * GROUP + n[None, :], c * CHANNELS + m[:, None]
-                out = gate_output(acc * inverse[None, :], results, b, head, channel, stored)
+                out = gate_output(acc * inverse[None, :], results, token, head, channel, stored)
                 gl.store(out_ptrs + c * CHANNELS, out.to(results.out.dtype.element_ty), mask=stored)
             else:
                 gl.store(results.sums + part * D + c * CHANNELS + at, acc, mask=stored)
         if not final:
-            gl.store(results.row_stats + 2 * (part + n), row_max, mask=n < GROUP)
-            gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=n < GROUP)
-        if newest:
+            gl.store(results.row_stats + 2 * (part + n), row_max, mask=exist)
+            gl.store(results.row_stats + 2 * (part + n) + 1, total, mask=exist)
+        if sequences.query_starts is None and newest:
             slot = ((page.to(gl.int64) * C.PAGE_SIZE + limit % C.PAGE_SIZE) * NKV + kv_head) * D + d
             for i in gl.static_range(PIECES):
                 gl.store(pages.k + slot + i * WIDTH, k[i])

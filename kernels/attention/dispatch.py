@@ -3,10 +3,10 @@
 `attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
 fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first. If no sequence has more than 8 new
 tokens, as when drafts are verified, `decode_few` computes all of them. In steps with prompts `decode` computes sequences with one
-new token, `partial` few new tokens on a long context, which it divides into parts, and `prefill` the others. `combine` adds the
-KV splits of `decode` and `decode_few`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they can;
-FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes `out` applies the output gate.
-The tables below state which steps each kernel is for.
+new token, beside the kernels of the others: `partial` for few new tokens on a long context, which it divides into parts, and
+`prefill`. `combine` adds the KV splits of `decode` and `decode_few`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and
+`prefill_sm90` take over where they can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes
+`out` applies the output gate. The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -122,18 +122,29 @@ def attention(a: AttentionInput) -> Tensor:
         return _decode(a)
     few = a.max_query_len is not None and 1 < a.max_query_len <= decode_few.QUERIES
     a = a if few else a._replace(max_seq_len=None, pdl=False)  # PDL gains nothing in steps with prompts
-    if a.rope is not None:
-        if a.positions is None or a.slots is None:
-            raise InputError("missing", where="positions, slots", expected="those of the new tokens, with query_starts")
-        q = torch.empty_like(a.out)
-        rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
-        a = a._replace(heads=q, rope=None)
-    if few:
-        return _few(a)
-    if a.num_seqs > 1:  # sequences with one new token and a long context are split
+    if few or a.num_seqs <= 1:
+        a = _written(a)
+        return _few(a) if few else _prefill(a)
+    # Sequences with one new token, whose contexts are split, depend on no kernel of the others.
+    if a.side is None:
         _decode(a)
-        a = a._replace(shortest=2)
-    return _prefill(a)
+        return _prefill(_written(a)._replace(shortest=2))
+    with a.side.fork():
+        _decode(a._replace(workspace=a.side.workspace))
+    _prefill(_written(a)._replace(shortest=2))
+    a.side.join()
+    return a.out
+
+
+def _written(a: AttentionInput) -> AttentionInput:
+    """Queries, rotated, in place of raw heads, whose K and V are in the pages then."""
+    if a.rope is None:
+        return a
+    if a.positions is None or a.slots is None:
+        raise InputError("missing", where="positions, slots", expected="those of the new tokens, with query_starts")
+    q = torch.empty_like(a.out)
+    rope_write.launch(a.heads, a.rope, a.pages, a.positions, a.slots, q, a.pdl)
+    return a._replace(heads=q, rope=None)
 
 
 def paged_attention_decode(

@@ -13,6 +13,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.launch import Workspace
+from minirt.kernels.side_stream import SideStream
 
 FEW_SEQS = 32  # up to this many sequences, decode kernels use a small lookup
 _LOG2_E = 1.4426950408889634
@@ -161,6 +162,7 @@ class AttentionInput(NamedTuple):
         shortest: of several kernels, this one leaves out the sequences with fewer new tokens.
         partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
         gate: [T, Nq, D] of q's dtype, channels contiguous: `out` is multiplied by its sigmoid, in fp32, before it is rounded.
+        side: in steps with prompts, sequences with one new token are computed beside the others. None: before them.
     """
 
     heads: Tensor
@@ -180,6 +182,7 @@ class AttentionInput(NamedTuple):
     shortest: int = 1
     partial: int = 0
     gate: Tensor | None = None
+    side: SideStream | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -34,26 +34,40 @@ def find_firsts(sequences, B, C):
 
 @gluon.jit
 def find_candidates(item, firsts, sequences, B, C):
-    """32 sequences, one of which has the work item: the number of the first, and all their first items and lengths.
+    """32 sequences, one of which has the work item: the number of the first, and all their first items, lengths and tokens.
 
-    Called one item ahead, because to wait for a load takes as long as the attention of a short sequence.
+    A sequence's token is the number of its new token in the step; -1 if it has another number of new tokens than one. Called one
+    item ahead, because to wait for a load takes as long as the attention of a short sequence.
     """
     base = 0
     if C.STRIDE > 1:  # else there are at most 32 sequences
         base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * C.STRIDE
     index = base + lanes()
     starts = gl.load(sequences.split_starts + index, mask=index < B, other=2**31 - 1)
-    return base, starts, gl.load(sequences.seq_lens + index, mask=index < B, other=0)
+    lens, tokens = gl.load(sequences.seq_lens + index, mask=index < B, other=0), index
+    if sequences.query_starts is not None:
+        tokens = gl.load(sequences.query_starts + index, mask=index < B, other=0)
+        end = gl.load(sequences.query_starts + index + 1, mask=index < B, other=0)
+        tokens = gl.where(end == tokens + 1, tokens, -1)
+    return base, starts, lens, tokens
 
 
 @gluon.jit
-def find_place(item, candidates):
-    """The sequence of a work item, its length, and the number of the split in it; as `decode._find_work_item`."""
-    base, starts, lens = candidates
+def find_place(item, candidates, sequences, C):
+    """Of a work item: the sequence, its new token (see `find_candidates`), its length, and the number of the split in it.
+
+    An item without a token is left out: its length is such that it has nothing but a new token, which the caller does not store.
+    """
+    base, starts, lens, tokens = candidates
     index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last sequence that starts at or before the item
     found = lanes() == index
     length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
-    return (base + index).to(gl.int64), length, item - first
+    b, split = (base + index).to(gl.int64), item - first
+    token = b
+    if sequences.query_starts is not None:
+        token = gl.sum(gl.where(found, tokens, 0), 0).to(gl.int64)
+        length = gl.where(token < 0, gl.minimum(length, split * C.SPLIT + 1), length)
+    return b, token, length, split
 
 
 @gluon.jit
@@ -83,7 +97,7 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
     candidates = find_candidates(gl.program_id(0) // NKV, firsts, sequences, B, C)
     step = 0
     for pair in range(gl.program_id(0), items * NKV, programs):
-        b, length, split = find_place(pair // NKV, candidates)
+        b, _, length, split = find_place(pair // NKV, candidates, sequences, C)
         blocks = count_blocks(split, length, SPLIT)
         column = pair % NKV * C.D
         table_ptr = sequences.block_tables + b * table_width

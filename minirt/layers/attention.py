@@ -92,10 +92,11 @@ class Attention(Layer):
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
-            from minirt.kernels.attention.decode_few import workspace_floats  # at least what other steps need
+            from minirt.kernels.attention import decode, decode_few
 
-            floats = workspace_floats(max_splits, self.settings.num_heads, self.settings.head_dim)
-            self.context.workspace.reserve(floats)
+            heads = self.settings.num_heads, self.settings.head_dim
+            self.context.workspace.reserve(decode_few.workspace_floats(max_splits, *heads))  # at least what other steps need
+            self.context.side_stream.workspace.reserve(decode.workspace_floats(max_splits, *heads))
 
     def require(self, kv: LayerKV | None) -> LayerKV:
         if kv is None:
@@ -160,7 +161,8 @@ def triton(layer: Attention) -> Forward:
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
     from minirt.kernels.norm import norm_residual
 
-    own, workspace, pdl = layer.settings, layer.context.workspace, layer.context.pdl
+    own, context = layer.settings, layer.context
+    workspace, side, pdl = context.workspace, context.side_stream, context.pdl
     norm, linear, o, gating, post_norm = layer.norm, layer.qkv, layer.o, layer.gate, layer.post_norm
     eps, nq, d = layer.config.rms_norm_eps, own.num_heads, own.head_dim
     cos_sin, normalize, query_scales = layer.cos_sin, own.qk_norm == "plain", layer.query_scales
@@ -182,7 +184,7 @@ def triton(layer: Attention) -> Forward:
         a = attention(AttentionInput(
             qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d),
             Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slots, workspace,
-            batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate,
+            batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip
         if post_norm is None:
             return linear_residual(a, o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False)

@@ -19,10 +19,11 @@ NARROW = f"{FUSED} and fp8_pages and 130 and not 1300"
 # FP8 pages: more blocks than slots for their scales; wide work items whose slots are overwritten.
 LONG = f"{FUSED} and fp8_pages and (1300 or (513 and 255 and not 21))"
 SIXTEEN = f"{FUSED} and write and (1100 or 129)"  # 16-bit pages: one tile of channels, and two
-# Partial rotary embedding, gates, scales, norms without weights; on pages of both formats; 256 channels, also of prompts.
+# Partial rotary embedding, gates, scales, norms without weights; on pages of both formats; single tokens among prompts; 256
+# channels, also of prompts.
 SETTINGS = (
-    f"(decode and test_a_step and {FP16} and (D256-R64 or D128-R64)) or (decode and on_fp8 and D64-R64)"
-    f" or (test_prompts and {FP16} and True)"
+    f"(decode and test_a_step and {FP16} and (D256-R64 or D128-R64)) or (on_fp8 and D64-R64)"
+    f" or (mixed and test_a_step and {FP16} and D128-R64) or (test_prompts and {FP16} and True)"
 )
 # 64 rows of the weight; FP8 whose sums are set aside; widths that no tile divides; a tile with more rows of x, and one without.
 EXPERTS = "(False and 64 and 136) or (True and (256 or 80 and 32))"
@@ -50,7 +51,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (DECODE, NARROW, 3),
         (DECODE, LONG, 3),
         (DECODE, SIXTEEN, 2),
-        (["attention/test_settings.py"], SETTINGS, 4),
+        (["attention/test_settings.py"], SETTINGS, 6),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["moe/test_experts_sm90.py"], BLOCKS, 2),
