@@ -1,0 +1,53 @@
+"""`bench/tools/steps.py` on a small mixture with 4-bit experts, on the CPU, with made-up times of CUDA graphs."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import minirt
+import minirt.bench.ceiling
+import minirt.bench.replay
+import minirt.device
+from minirt import models
+from minirt.bench.ceiling import Ceiling
+from minirt.bench.tools import steps
+from minirt.errors import MinirtError
+
+
+@pytest.mark.filterwarnings("ignore:on a CPU")
+def test_experts_of_four_bits(monkeypatch, capsys):
+    """Catches a limit that counts all experts, or experts in 16 bits: 4-bit weights have a word of 4 bytes for each row and 128
+    columns, and a step reads the experts that its tokens choose."""
+    preset = models.preset("Qwen3-30B-A3B")
+    moe = replace(preset.config.moe, num_experts=8, experts_per_token=2, intermediate_size=128)
+    sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "vocab_size": 1100}
+    small = replace(preset, config=replace(preset.config, moe=moe, **sizes))
+    monkeypatch.setattr(models, "preset", lambda name: small)
+    own = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24}
+    monkeypatch.setattr(minirt.Generator, "from_pretrained", partial(minirt.Generator.from_pretrained, **own))
+    monkeypatch.setattr(minirt.device, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(minirt.bench.ceiling, "read_ceiling", lambda device: Ceiling(1e9, "made up"))
+    monkeypatch.setattr(minirt.bench.replay, "replay_times", lambda generator, batch, context: [1.0, 2.0, 4.0])
+    monkeypatch.setattr(steps, "BATCHES", (1, 3))
+    monkeypatch.setattr(steps, "PROMPTS", (40,))
+    monkeypatch.setattr(steps, "REPEATS", 1)
+    steps.main(["Qwen3-30B-A3B", "int4"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["quantization"] == "int4"
+    one, three, prompt = record["results"]
+    expert = 3 * 128 * 256 // 2 + 4 * (2 * 128 * 256 // 128 + 256)  # weights, and the scales of gate, up and down
+    more = 8 * (1 - 0.75**3) - 2  # experts that three tokens use more than one, if all are equally likely
+    cached = 2 * 2 * 128 * 4 * steps.CONTEXT  # keys and values of a sequence
+    assert (three["limit_s"] - one["limit_s"]) * 1e9 == pytest.approx(2 * more * expert + 2 * cached, abs=2)
+    assert three["share_of_limit"] == pytest.approx(three["limit_s"] / 2)
+    assert prompt["time_to_first_token_s"]["median"] > 0
+
+
+@pytest.mark.parametrize("words", [[], ["Qwen3-30B-A3B", "gptq"], ["Qwen3-30B-A3B", "int4", "fp8"]])
+def test_other_words_are_refused(words):
+    """Catches a format that is ignored: the figures would be those of 16 bits."""
+    with pytest.raises(MinirtError, match=r"steps\.py MODEL \[fp8\|int4\]"):
+        steps.main(words)
