@@ -5,6 +5,7 @@ loop on a `Wakeup`. Imports no torch.
 """
 
 import asyncio
+import time
 
 from minirt.engine.request import TokenOutput
 from minirt.engine.sinks import Port, Sink
@@ -25,13 +26,16 @@ class CallDriver:
         self._call, self._engine, self._sink, self._final_only = call, engine, sink, final_only
 
     def start(self) -> None:
-        """Submit the requests.
+        """Submit the requests. Those that are prepared at once run while the others are prepared.
 
         Raises:
-            MinirtError: the engine has ended.
+            MinirtError: the engine has ended, or a prompt is refused.
         """
-        if self._call.requests:
-            self._engine.submit(self._call.start(final_only=self._final_only), self._sink)
+        for place, requests in enumerate(self._call.start(final_only=self._final_only)):
+            if place:
+                time.sleep(0)  # the engine's thread needs the interpreter's lock, which a thread that computes keeps for 5 ms
+            if requests:
+                self._engine.submit(requests, self._sink)
 
     def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece] | None:
         """The new piece with its stream; None if the request has ended before. One that ends at a stop string is aborted."""

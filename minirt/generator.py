@@ -217,7 +217,9 @@ class Generator:
         Raises:
             MinirtError: a request failed. Use `completions` to get the others.
         """
-        call = self._prepare(prompts, params, priority, is_single(prompts))
+        all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
+        at_once = None if all_at_once else self.max_num_seqs
+        call = self._prepare(prompts, params, priority, is_single(prompts), at_once)
         bar = prompt_bar(len(call.streams)) if progress else nullcontext()
         with closing(self._run(call, final_only=True)) as pieces, bar as advance:
             for stream, piece in pieces:
@@ -467,9 +469,9 @@ class Generator:
         """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
-    def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool) -> Call:
+    def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
-        return self._processor.prepare(prompts, params, priority, single=single)
+        return self._processor.prepare(prompts, params, priority, single=single, first=first)
 
     def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.

@@ -195,33 +195,49 @@ class CompletionStream:
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
-        now, text, i = time.perf_counter() - self.started, "", 0
-        finish_reason, last = output.finish_reason, len(output.token_ids)
-        for i, token in enumerate(output.token_ids, 1):
-            done.token_times_s.append(output.times[i - 1] - self.started if output.times else now)
-            done.token_ids.append(token)
-            if self.decoder is None:
-                continue
-            new, stopped = self._decode(self.decoder, token, output.finish_reason if i == last else None)
-            text += new
-            if stopped:  # tokens after the stop string do not count
-                finish_reason = "stop"
-                break
+        tokens, finish_reason, text = output.token_ids, output.finish_reason, ""
+        if self.decoder is not None and tokens:
+            if done.sampling.stop:
+                text, tokens, finish_reason = self._up_to_stop(self.decoder, output)
+            else:  # the token that ends the text is not part of it
+                left_out = finish_reason == "stop" and not done.sampling.include_stop_str_in_output
+                text = self.decoder.push_all(tokens[:-1] if left_out else tokens)
+                if finish_reason is not None:
+                    text += self.decoder.flush()
+        count = len(tokens)
+        done.token_ids += tokens
+        if output.times:
+            started = self.started
+            done.token_times_s += [known - started for known in output.times[:count]]
+        else:
+            done.token_times_s += [time.perf_counter() - self.started] * count
         done.finish_reason = finish_reason
         # What a stop string leaves out are right drafts: an output has at least one other token.
-        done.num_draft_tokens, done.num_accepted_tokens = output.num_draft_tokens, output.num_accepted_tokens - (last - i)
+        left = len(output.token_ids) - count
+        done.num_draft_tokens, done.num_accepted_tokens = output.num_draft_tokens, output.num_accepted_tokens - left
         if done.logprobs is not None:
-            done.logprobs += output.logprobs[:i]
+            done.logprobs += output.logprobs[:count]
         done.text += text
         if finish_reason is not None:
             done.peak_memory_bytes = self.peak_memory()
-        return Piece(text, output.token_ids[:i], finish_reason, self.sample)
+        return Piece(text, tokens, finish_reason, self.sample)
 
-    def _decode(self, decoder: IncrementalDecoder, token: int, finish_reason: str | None) -> tuple[str, bool]:
-        """The text that a token completes, and whether a stop string was found. At the end nothing is held back."""
+    def _up_to_stop(self, decoder: IncrementalDecoder, output: TokenOutput) -> tuple[str, tuple[int, ...], str | None]:
+        """Text and tokens of an output up to a stop string, and how the request has ended, if it has. Tokens after one do not
+        count."""
+        before, text, last = len(self.completion.token_ids), "", len(output.token_ids)
+        for i, token in enumerate(output.token_ids, 1):
+            new, stopped = self._decode(decoder, token, before + i, output.finish_reason if i == last else None)
+            text += new
+            if stopped:
+                return text, output.token_ids[:i], "stop"
+        return text, output.token_ids, output.finish_reason
+
+    def _decode(self, decoder: IncrementalDecoder, token: int, count: int, finish_reason: str | None) -> tuple[str, bool]:
+        """The text that the `count`-th token completes, and whether a stop string was found. At the end nothing is held back."""
         sampling, left_out = self.completion.sampling, finish_reason == "stop"  # the token that ends the text is not part of it
         text = "" if left_out and not sampling.include_stop_str_in_output else decoder.push(token)
-        check = len(self.completion.token_ids) > sampling.min_tokens
+        check = count > sampling.min_tokens
         text, stopped = self.stops.push(text, check)
         if finish_reason is not None and not stopped:
             tail, stopped = self.stops.push(decoder.flush(), check)

@@ -8,8 +8,9 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -146,12 +147,28 @@ class Processor:
             raise error if sampling.sources["stop"] == "user" else error.at(f"stop, from {sampling.sources['stop']}") from None
 
     def prepare(
-        self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
-    ) -> "Call":
-        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
+        self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None,
+        first: int | None = None,
+    ) -> "Call":  # fmt: skip
+        """Encode and check the requests of one call, without adding them to the engine.
+
+        Args:
+            single: whether `prompts` is one prompt.
+            first: how many prompts to prepare now. `Call.start` prepares the others, and raises their errors, unless priorities
+                differ, by which an engine must know all of them. None: all.
+        """
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
         call = Call([], [], [], single)
+        call.rest = self._prepared(call, prompts, params, priorities, cache_salt)
+        for _ in islice(call.rest, None if len(set(priorities)) > 1 else first):
+            pass
+        return call
+
+    def _prepared(
+        self, call: "Call", prompts: Sequence[Any], params: Sequence[Any], priorities: list[int], cache_salt: str | None
+    ) -> Iterator[int]:
+        """Prepare one prompt after the other, adding it to the call. Yields their numbers."""
         bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of parameters by their identity: prompts often share them
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
@@ -174,7 +191,7 @@ class Processor:
                 call.streams.append(self._stream(request, prompt=i, sample=sample))
             outputs = [stream.completion for stream in call.streams[-count:]]
             call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
-        return call
+            yield i
 
     def prepare_scores(self, prompts: Any, completions: Any, priority: Any = 0) -> "Call":
         """The requests that score completions after their prompts; see `Generator.score`. `Call.scores` has the results."""
@@ -340,6 +357,7 @@ class Call:
         results: one for each prompt, as it stands.
         single: whether the call is about one prompt, not a list.
         open: the streams of the requests that run, by their ids.
+        rest: prepares further prompts, one at a time.
     """
 
     streams: list[CompletionStream]
@@ -347,21 +365,26 @@ class Call:
     results: list[Completion | Samples]
     single: bool
     open: dict[int, CompletionStream] = field(default_factory=dict)
+    rest: Iterator[int] = field(default_factory=lambda: iter(()))
 
-    def start(self, *, final_only: bool = False) -> list[Request]:
-        """The requests, to be submitted now.
+    def start(self, *, final_only: bool = False) -> Iterator[list[Request]]:
+        """The requests, in parts. Each part is to be submitted before the next one is prepared.
 
         Args:
             final_only: nobody reads tokens before a request ends. Without effect on one with stop strings, which ends here.
+        Raises:
+            MinirtError: a prompt of a later part is refused.
         """
-        if final_only:
-            for request in self.requests:
-                request.final_only = not request.sampling.stop
-        started = time.perf_counter()
-        for stream in self.streams:
-            stream.started = started
-        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
-        return self.requests
+        started, count = time.perf_counter(), 0
+        while True:
+            part = slice(count, None)
+            for request, stream in zip(self.requests[part], self.streams[part], strict=True):
+                request.final_only, stream.started = final_only and not request.sampling.stop, started
+                self.open[request.id] = stream
+            count = len(self.requests)
+            yield self.requests[part]
+            if next(self.rest, None) is None:
+                return
 
     def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
         """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""

@@ -12,7 +12,7 @@ from test_processor import EOS, made
 
 from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.request import TokenOutput
-from minirt.errors import EngineError
+from minirt.errors import EngineError, InputError
 from minirt.sampling_params import SamplingParams
 
 
@@ -71,6 +71,32 @@ def test_a_stop_string_aborts_its_request_alone(processor):
         assert port.aborted == [[first.id]]
         assert driver.push(TokenOutput(first.id, (6,), None)) is None, "the engine had computed one more token"
     assert port.aborted == [[first.id], [second.id]], "leaving aborts what still runs"
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_later_prompts_are_prepared_behind_the_first(processor, samples):
+    """Catches a prompt that is submitted twice or never, and a later one whose times begin later."""
+    port, prompts = Port(), [[3], [4], [5]]
+    call = processor.prepare(prompts, SamplingParams(max_tokens=8, n=samples), single=False, first=1)
+    assert len(call.requests) == samples
+    with CallDriver(call, port, sink=object(), final_only=True) as driver:
+        driver.start()
+        assert [own.prompt_token_ids for own in port.submitted] == [prompt for prompt in prompts for _ in range(samples)]
+        assert all(own.final_only for own in port.submitted)
+        assert len({own.id for own in port.submitted}) == len(call.open) == 3 * samples
+        assert len({stream.started for stream in call.streams}) == 1
+        for own in port.submitted:
+            driver.push(TokenOutput(own.id, (own.prompt_token_ids[0] + 3,), "length"))
+    assert [result.token_ids if samples == 1 else result[1].token_ids for result in call.result()] == [[6], [7], [8]]
+
+
+def test_a_later_prompt_that_is_refused_ends_the_call(processor):
+    call, port = processor.prepare([[3], [4], ["x"]], SamplingParams(max_tokens=8), single=False, first=2), Port()
+    with pytest.raises(InputError, match=r"^prompts\[2\]: "), CallDriver(call, port, sink=object()) as driver:
+        driver.start()
+    assert port.aborted == [[own.id for own in port.submitted]]
+    with pytest.raises(InputError, match=r"^prompts\[2\]: "):  # an engine takes the prompts by priority: it must know all
+        processor.prepare([[3], [4], ["x"]], SamplingParams(max_tokens=8), [2, 1, 0], single=False, first=2)
 
 
 @pytest.mark.parametrize("stage", ["before", "running", "refused"])

@@ -498,7 +498,7 @@ def test_several_tokens_at_once_count_up_to_the_stop_string(generator):
     pieces = [piece.text for piece in generator.stream("hello", params(6))]
     end = next(i for i in range(1, 5) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
     call = generator._processor.prepare("hello", params(6, stop=pieces[end], logprobs=0), single=True)
-    (request,) = call.start()
+    ((request,),) = call.start()
     _, piece = call.push(TokenOutput(request.id, tuple(done.token_ids), None, logprobs=tuple(done.logprobs)))
     assert (piece.finish_reason, call.open) == ("stop", {})
     assert piece.text == call.result().text == "".join(pieces[:end])

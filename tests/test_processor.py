@@ -43,7 +43,7 @@ def llama(tmp_path):
 
 def run(call: Call, tokens) -> list[tuple[str, str | None]]:
     """The pieces of a call whose engine draws these tokens, and why each was the last. Ends as an engine does."""
-    (request,) = call.start()
+    ((request,),) = call.start()
     ends, pieces = {EOS, *request.sampling.stop_token_ids}, []
     for i, token in enumerate(tokens, 1):
         reason = "stop" if token in ends else "length" if i == len(tokens) else None
@@ -180,7 +180,7 @@ def test_a_stop_string_inside_the_tokens_of_a_step(llama):
     """Four tokens in one output, three of them drafts. Catches tokens, log-probabilities or drafts behind the stop string."""
     there, upon = (prepared(llama, f"Once {text}").requests[0].prompt_token_ids[-1] for text in ("there", "upon"))
     call = prepared(llama, "Once", stop=" there", logprobs=0)
-    (request,) = call.start()
+    ((request,),) = call.start()
     tokens = (upon, there, upon, upon)
     rows = tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
     _, piece = call.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))

@@ -37,6 +37,10 @@ class IncrementalDecoder:
         """
         raise NotImplementedError
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """`push` for several tokens, all of them ids."""
+        return "".join(map(self.push, token_ids))
+
     def flush(self) -> str:
         """Return the text still held back. Call once, after the last token."""
         raise NotImplementedError
@@ -76,6 +80,12 @@ class _ByteLevelDecoder(IncrementalDecoder):
     def push(self, token_id: int) -> str:
         piece = self._cache.get(token_id) if type(token_id) is int else None
         return self._utf8.decode(self._piece(token_id) if piece is None else piece)  # type: ignore[arg-type]
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        pieces = list(map(self._cache.get, token_ids))
+        if None in pieces:
+            pieces = list(map(self._piece, token_ids))
+        return self._utf8.decode(b"".join(pieces))  # type: ignore[arg-type]
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
