@@ -123,11 +123,11 @@ def pack(key, v):
 
 
 @triton.jit
-def _divided(d, temperature):
-    """d / temperature, rounded as a division rounds, without the branches of one (Markstein 1990).
+def divided(d, temperature):
+    """d / temperature, rounded as a division rounds, without its branches (Markstein, IBM J. Res. Dev. 34, 1990).
 
-    The reciprocal is rounded correctly, so after the first correction the quotient is one of the two numbers next to the exact
-    one, and after the second it is the closest. Quotients below 2⁻³⁰ may differ; their exponential is 1. An overflow gives NaN.
+    The reciprocal is rounded correctly. So after the first correction the quotient is a neighbour of the exact one, and after the
+    second the closest. It may be a neighbour if |d| < 2⁻¹⁰⁰ or temperature > 2¹²⁶. An overflow gives NaN.
     """
     inverse = tl.div_rn(1.0, temperature)
     quotient = d * inverse
@@ -138,7 +138,7 @@ def _divided(d, temperature):
 @triton.jit
 def weights_of(x, top, temperature):
     """exp((x - top) / temperature) in fp32, for a finite `top`. The quotient equals the eager sampler's bit for bit, exp nearly."""
-    d = tl.maximum(_divided(x - top, temperature), -105.0)  # exp(-105) is 0 in fp32; of NaN and a number, the number
+    d = tl.maximum(divided(x - top, temperature), -105.0)  # exp(-105) is 0 in fp32; of NaN and a number, the number
     high = d * 1.4426950216293335  # log₂ e is this plus 1.925963e-08
     low = tl.fma(d, 1.4426950216293335, -high) + d * 1.925963033500e-08
     return tl.minimum(tl.exp2(high) * tl.fma(low, 0.6931471805599453, 1.0), 1.0)

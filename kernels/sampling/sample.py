@@ -208,6 +208,17 @@ def _race_kernel(logits_ptr, rows, w, out_ptr, V, FILTERED: tl.constexpr, BLOCK:
             _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED, BLOCK, BLOCK_S)
 
 
+@triton.jit
+def mass_parts(weights):
+    """(units of 2⁻²⁰, units of 2⁻⁴⁰ that may be negative): the masses, weight · 2⁴⁰ truncated. A conversion to int64 is slow.
+
+    The sums of either part over a block fit in 32 bits.
+    """
+    shifted = weights * 2.0**20 + 2.0**23  # its last bit counts as 1
+    rest = tl.floor((weights * 2.0**20 - (shifted - 2.0**23)) * 2.0**20)
+    return (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.uint32), rest.to(tl.int32)
+
+
 @prepared
 @triton.jit
 def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
@@ -227,11 +238,7 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
             tl.atomic_add(checks, tl.sum((x > winner_logit).to(tl.int32), 0).to(tl.int64), sem="relaxed")
         else:
             weights = weights_of(x, top, tl.load(rows.temperature + b))
-            # Of a mass, the units of 2⁻²⁰, rounded, and the rest in units of 2⁻⁴⁰: a conversion to int64 would be slow. The sums of
-            # both fit in 32 bits.
-            shifted = weights * 2.0**20 + 2.0**23
-            units = (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.uint32)
-            rest = tl.floor((weights * 2.0**20 - (shifted - 2.0**23)) * 2.0**20).to(tl.int32)
+            units, rest = mass_parts(weights)
             total = (tl.sum(units, 0).to(tl.int64) << 20) + tl.sum(rest, 0)
             if total > 0:
                 heavier = weights > least

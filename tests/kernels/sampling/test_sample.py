@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from minirt.engine.sampler import SamplingBatch, filtered_weights, sample
+from minirt.engine.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.errors import InputError
+from minirt.kernels.sampling import filters
 from minirt.kernels.sampling import sample as kernel
-from minirt.kernels.sampling.filters import LIGHTEST, Rows, select
+from minirt.kernels.sampling.filters import LIGHTEST, Rows, divided, select, weights_of
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 
 INF, NAN = math.inf, math.nan
@@ -175,6 +178,132 @@ def test_greedy_from_an_lm_heads_row_maxima(make, device):
     assert run(logits, sampled, row_maxima=buffer[:, :parts]).tolist() == run(logits, sampled).tolist()
     with pytest.raises(InputError, match="row_maxima: wrong shape"):
         run(logits, batch, row_maxima=buffer[1:])
+
+
+@triton.jit
+def _arithmetic_kernel(x_ptr, temperature_ptr, u_ptr, weights_ptr, quotients_ptr, noise_ptr, mass_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, temperature = tl.load(x_ptr + i), tl.load(temperature_ptr + tl.program_id(0))
+    weights = weights_of(x, 0.0, temperature)
+    tl.store(weights_ptr + i, weights)
+    tl.store(quotients_ptr + i, divided(x, temperature))
+    tl.store(noise_ptr + i, kernel.approximate_noise(tl.load(u_ptr + i)))
+    units, rest = kernel.mass_parts(weights)
+    tl.store(mass_ptr + i, (units.to(tl.int64) << 20) + rest)
+
+
+def test_arithmetic(device):
+    """Quotients without division, masses from two 32-bit numbers, noise without an accurate logarithm.
+
+    Catches a quotient that is one unit off (one correction too few), a mass that is rounded and not truncated, and noise with a
+    larger error than `_MARGIN` allows: small u, both sides of the change of formula, u next to 1.
+    """
+    rng, BLOCK = np.random.default_rng(8), 1024
+    few = [1.0, 1e-3, 100.0, 0.6, 3.0, 1 / 3, float(np.nextafter(np.float32(2), np.float32(0))), 1e-20, 2.0**126, 1e30]
+    temperatures = np.r_[few, rng.uniform(0.01, 2, 40), 10 ** rng.uniform(-19, 30, 14)].astype(np.float32)
+    d = -(10.0 ** rng.uniform(-9, 2.1, (len(temperatures), BLOCK))) * temperatures[:, None]
+    d = d.astype(np.float32)
+    d[:, :4] = 0, -INF, -3.4e38, -1e-45
+    words = np.r_[0, 1, 2, 2**25 + np.arange(-300, 300) * 4, 2**32 - 1 - np.arange(400) * 128]
+    words = np.r_[words, rng.integers(0, 2**32, BLOCK * len(d) - 2000), 2.0 ** rng.uniform(0, 32, 2000 - len(words))]
+    u = np.minimum(words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33), np.float32(1 - 2**-24))
+    inputs = [torch.from_numpy(values).to(device) for values in (d, temperatures, u)]
+    weights, quotients, noise = (torch.full(d.shape, NAN, device=device) for _ in range(3))
+    mass = torch.full(d.shape, -1, device=device)
+    _arithmetic_kernel[(len(d),)](*inputs, weights, quotients, noise, mass, BLOCK)
+    with np.errstate(over="ignore"):
+        expected = d / temperatures[:, None]
+    seen = np.isfinite(expected) & ((expected < -(2.0**-30)) | (expected == 0))  # others: weights of 1 and of 0
+    assert np.array_equal(quotients.cpu().numpy()[seen], expected[seen])
+    exact = np.exp(np.maximum(expected.astype(np.float64), -200))
+    assert np.all(np.abs(weights.cpu().numpy() - exact) <= 2.0**-21 * exact + 1e-44)
+    assert torch.equal(mass, (weights * 2.0**40).long())
+    error = np.log2(noise.cpu().numpy().ravel().astype(np.float64) / (-np.log1p(-u.astype(np.float64)) / math.log(2)))
+    assert np.abs(error).max() <= 4e-5
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.7, 1.0, 100.0])
+def test_the_winner_among_almost_equals(temperature, device):
+    """All weights / E of a row lie within 0.1%, so every block can hold the winner, and only exact values tell which does.
+
+    Catches a margin below the error of the approximate scores: then a block with the winner is not looked at.
+    """
+    B, V = 3, 3 * 2048 + 5
+    batch = SamplingBatch.build([(settings(temperature, seed=i), i) for i in range(B)], device)
+    noise, rng = exponential_noise(batch.seed, batch.step, V).cpu().double(), np.random.default_rng(3)
+    above = torch.from_numpy(rng.integers(0, 63, (B, V)) * 2.0**-16)
+    winners = torch.from_numpy(rng.integers(0, V, B))
+    above[torch.arange(B), winners] = 64 * 2.0**-16
+    logits = (batch.temperature.cpu().double()[:, None] * (noise.log() + above)).float()
+    race = logits.double() / batch.temperature.cpu().double()[:, None] - noise.log()
+    assert (race.topk(2).values.diff(dim=1) < -(2.0**-17)).all()  # the rounding of logits has not hidden the winner
+    tokens = run(logits.to(device), batch)
+    assert tokens.tolist() == winners.tolist() == sample(logits.to(device), batch, "eager").tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 100.0, 1e300])
+def test_equal_and_masked_logits(temperature, device):
+    """Rows of one value, of few tokens that are not masked, and a row with a single token that has little chance."""
+    V = 2048 + 3
+    logits = torch.full((8, V), -INF, device=device)
+    logits[0], logits[1], logits[2, -1], logits[3, [5, 2047, 2048]] = 7.0, -3e38, -4.0, 2.0
+    logits[4, ::7], logits[5, 1], logits[5, 2050], logits[6, 0::2], logits[6, 1::2] = 0.0, 3e38, 2.9e38, 1.0, 1.0 - 2.0**-23
+    logits[7], logits[7, 2047:2049] = 1e-42, 0.0
+    for step in range(2):
+        for options in ({}, {"top_p": 0.4}, {"top_k": 2}, {"min_p": 0.9}):
+            requests = [(settings(temperature, seed=i, **options), step) for i in range(8)]
+            batch = SamplingBatch.build(requests, device)
+            assert run(logits, batch).tolist() == sample(logits, batch, "eager").tolist()
+
+
+def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
+    """More listed rows than programs work on at a time, greedy rows and rows without a distribution between them.
+
+    Catches rows of the list that no program takes, counters that a call does not leave at zero, and rows that are listed twice.
+    """
+    B, V, most = 24, 2050, 5
+    for module in (kernel, filters):
+        monkeypatch.setattr(module, "MOST_ROWS", most)
+    logits = make(B, V, dtype=torch.float32, scale=1.0)
+    logits[3::17] = NAN
+    logits[:, 2049] = 1.0
+    workspace = kernel.SamplingWorkspace(B, V, device)
+    own = [{"top_p": 0.02}, {"top_k": 3}, {"min_p": 0.8}, {"top_k": 40, "top_p": 0.3}, {"temperature": 0}, {"top_p": 0.1, "min_p": 0.5}]
+    for step in range(2):
+        requests = [(settings(seed=i, **own[i % len(own)]), step) for i in range(B)]
+        batch = SamplingBatch.build(requests, device)
+        assert run(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
+        assert not workspace.buffers.arrivals.any()
+        count, *rows = workspace.buffers.unsettled.tolist()
+        assert count > 2 * most
+        assert len(set(rows[:count])) == count
+
+
+def test_launches(make, device, monkeypatch):
+    """A pass over the logits that is not needed, or an additional launch, fails here."""
+    launched = list[str]()
+    for name in ("_race_kernel", "_check_kernel", "_greedy_kernel", "select"):
+        own = getattr(kernel, name)
+        counting = _Counting(name, own, launched) if name != "select" else lambda *a, own=own: (launched.append("select"), own(*a))
+        monkeypatch.setattr(kernel, name, counting)
+    logits = make(2, 300, dtype=torch.float32)
+    for options, expected in (
+        ({"temperature": 0}, "_race_kernel"), ({}, "_race_kernel"), ({"min_p": 0.1}, "_race_kernel _check_kernel _race_kernel"),
+        ({"top_p": 0.9}, "_race_kernel _check_kernel select _race_kernel"),
+        ({"top_k": 9, "top_p": 0.9}, "_race_kernel _check_kernel select select _race_kernel"),
+    ):  # fmt: skip
+        launched.clear()
+        run(logits, SamplingBatch.build([(settings(**options), 0)] * 2, device))
+        assert " ".join(launched) == expected
+
+
+class _Counting:
+    def __init__(self, name: str, own, launched: list[str]) -> None:
+        self.name, self.own, self.launched = name, own, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.own[grid]
 
 
 def test_a_request_draws_the_same_in_any_company(make, device):
