@@ -2,8 +2,8 @@
 
 Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
 the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys.
-A third collects the tokens in that range, and the last of its programs in a row bisects them. Badly placed edges of bins cost time
-and never change the result.
+A third collects the tokens in that range, and the last of its programs in a row bisects them. Badly placed edges of bins cost
+time and never change the result.
 
 These kernels work on a list of rows, which the device makes. A fixed number of programs shares it, whatever its length is.
 """
@@ -74,8 +74,8 @@ class Buffers(NamedTuple):
 class SamplingWorkspace:
     """Scratch memory of `sample` for up to `max_batch` rows of up to `vocab` logits: a little more than 4 bytes per logit.
 
-    Allocate it once, before any CUDA graph is captured, and use it in one stream at a time. With `greedy_only` it has no buffers
-    for sampled rows.
+    Allocate it once, before any CUDA graph is captured, and use it in one stream at a time. With `greedy_only` it has no
+    buffers for sampled rows.
     """
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device | str, *, greedy_only: bool = False) -> None:
@@ -83,8 +83,8 @@ class SamplingWorkspace:
         splits, rows = cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         shapes = (
-            ((max_batch, splits), i64), ((max_batch,), i32), ((rows, splits), f32), ((rows, NUM_FACTS.value), f32), ((rows, 2), i64),
-            ((1 + rows,), i32), ((rows, NUM_SUMS.value), i64), ((rows, 2), i32), ((rows, vocab), i32),
+            ((max_batch, splits), i64), ((max_batch,), i32), ((rows, splits), f32), ((rows, NUM_FACTS.value), f32),
+            ((rows, 2), i64), ((1 + rows,), i32), ((rows, NUM_SUMS.value), i64), ((rows, 2), i32), ((rows, vocab), i32),
         )  # fmt: skip
         self.buffers = Buffers(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
         self.buffers.arrivals.zero_()
@@ -137,7 +137,7 @@ def divided(d, temperature):
 
 @triton.jit
 def weights_of(x, top, temperature):
-    """exp((x - top) / temperature) in fp32, for a finite `top`. The quotient equals the eager sampler's bit for bit, exp nearly."""
+    """exp((x - top) / temperature) in fp32, for a finite `top`. The quotient is the eager sampler's bit for bit, exp nearly."""
     d = tl.maximum(divided(x - top, temperature), -105.0)  # exp(-105) is 0 in fp32; of NaN and a number, the number
     high = d * 1.4426950216293335  # log₂ e is this plus 1.925963e-08
     low = tl.fma(d, 1.4426950216293335, -high) + d * 1.925963033500e-08
@@ -221,10 +221,7 @@ def _bracket(sums_ptr, rows, w, b, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
     """The range lo ≤ key < hi after one or two levels of sums, and the mass that is still to be reached within it."""
     i = tl.arange(0, _BINS)
     sums = tl.load(sums_ptr + i)
-    if BY_MASS:
-        target = target_mass(rows, b, tl.load(sums_ptr + _BINS - 1))
-    else:
-        target = tl.load(rows.top_k + b).to(tl.int64)
+    target = target_mass(rows, b, tl.load(sums_ptr + _BINS - 1)) if BY_MASS else tl.load(rows.top_k + b).to(tl.int64)
     found = tl.sum((sums < target).to(tl.int32), 0)
     target -= tl.max(tl.where(sums < target, sums, 0), 0)
     lo, hi = _edge(found, w, b, BY_MASS), _edge(found + 1, w, b, BY_MASS)

@@ -151,7 +151,7 @@ def _race_block(logits_ptr, rows, w, b, V, temperature, FILTERED: tl.constexpr, 
 def _exact_winner(logits_ptr, rows, w, b, block, top, temperature, V, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
     """The largest weight / E of a block, packed with its token."""
     winner = tl.zeros((), tl.int64)
-    # By parts, because the race has few registers if it is to run in many programs.
+    # By parts: with all tokens at once, each program would need so many registers that few run at a time.
     for part in range(4 * block, 4 * block + 4):
         v, _, x = row_block(logits_ptr, b, part, V, BLOCK // 4)
         if FILTERED:
@@ -162,7 +162,9 @@ def _exact_winner(logits_ptr, rows, w, b, block, top, temperature, V, FILTERED: 
 
 
 @triton.jit
-def _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
+def _finish_race(
+    logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
     """Stores a row's token and, for the check, its facts, from what all its programs have stored."""
     blocks, s = tl.num_programs(0), tl.arange(0, BLOCK_S)
     packed = tl.load(w.row_maxima + b * blocks + s, mask=s < blocks, other=LOWEST, cache_modifier=".cg")
@@ -197,7 +199,7 @@ def _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED: tl.c
 @prepared
 @triton.jit
 def _race_kernel(logits_ptr, rows, w, out_ptr, V, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Stores the token of each row, drawn from all tokens. FILTERED: of each listed row, from the tokens that the filters keep."""
+    """Stores the token of each row, drawn from all tokens. FILTERED: of each listed row, from the tokens its filters keep."""
     first = tl.program_id(1)
     end, stride = (tl.load(w.unsettled), tl.num_programs(1)) if FILTERED else (first + 1, 1)
     for place in range(first, end, stride):
@@ -371,5 +373,5 @@ def row_maxima(logits: Tensor, wanted: Tensor, workspace: SamplingWorkspace) -> 
 
 
 def cost(B: int, V: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of a greedy batch. A sampled batch reads the logits again for filters."""
+    """(bytes read and written, floating-point operations) without filters. Rows with filters read their logits again."""
     return 4 * B * V + 8 * B, 0
