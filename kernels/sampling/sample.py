@@ -83,12 +83,11 @@ _MARGIN = tl.constexpr(2.0**-11)
 
 
 @triton.jit
-def _uniform(rows, b, block, BLOCK: tl.constexpr):
-    """The random number of each token in a block of row b, see `minirt.kernels.sampling.philox.uniform`."""
+def _uniform(seed, step, block, BLOCK: tl.constexpr):
+    """The random number of each token in a block, see `minirt.kernels.sampling.philox.uniform`."""
     word0 = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     word2 = word0 * 0
-    word1, word3 = word2 + tl.load(rows.step + b).to(tl.uint32), word2
-    seed = tl.load(rows.seed + b)
+    word1, word3 = word2 + step.to(tl.uint32), word2
     key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):  # as `tl.philox`, with one product of 64 bits instead of two of 32
         product0, product2 = word0.to(tl.uint64) * 0xD2511F53, word2.to(tl.uint64) * 0xCD9E8D57
@@ -126,7 +125,7 @@ def _kept(x, rows, w, b, V):
 
 
 @triton.jit
-def _race_block(logits_ptr, rows, w, b, V, temperature, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
+def _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the largest logit of a block, and the block's best score: log₂ of weight / E, relative to the largest logit."""
     block = tl.program_id(0)
     at = b * tl.num_programs(0) + block
@@ -137,7 +136,7 @@ def _race_block(logits_ptr, rows, w, b, V, temperature, FILTERED: tl.constexpr, 
         largest = tl.max(x, 0)
         best = float("-inf")
         if tl.abs(largest) < float("inf"):
-            noise = approximate_noise(_uniform(rows, b, block, BLOCK))
+            noise = approximate_noise(_uniform(seed, step, block, BLOCK))
             best = tl.max((x - largest) * (_LOG2_E * tl.div_rn(1.0, temperature)) - log2(noise), 0)
         tl.store(w.scores + at, best)
         has_nan = tl.max(x.to(tl.int32, bitcast=True) & MAX_INT, 0) > 0x7F800000
@@ -148,7 +147,9 @@ def _race_block(logits_ptr, rows, w, b, V, temperature, FILTERED: tl.constexpr, 
 
 
 @triton.jit
-def _exact_winner(logits_ptr, rows, w, b, block, top, temperature, V, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
+def _exact_winner(
+    logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The largest weight / E of a block, packed with its token."""
     winner = tl.zeros((), tl.int64)
     # By parts: with all tokens at once, each program would need so many registers that few run at a time.
@@ -156,30 +157,33 @@ def _exact_winner(logits_ptr, rows, w, b, block, top, temperature, V, FILTERED: 
         v, _, x = row_block(logits_ptr, b, part, V, BLOCK // 4)
         if FILTERED:
             x = _kept(x, rows, w, b, V)
-        value = tl.div_rn(weights_of(x, top, temperature), _exact_noise(_uniform(rows, b, part, BLOCK // 4)))
+        value = tl.div_rn(weights_of(x, top, temperature), _exact_noise(_uniform(seed, step, part, BLOCK // 4)))
         winner = tl.maximum(winner, tl.max(pack(value.to(tl.int32, bitcast=True), v), 0))
     return winner
 
 
 @triton.jit
 def _finish_race(
-    logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
+    logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """Stores a row's token and, for the check, its facts, from what all its programs have stored."""
     blocks, s = tl.num_programs(0), tl.arange(0, BLOCK_S)
     packed = tl.load(w.row_maxima + b * blocks + s, mask=s < blocks, other=LOWEST, cache_modifier=".cg")
+    scores = 0.0
+    if rows.temperature is not None:
+        scores = tl.load(w.scores + b * blocks + s, mask=s < blocks, other=float("-inf"), cache_modifier=".cg")
     token, top = greedy_token(tl.max(packed, 0)), logit_of(tl.max(packed, 0))
     winner_logit, winner_weight, spread = top, 1.0, 0.0
     if (temperature > 0) & (token >= 0):
         maxima = logit_of(packed)
         finite = (s < blocks) & (tl.abs(maxima) < float("inf"))
         spread = top - tl.min(tl.where(finite, maxima, top), 0)
-        scores = tl.load(w.scores + b * blocks + s, mask=finite, other=float("-inf"), cache_modifier=".cg")
-        scores += tl.where(finite, maxima - top, 0.0) * (_LOG2_E * tl.div_rn(1.0, temperature))
+        scores += tl.where(finite, (maxima - top) * (_LOG2_E * tl.div_rn(1.0, temperature)), float("-inf"))
         near = scores >= tl.max(scores, 0) - _MARGIN
         block, winner = tl.min(tl.where(near, s, BLOCK_S), 0), tl.zeros((), tl.int64)
         while block < BLOCK_S:
-            winner = tl.maximum(winner, _exact_winner(logits_ptr, rows, w, b, block, top, temperature, V, FILTERED, BLOCK))
+            best = _exact_winner(logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED, BLOCK)
+            winner = tl.maximum(winner, best)
             block = tl.min(tl.where(near & (s > block), s, BLOCK_S), 0)
         token = token_of(winner)
         winner_logit = tl.load(logits_ptr + b.to(tl.int64) * V + token)
@@ -205,9 +209,10 @@ def _race_kernel(logits_ptr, rows, w, out_ptr, V, FILTERED: tl.constexpr, BLOCK:
     for place in range(first, end, stride):
         b = tl.load(w.unsettled + 1 + place) if FILTERED else place
         temperature = 0.0 if rows.temperature is None else tl.load(rows.temperature + b)
-        _race_block(logits_ptr, rows, w, b, V, temperature, FILTERED, BLOCK)
+        seed, step = tl.load(rows.seed + b), tl.load(rows.step + b)
+        _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED, BLOCK)
         if arrive_last(w.arrivals + b, tl.num_programs(0)):
-            _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, FILTERED, BLOCK, BLOCK_S)
+            _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED, BLOCK, BLOCK_S)
 
 
 @triton.jit
@@ -228,9 +233,9 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
     b = tl.program_id(1)
     facts, checks = w.facts + b * NUM_FACTS, w.checks + 2 * b
     top, winner_logit, least = tl.load(facts + TOP), tl.load(facts + WINNER_LOGIT), tl.load(facts + WINNER_WEIGHT)
+    by_count, by_mass, temperature = has_top_k(rows, b, V), has_top_p(rows, b), tl.load(rows.temperature + b)
     if not (winner_logit < top):  # every filter keeps the largest logit; rows without a distribution have no other
         return
-    by_count, by_mass = has_top_k(rows, b, V), has_top_p(rows, b)
     dropped, lightest = by_count & by_mass, 0.0
     if rows.min_p is not None:
         dropped |= least < tl.load(rows.min_p + b)
@@ -239,7 +244,7 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
         if by_count:
             tl.atomic_add(checks, tl.sum((x > winner_logit).to(tl.int32), 0).to(tl.int64), sem="relaxed")
         else:
-            weights = weights_of(x, top, tl.load(rows.temperature + b))
+            weights = weights_of(x, top, temperature)
             units, rest = mass_parts(weights)
             total = (tl.sum(units, 0).to(tl.int64) << 20) + tl.sum(rest, 0)
             if total > 0:
