@@ -96,8 +96,9 @@ ROWS = {
     "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4, "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
     "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
     "fine": 1 + np.arange(257) * 2.0**-23, "tiny": np.arange(-20, 20) * 1e-42,
-    # Bins do not narrow these down: more candidates than one block.
-    "all equal": [1.5] * 4099, "masked parts": [-1e30] * 2100 + [0, 1, 2, 1] + [-1e30] * 2100,
+    # Bins do not narrow these down: more candidates than one block. In "equal blocks", the mass of a block is 2⁵¹.
+    "all equal": [1.5] * 4099, "equal blocks": [1.5] * 2048 + [1.0] * 2052,
+    "masked parts": [-1e30] * 2100 + [0, 1, 2, 1] + [-1e30] * 2100,
     "far tail": np.r_[0.0, np.full(4500, -22.0) - RNG.random(4500)], "narrow": 5 + RNG.random(4500) * 1e-5,
 }  # fmt: skip
 KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 12, 2500)]
