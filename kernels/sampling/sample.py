@@ -164,40 +164,40 @@ def _exact_winner(
 
 @triton.jit
 def _finish_race(
-    logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
+    logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """Stores a row's token and, for the check, its facts, from what all its programs have stored."""
     blocks, s = tl.num_programs(0), tl.arange(0, BLOCK_S)
     packed = tl.load(w.row_maxima + b * blocks + s, mask=s < blocks, other=LOWEST, cache_modifier=".cg")
-    scores = 0.0
+    token, top = greedy_token(tl.max(packed, 0)), logit_of(tl.max(packed, 0))
     if rows.temperature is not None:
         scores = tl.load(w.scores + b * blocks + s, mask=s < blocks, other=float("-inf"), cache_modifier=".cg")
-    token, top = greedy_token(tl.max(packed, 0)), logit_of(tl.max(packed, 0))
-    winner_logit, winner_weight, spread = top, 1.0, 0.0
-    if (temperature > 0) & (token >= 0):
-        maxima = logit_of(packed)
-        finite = (s < blocks) & (tl.abs(maxima) < float("inf"))
-        spread = top - tl.min(tl.where(finite, maxima, top), 0)
-        scores += tl.where(finite, (maxima - top) * (_LOG2_E * tl.div_rn(1.0, temperature)), float("-inf"))
-        near = scores >= tl.max(scores, 0) - _MARGIN
-        block, winner = tl.min(tl.where(near, s, BLOCK_S), 0), tl.zeros((), tl.int64)
-        while block < BLOCK_S:
-            best = _exact_winner(logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED, BLOCK)
-            winner = tl.maximum(winner, best)
-            block = tl.min(tl.where(near & (s > block), s, BLOCK_S), 0)
-        token = token_of(winner)
-        winner_logit = tl.load(logits_ptr + b.to(tl.int64) * V + token)
-        winner_weight = weights_of(winner_logit, top, temperature)
+        winner_logit, winner_weight, spread = top, 1.0, 0.0
+        if (temperature > 0) & (token >= 0):
+            maxima = logit_of(packed)
+            finite = (s < blocks) & (tl.abs(maxima) < float("inf"))
+            spread = top - tl.min(tl.where(finite, maxima, top), 0)
+            scores += tl.where(finite, (maxima - top) * (_LOG2_E * tl.div_rn(1.0, temperature)), float("-inf"))
+            near = scores >= tl.max(scores, 0) - _MARGIN
+            block, winner = tl.min(tl.where(near, s, BLOCK_S), 0), tl.zeros((), tl.int64)
+            while block < BLOCK_S:
+                best = _exact_winner(logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED, BLOCK)
+                winner = tl.maximum(winner, best)
+                block = tl.min(tl.where(near & (s > block), s, BLOCK_S), 0)
+            token = token_of(winner)
+            winner_logit = tl.load(logits_ptr + b.to(tl.int64) * V + token)
+            winner_weight = weights_of(winner_logit, top, temperature)
+        if not FILTERED:
+            facts = w.facts + b * NUM_FACTS
+            tl.store(facts + TOP, top)
+            tl.store(facts + SPREAD, spread)
+            tl.store(facts + WINNER_LOGIT, winner_logit)
+            tl.store(facts + WINNER_WEIGHT, winner_weight)
+            tl.store(w.checks + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+            if b == 0:
+                tl.store(w.unsettled, 0)
     tl.store(out_ptr + b, token)
-    if rows.temperature is not None and not FILTERED:
-        facts = w.facts + b * NUM_FACTS
-        tl.store(facts + TOP, top)
-        tl.store(facts + SPREAD, spread)
-        tl.store(facts + WINNER_LOGIT, winner_logit)
-        tl.store(facts + WINNER_WEIGHT, winner_weight)
-        tl.store(w.checks + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
-        if b == 0:
-            tl.store(w.unsettled, 0)
 
 
 @prepared
