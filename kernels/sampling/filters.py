@@ -126,12 +126,11 @@ def pack(key, v):
 def divided(d, temperature):
     """d / temperature, rounded as a division rounds, without its branches (Markstein, IBM J. Res. Dev. 34, 1990).
 
-    The reciprocal is rounded correctly. So after the first correction the quotient is a neighbour of the exact one, and after the
-    second the closest. It may be a neighbour if |d| < 2⁻¹⁰⁰ or temperature > 2¹²⁶. An overflow gives NaN.
+    The product with the correctly rounded reciprocal is at most one unit off, and the correction rounds correctly. A quotient may
+    be one unit off if |d| < 2⁻¹⁰⁰ or temperature > 2¹²⁶. An overflow gives NaN.
     """
     inverse = tl.div_rn(1.0, temperature)
     quotient = d * inverse
-    quotient = tl.fma(tl.fma(-quotient, temperature, d), inverse, quotient)
     return tl.fma(tl.fma(-quotient, temperature, d), inverse, quotient)
 
 

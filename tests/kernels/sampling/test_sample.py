@@ -196,14 +196,16 @@ def _arithmetic_kernel(x_ptr, temperature_ptr, u_ptr, weights_ptr, quotients_ptr
 def test_arithmetic(device):
     """Quotients without division, masses from two 32-bit numbers, noise without an accurate logarithm.
 
-    Catches a quotient that is one unit off (one correction too few), a mass that is rounded and not truncated, and noise with a
-    larger error than `_MARGIN` allows: small u, both sides of the change of formula, u next to 1.
+    Catches a quotient that is one unit off, also next to the middle of two numbers, a mass that is rounded and not truncated, and
+    noise with a larger error than `_MARGIN` allows: small u, both sides of the change of formula, u next to 1.
     """
     rng, BLOCK = np.random.default_rng(8), 1024
     few = [1.0, 1e-3, 100.0, 0.6, 3.0, 1 / 3, float(np.nextafter(np.float32(2), np.float32(0))), 1e-20, 2.0**126, 1e30]
     temperatures = np.r_[few, rng.uniform(0.01, 2, 40), 10 ** rng.uniform(-19, 30, 14)].astype(np.float32)
     d = -(10.0 ** rng.uniform(-9, 2.1, (len(temperatures), BLOCK))) * temperatures[:, None]
+    middles = (rng.integers(2**23, 2**24, (len(d), 500)) + 0.5) * 2.0**-24 * temperatures[:, None]
     d = d.astype(np.float32)
+    d[:, 4:504] = -np.nextafter(middles.astype(np.float32), np.float32(rng.choice([-INF, INF])))
     d[:, :4] = 0, -INF, -3.4e38, -1e-45
     words = np.r_[0, 1, 2, 2**25 + np.arange(-300, 300) * 4, 2**32 - 1 - np.arange(400) * 128]
     words = np.r_[words, rng.integers(0, 2**32, BLOCK * len(d) - 2000), 2.0 ** rng.uniform(0, 32, 2000 - len(words))]
