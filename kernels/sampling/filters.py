@@ -205,8 +205,9 @@ def _edge(i, w, b, BY_MASS: tl.constexpr):
     """
     facts = w.facts + b * NUM_FACTS
     if BY_MASS:
-        lightest = tl.maximum(tl.load(facts + LIGHTEST), _LEAST).to(tl.int32, bitcast=True)
-        edge, end = i * ((_ONE - lightest + _BINS - 1) // _BINS) - _ONE, 1
+        least = tl.load(facts + LIGHTEST)
+        lightest = tl.maximum(least, _LEAST).to(tl.int32, bitcast=True)
+        edge, end = i * ((_ONE - lightest + _BINS - 1) // _BINS) - _ONE, tl.where(least >= _LEAST, 1 - lightest, 1)
     else:
         spread = tl.load(facts + SPREAD)
         anchor = tl.where(spread > 0, spread, 1.0).to(tl.int32, bitcast=True)
