@@ -168,7 +168,7 @@ OPERATIONS = {
         ),
         Operation(
             "sample", "sampling.sample", "a token for each row of logits: temperature, top-k, top-p, min-p, draw",
-            ("sampling.sample:_race_kernel", "sampling.filters:_select_kernel", "sampling.sample:_token_kernel"),
+            ("sampling.sample:_race_kernel", "sampling.sample:_check_kernel", "sampling.filters:_select_kernel"),
             ("minirt.engine.sampler:sample",), "sampling.sample:cost", "sampling.sample:CASES",
             no_op="its reference is the engine's sampler, which `kernels` may not import",
         ),

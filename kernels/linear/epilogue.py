@@ -8,6 +8,7 @@ tensors `n` and `t` that it is loaded with. What must not be loaded is masked, o
 import triton
 import triton.language as tl
 
+from minirt.kernels.arrival import arrive_last
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
@@ -122,16 +123,6 @@ def store_part(acc, at, inside, sums_ptr, part):
 def load_part(acc, at, inside, sums_ptr, part):
     """What `store_part` stored for sums of acc's shape."""
     return tl.load(sums_ptr + part * (acc.shape[0] * acc.shape[1]) + at, mask=inside, cache_modifier=".cg")
-
-
-@triton.jit
-def arrive_last(counter_ptr, SPLIT: tl.constexpr):
-    """Whether this is the last of SPLIT programs to arrive here, after what it stored. Leaves the counter at zero."""
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-    if last:
-        tl.store(counter_ptr, 0)
-    return last
 
 
 @triton.jit

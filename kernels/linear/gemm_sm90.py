@@ -37,13 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
+from minirt.kernels.arrival import arrive_last
 from minirt.kernels.compile.tuning import Family, cached_lookup
 from minirt.kernels.hopper.ring import barriers, release, release_before, ring_barriers, wait_empty, wait_full
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.epilogue import (
-    arrive_last,
     finish,
     load_part,
     load_rows,

@@ -1,17 +1,22 @@
 """Top-k and top-p without sorting, for `minirt.kernels.sampling.sample`, and the functions that both files use.
 
 Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
-the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys,
-a third collects the tokens in that range, and one program for each row bisects them. Bin edges follow powers of two, because
-the ratios of weights and of distances to the largest logit matter. Badly placed edges cost time and never change the result.
+the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys.
+A third collects the tokens in that range, and the last of its programs in a row bisects them. Badly placed edges of bins cost
+time and never change the result.
+
+These kernels work on a list of rows, which the device makes. A fixed number of programs shares it, whatever its length is.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.launch import cdiv, next_power_of_2
+from minirt.kernels.arrival import arrive_last
+from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
 BLOCK_V = 2048
@@ -22,24 +27,67 @@ _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 in fp32
 _INFINITY = tl.constexpr(0x7F800000)
 MAX_INT = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-(2**63))
+_LEAST = tl.constexpr(2.0**-40)  # lighter tokens have no mass
+# What is known of a row: its largest logit, the distance from there to the smallest finite maximum of a block, the winner's logit
+# and weight, and the weight of the lightest token that top-p may keep.
+NUM_FACTS, TOP, SPREAD, WINNER_LOGIT, WINNER_WEIGHT, LIGHTEST = (tl.constexpr(i) for i in (5, 0, 1, 2, 3, 4))
+MOST_ROWS = 32  # of a list, that programs work on at a time
+
+
+class Rows(NamedTuple):
+    """The sampling settings of B rows, each [B]. None: no row asks for it; a temperature of None: all rows are greedy."""
+
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seed: Tensor
+    step: Tensor
+
+
+class Buffers(NamedTuple):
+    """What the kernels of a call tell each other.
+
+    Attributes:
+        row_maxima: [B, blocks] int64, the largest logit of each block of tokens.
+        arrivals: [B] int32, how many programs of a row have ended. Zero between launches.
+        scores: [B, blocks] fp32, the race's best score in each block.
+        facts: [B, NUM_FACTS] fp32, see there.
+        checks: [B, 2] int64, mass of the tokens that are heavier than the winner, and of all.
+        unsettled: [1 + B] int32, the number of rows whose winner a filter drops, and these rows in any order.
+        sums: [B, NUM_SUMS] int64, of bins.
+        limits: [B, 2] int32, the last keys that top-k and top-p keep.
+        candidates: [B, V] int32, keys.
+    """
+
+    row_maxima: Tensor
+    arrivals: Tensor
+    scores: Tensor
+    facts: Tensor
+    checks: Tensor
+    unsettled: Tensor
+    sums: Tensor
+    limits: Tensor
+    candidates: Tensor
 
 
 class SamplingWorkspace:
     """Scratch memory of `sample` for up to `max_batch` rows of up to `vocab` logits: a little more than 4 bytes per logit.
 
-    Allocate it once, before any CUDA graph is captured, and use it in one stream at a time. Its contents between calls do not
-    matter. With `greedy_only` it has no buffers for sampled rows.
+    Allocate it once, before any CUDA graph is captured, and use it in one stream at a time. With `greedy_only` it has no
+    buffers for sampled rows.
     """
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device | str, *, greedy_only: bool = False) -> None:
         self.max_batch, self.vocab, self.greedy_only = max_batch, vocab, greedy_only
         splits, rows = cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
-        self.row_maxima = torch.empty(max_batch, splits, dtype=torch.int64, device=device)
-        self.races = torch.empty(rows, splits, dtype=torch.int64, device=device)
-        self.sums = torch.empty(rows, NUM_SUMS.value, dtype=torch.int64, device=device)
-        self.checks = torch.empty(rows, 2, dtype=torch.int64, device=device)  # mass heavier than the winner, total mass
-        self.limits = torch.empty(rows, 2, dtype=torch.int32, device=device)  # last keys kept by top-k and by top-p
-        self.candidates = torch.empty(rows, vocab, dtype=torch.int32, device=device)
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        shapes = (
+            ((max_batch, splits), i64), ((max_batch,), i32), ((rows, splits), f32), ((rows, NUM_FACTS.value), f32),
+            ((rows, 2), i64), ((1 + rows,), i32), ((rows, NUM_SUMS.value), i64), ((rows, 2), i32), ((rows, vocab), i32),
+        )  # fmt: skip
+        self.buffers = Buffers(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
+        self.buffers.arrivals.zero_()
 
 
 @triton.jit
@@ -75,98 +123,93 @@ def pack(key, v):
 
 
 @triton.jit
-def row_maximum(row_maxima_ptr, SPLITS, BLOCK_S: tl.constexpr):
-    """A row's largest logit, and its distance to the smallest finite maximum of the row's splits."""
-    s = tl.arange(0, BLOCK_S)
-    packed = tl.load(row_maxima_ptr + tl.program_id(1) * SPLITS + s, mask=s < SPLITS, other=LOWEST)
-    top = logit_of(tl.max(packed, 0))
-    row_maxima = logit_of(packed)
-    lowest = tl.min(tl.where((s < SPLITS) & (tl.abs(row_maxima) < float("inf")), row_maxima, float("inf")), 0)
-    return top, top - tl.minimum(lowest, top)
+def divided(d, temperature):
+    """d / temperature, rounded as a division rounds, without its branches (Markstein, IBM J. Res. Dev. 34, 1990).
+
+    The product with the correctly rounded reciprocal is at most one unit off, and the correction rounds correctly. A quotient may
+    be one unit off if |d| < 2⁻¹⁰⁰ or temperature > 2¹²⁶. An overflow gives NaN.
+    """
+    inverse = tl.div_rn(1.0, temperature)
+    quotient = d * inverse
+    return tl.fma(tl.fma(-quotient, temperature, d), inverse, quotient)
 
 
 @triton.jit
 def weights_of(x, top, temperature):
-    """exp((x - top) / temperature) in fp32; 1 where x is top. The quotient equals the eager sampler's bit for bit, exp nearly."""
-    d = tl.where(x == top, 0.0, tl.maximum(tl.div_rn(x - top, temperature), -105.0))  # exp(-105) is 0 in fp32
+    """exp((x - top) / temperature) in fp32, for a finite `top`. The quotient is the eager sampler's bit for bit, exp nearly."""
+    d = tl.maximum(divided(x - top, temperature), -105.0)  # exp(-105) is 0 in fp32; of NaN and a number, the number
     high = d * 1.4426950216293335  # log₂ e is this plus 1.925963e-08
     low = tl.fma(d, 1.4426950216293335, -high) + d * 1.925963033500e-08
     return tl.minimum(tl.exp2(high) * tl.fma(low, 0.6931471805599453, 1.0), 1.0)
 
 
 @triton.jit
-def row_block(logits_ptr, b, V, BLOCK: tl.constexpr):
-    """This program's block of row b: indices, whether each is a token, and logits (-inf if not)."""
-    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def row_block(logits_ptr, b, block, V, BLOCK: tl.constexpr):
+    """A block of row b: indices, whether each is a token, and logits (-inf if not)."""
+    v = block * BLOCK + tl.arange(0, BLOCK)
     return v, v < V, tl.load(logits_ptr + b.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
 
 
 @triton.jit
-def after_top_k(weights, x, b, V, top_k_ptr, limits_ptr):
-    """`weights`, with 0 for the tokens that top-k drops."""
-    k = tl.load(top_k_ptr + b)
-    if (k > 0) & (k < V):
-        weights = tl.where(~sortable(x) <= tl.load(limits_ptr + 2 * b), weights, 0.0)
-    return weights
+def has_top_k(rows, b, V):
+    """Whether row b asks for top-k."""
+    if rows.top_k is None:
+        return b < 0
+    else:
+        k = tl.load(rows.top_k + b)
+        return (k > 0) & (k < V)
 
 
 @triton.jit
-def _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS: tl.constexpr):
-    """Whether a row still needs this filter's selection."""
-    k = tl.load(top_k_ptr + b)
-    asked = (k > 0) & (k < V)
-    if BY_MASS:
-        asked = (tl.load(top_p_ptr + b) < 1) & ~is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr)
-    return asked & (tl.load(temperature_ptr + b) > 0) & (top > float("-inf"))
+def has_top_p(rows, b):
+    """Whether row b asks for top-p."""
+    return b < 0 if rows.top_p is None else tl.load(rows.top_p + b) < 1
 
 
 @triton.jit
-def takes_short_way(b, V, top_k_ptr, top_p_ptr):
-    """Whether the short way of `sample` applies to a row: it has top-p and no top-k."""
-    k = tl.load(top_k_ptr + b)
-    return (tl.load(top_p_ptr + b) < 1) & ((k <= 0) | (k >= V))
+def after_top_k(x, w, b):
+    """`x`, with -inf for the tokens that top-k drops."""
+    return tl.where(~sortable(x) <= tl.load(w.limits + 2 * b), x, float("-inf"))
 
 
 @triton.jit
-def _target(b, total, top_p_ptr):
+def target_mass(rows, b, total):
     """The least mass that top-p keeps, out of `total`."""
-    return tl.maximum(tl.ceil(tl.load(top_p_ptr + b).to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+    return tl.maximum(tl.ceil(tl.load(rows.top_p + b).to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
-def is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr):
-    """Whether top-p keeps the winner over the whole vocabulary, so that the row needs no selection."""
-    before, total = tl.load(checks_ptr + 2 * b), tl.load(checks_ptr + 2 * b + 1)
-    return takes_short_way(b, V, top_k_ptr, top_p_ptr) & (before < _target(b, total, top_p_ptr))
-
-
-@triton.jit
-def _keyed(
-    logits_ptr, b, V, top, temperature_ptr, top_k_ptr, limits_ptr, ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
 
     With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
     mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
     """
-    _, valid, x = row_block(logits_ptr, b, V, BLOCK)
+    top = tl.load(w.facts + b * NUM_FACTS + TOP)
+    _, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
     if BY_MASS:
-        weights = weights_of(x, top, tl.load(temperature_ptr + b))
-        if ANY_TOP_K:
-            weights = after_top_k(weights, x, b, V, top_k_ptr, limits_ptr)
+        if has_top_k(rows, b, V):
+            x = after_top_k(x, w, b)
+        weights = weights_of(x, top, tl.load(rows.temperature + b))
         return x, -weights.to(tl.int32, bitcast=True), (weights * MASS_SCALE).to(tl.int64)
     else:
-        distance = tl.where(x == top, 0.0, top - x)
-        return x, distance.to(tl.int32, bitcast=True), valid.to(tl.int32)
+        return x, (top - x).to(tl.int32, bitcast=True), valid.to(tl.int32)
 
 
 @triton.jit
-def _edge(i, spread, BY_MASS: tl.constexpr):
-    """Lower edge of bin i of the first level. Edges are a factor of 4 apart for weights and, around `spread`, 2 for distances."""
+def _edge(i, w, b, BY_MASS: tl.constexpr):
+    """Lower edge of bin i of the first level.
+
+    Of weights, edges are equal factors apart, from 1 to the lightest that the row may keep. Of distances, a factor of 2, around
+    the distance of the largest logit to the smallest maximum of a block.
+    """
+    facts = w.facts + b * NUM_FACTS
     if BY_MASS:
-        edge, end = (i << 24) - _ONE, 1
+        least = tl.load(facts + LIGHTEST)
+        lightest = tl.maximum(least, _LEAST).to(tl.int32, bitcast=True)
+        edge, end = i * ((_ONE - lightest + _BINS - 1) // _BINS) - _ONE, tl.where(least >= _LEAST, 1 - lightest, 1)
     else:
+        spread = tl.load(facts + SPREAD)
         anchor = tl.where(spread > 0, spread, 1.0).to(tl.int32, bitcast=True)
         edge = tl.where(i == 0, 0, tl.minimum(anchor, 0x7A000000) + ((i - 6) << 23))
         end = _INFINITY + 1
@@ -174,80 +217,79 @@ def _edge(i, spread, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
-    """The range lo ≤ key < hi after LEVELS levels of sums, and the mass that is still to be reached within it."""
+def _bracket(sums_ptr, rows, w, b, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
+    """The range lo ≤ key < hi after one or two levels of sums, and the mass that is still to be reached within it."""
     i = tl.arange(0, _BINS)
-    if LEVELS == 0:
-        return _edge(0, spread, BY_MASS), _edge(_BINS, spread, BY_MASS), 0
-    else:
-        sums = tl.load(sums_ptr + i)
-        target = tl.load(top_k_ptr + b).to(tl.int64)
-        if BY_MASS:
-            target = _target(b, tl.load(sums_ptr + _BINS - 1), top_p_ptr)
+    sums = tl.load(sums_ptr + i)
+    target = target_mass(rows, b, tl.load(sums_ptr + _BINS - 1)) if BY_MASS else tl.load(rows.top_k + b).to(tl.int64)
+    found = tl.sum((sums < target).to(tl.int32), 0)
+    target -= tl.max(tl.where(sums < target, sums, 0), 0)
+    lo, hi = _edge(found, w, b, BY_MASS), _edge(found + 1, w, b, BY_MASS)
+    if LEVELS == 2:
+        step = (hi - lo + _BINS - 1) // _BINS
+        sums = tl.load(sums_ptr + _BINS + i, mask=i < _BINS - 1, other=-LOWEST - 1)
         found = tl.sum((sums < target).to(tl.int32), 0)
         target -= tl.max(tl.where(sums < target, sums, 0), 0)
-        lo, hi = _edge(found, spread, BY_MASS), _edge(found + 1, spread, BY_MASS)
-        if LEVELS == 2:
-            step = (hi - lo + _BINS - 1) // _BINS
-            sums = tl.load(sums_ptr + _BINS + i, mask=i < _BINS - 1, other=-LOWEST - 1)
-            found = tl.sum((sums < target).to(tl.int32), 0)
-            target -= tl.max(tl.where(sums < target, sums, 0), 0)
-            lo, hi = lo + found * step, lo + (found + 1) * step
-        return lo, hi, target
+        lo, hi = lo + found * step, lo + (found + 1) * step
+    return lo, hi, target
+
+
+@triton.jit
+def _sums_of(rows, w, b, V, BY_MASS: tl.constexpr):
+    """The sums of a row's filter, and whether the row has the filter."""
+    return w.sums + b * NUM_SUMS + (2 * _BINS if BY_MASS else 0), has_top_p(rows, b) if BY_MASS else has_top_k(rows, b, V)
 
 
 @prepared
 @triton.jit
-def _sum_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, V,
-    LEVEL: tl.constexpr, ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """Adds to a row's sums, for each of 16 bins, the mass of this program's block that lies before the bin's end."""
-    b = tl.program_id(1)
-    top, spread = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
-    if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
-        return
-    sums_ptr += b * NUM_SUMS + (2 * _BINS if BY_MASS else 0)
-    lo, hi, _ = _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, LEVEL, BY_MASS)
-    _, key, mass = _keyed(logits_ptr, b, V, top, temperature_ptr, top_k_ptr, limits_ptr, ANY_TOP_K, BY_MASS, BLOCK)
-    mass = tl.where((key >= lo) & (key < hi), mass, 0)
-    total = tl.sum(mass, 0)
-    if total > 0:
-        least = tl.min(tl.where(mass > 0, key, MAX_INT), 0)
-        most = tl.max(tl.where(mass > 0, key, -MAX_INT), 0)
-        for i in range(1, _BINS):
-            end = _edge(i, spread, BY_MASS) if LEVEL == 0 else lo + i * ((hi - lo + _BINS - 1) // _BINS)
-            if end > least:
-                part = total
-                if end <= most:  # else the whole block lies before it
-                    part = tl.sum(tl.where(key < end, mass, 0), 0)
-                tl.atomic_add(sums_ptr + LEVEL * _BINS + i - 1, part.to(tl.int64), sem="relaxed")
-        if LEVEL == 0:
-            tl.atomic_add(sums_ptr + _BINS - 1, total.to(tl.int64), sem="relaxed")
+def _sum_kernel(logits_ptr, rows, w, V, LEVEL: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds to the sums of each listed row, for each of 16 bins, the mass of a block that lies before the bin's end."""
+    for place in range(tl.program_id(1), tl.load(w.unsettled), tl.num_programs(1)):
+        b = tl.load(w.unsettled + 1 + place)
+        sums, asked = _sums_of(rows, w, b, V, BY_MASS)
+        if asked:
+            _, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
+            lo, step = 0, 0
+            if LEVEL == 1:
+                lo, hi, _ = _bracket(sums, rows, w, b, 1, BY_MASS)
+                step = (hi - lo + _BINS - 1) // _BINS
+                mass = tl.where((key >= lo) & (key < hi), mass, 0)
+            total = tl.sum(mass, 0)
+            if total > 0:
+                least = tl.min(tl.where(mass > 0, key, MAX_INT), 0)
+                most = tl.max(tl.where(mass > 0, key, -MAX_INT), 0)
+                for i in range(1, _BINS):
+                    end = _edge(i, w, b, BY_MASS) if LEVEL == 0 else lo + i * step
+                    if end > least:
+                        part = total
+                        if end <= most:  # else the whole block lies before it
+                            part = tl.sum(tl.where(key < end, mass, 0), 0)
+                        tl.atomic_add(sums + LEVEL * _BINS + i - 1, part.to(tl.int64), sem="relaxed")
+                if LEVEL == 0:
+                    tl.atomic_add(sums + _BINS - 1, total.to(tl.int64), sem="relaxed")
 
 
 @prepared
 @triton.jit
-def _collect_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V,
-    ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """Appends to a row's candidates, in any order, the keys in the found range. For top-k, these are keys of logits instead."""
-    b = tl.program_id(1)
-    top, spread = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
-    if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
-        return
-    sums_ptr += b * NUM_SUMS + (2 * _BINS if BY_MASS else 0)
-    lo, hi, _ = _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, 2, BY_MASS)
-    x, key, mass = _keyed(logits_ptr, b, V, top, temperature_ptr, top_k_ptr, limits_ptr, ANY_TOP_K, BY_MASS, BLOCK)
-    inside = (key >= lo) & (key < hi) & (mass > 0)
-    if not BY_MASS:
-        key = ~sortable(x)
-    number = tl.sum(inside.to(tl.int32), 0)
-    if number > 0:
-        begin = tl.atomic_add(sums_ptr + 2 * _BINS - 1, number.to(tl.int64), sem="relaxed")
-        at = begin + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + b.to(tl.int64) * V + at, key, mask=inside)
+def _select_kernel(logits_ptr, rows, w, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the limit of each listed row. Its candidates are the keys in the found range; for top-k, keys of logits instead."""
+    for place in range(tl.program_id(1), tl.load(w.unsettled), tl.num_programs(1)):
+        b = tl.load(w.unsettled + 1 + place)
+        sums, asked = _sums_of(rows, w, b, V, BY_MASS)
+        if asked:
+            lo, hi, target = _bracket(sums, rows, w, b, 2, BY_MASS)
+            x, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
+            inside = (key >= lo) & (key < hi) & (mass > 0)
+            if not BY_MASS:
+                key = ~sortable(x)
+            number, candidates = tl.sum(inside.to(tl.int32), 0), w.candidates + b.to(tl.int64) * V
+            if number > 0:
+                begin = tl.atomic_add(sums + 2 * _BINS - 1, number.to(tl.int64), sem="relaxed")
+                at = begin + tl.cumsum(inside.to(tl.int32), 0) - 1
+                tl.store(candidates + at, key, mask=inside)
+            if arrive_last(w.arrivals + b, tl.num_programs(0)):
+                count = tl.load(sums + 2 * _BINS - 1, cache_modifier=".cg").to(tl.int32)
+                tl.store(w.limits + 2 * b + BY_MASS, _smallest_key(candidates, count, target, BY_MASS, BLOCK))
 
 
 @triton.jit
@@ -255,30 +297,18 @@ def _mass(key, counted, BY_MASS: tl.constexpr):
     return tl.where(counted, ((-key).to(tl.float32, bitcast=True) * MASS_SCALE).to(tl.int64) if BY_MASS else 1, 0)
 
 
-@prepared
 @triton.jit
-def _select_kernel(
-    temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V, SPLITS,
-    BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """Stores the smallest key of a row's candidates up to which their mass reaches the target, found by bisection."""
-    b = tl.program_id(1)
-    top, spread = row_maximum(row_maxima_ptr, SPLITS, BLOCK_S)
-    if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
-        return
-    sums_ptr += b * NUM_SUMS + (2 * _BINS if BY_MASS else 0)
-    _, _, target = _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, 2, BY_MASS)
-    count = tl.load(sums_ptr + 2 * _BINS - 1).to(tl.int32)
-    candidates_ptr += b.to(tl.int64) * V
+def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest of `count` keys, in any order, up to which their mass reaches the target, found by bisection."""
     i = tl.arange(0, BLOCK)
     # The first block stays in registers. Usually there is no other.
-    first = tl.load(candidates_ptr + i, mask=i < count, other=0)
+    first = tl.load(candidates_ptr + i, mask=i < count, other=0, cache_modifier=".cg")
     mass = _mass(first, i < count, BY_MASS)
     least = tl.where(i < count, first, MAX_INT)
     most = tl.where(i < count, first, -MAX_INT - 1)
     for begin in range(BLOCK, count, BLOCK):
         more = i < count - begin
-        key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
+        key = tl.load(candidates_ptr + begin + i, mask=more, other=0, cache_modifier=".cg")
         least = tl.minimum(least, tl.where(more, key, MAX_INT))
         most = tl.maximum(most, tl.where(more, key, -MAX_INT - 1))
     lo, hi = tl.min(least, 0).to(tl.int64), tl.max(most, 0).to(tl.int64)
@@ -288,28 +318,19 @@ def _select_kernel(
         reached = tl.sum(tl.where(first <= last, mass, 0), 0).to(tl.int64)
         for begin in range(BLOCK, count, BLOCK):
             more = i < count - begin
-            key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
+            key = tl.load(candidates_ptr + begin + i, mask=more, other=0, cache_modifier=".cg")
             reached += tl.sum(_mass(key, more & (key <= last), BY_MASS), 0)
         if reached >= target:
             hi = middle
         else:
             lo = middle + 1
-    tl.store(limits_ptr + 2 * b + BY_MASS, hi.to(tl.int32))
+    return hi.to(tl.int32)
 
 
-def select(
-    logits: Tensor, rows: tuple[Tensor, ...], w: SamplingWorkspace, any_top_k: bool, by_mass: bool
-) -> None:
-    """Store in `w.limits` the last key that top-k (with `by_mass`: top-p) keeps in each row.
-
-    `rows`: temperature, top_k and top_p, each [B].
-    """
+def select(logits: Tensor, rows: Rows, w: Buffers, by_mass: bool) -> None:
+    """Store in `w.limits` the last key that top-k (with `by_mass`: top-p) keeps in each row of the list `w.unsettled`."""
     B, V = logits.shape
-    splits = cdiv(V, BLOCK_V)
-    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
-    options = {"ANY_TOP_K": any_top_k, "BY_MASS": by_mass, **sizes}
-    found = (w.row_maxima, w.sums, w.checks, w.limits)
+    grid, options = (cdiv(V, BLOCK_V), min(B, MOST_ROWS)), {"BY_MASS": by_mass, "BLOCK": BLOCK_V}
     for level in (0, 1):
-        _sum_kernel[(splits, B)](logits, *rows, *found, V, LEVEL=level, **options)
-    _collect_kernel[(splits, B)](logits, *rows, *found, w.candidates, V, **options)
-    _select_kernel[(1, B)](*rows, *found, w.candidates, V, splits, BY_MASS=by_mass, **sizes, num_warps=8)
+        _sum_kernel[grid](logits, rows, w, V, LEVEL=level, **options)
+    _select_kernel[grid](logits, rows, w, V, **options)

@@ -36,7 +36,7 @@ def _parts_kernel(
     count = tl.load(wanted_ptr + b)
     if count < 0:
         return
-    v, valid, x = row_block(logits_ptr, b, V, BLOCK)
+    v, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
     top = tl.max(x, 0)
     tl.store(maxima_ptr + at, top)
     tl.store(sums_ptr + at, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))

@@ -57,7 +57,7 @@ def _process_kernel(
 ):  # fmt: skip
     """Masks and penalties for all tokens of a block of a row."""
     b = tl.program_id(1)
-    v, valid, x = row_block(logits_ptr, b, V, BLOCK)
+    v, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
     if HAS_MASK:
         x = _masked(x, v, valid, mask_ptr + b.to(tl.int64) * WORDS)
     slot = tl.load(slots_ptr + b)

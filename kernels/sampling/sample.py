@@ -1,13 +1,16 @@
 """From logits to tokens without sorting the vocabulary: the same draws as `minirt.engine.sampler.sample`, which defines them.
 
-Several programs share the vocabulary of a row, and every launch is one pass over it. Partial results are integers: (value, index)
-packed into one for maxima, fixed-point numbers for sums of counts and masses. Their order does not matter, so a row's token
-depends neither on the batch nor on the scheduling of programs.
+Several programs share the vocabulary of a row. Partial results are maxima, (value, index) packed into one integer, and sums of
+counts and masses in integers. Their order does not matter, so a row's token depends neither on the batch nor on the scheduling of
+programs.
 
-The draw is a race: the token with the largest weight / E wins, with E exponential noise. A row with top-p and no top-k first
-tries a short way: it runs the race over the whole vocabulary. If the tokens heavier than the winner hold less than a share top_p
-of the mass, top-p keeps the winner, which then also wins among the kept tokens. This happens for a share top_p of the draws. The
-other rows select the tokens to keep and race again.
+The draw is a race: the token with the largest weight / E wins, with E exponential noise. It runs over the whole vocabulary first,
+in one pass, which also finds the largest logit. For each block of tokens the pass computes its best value approximately, within
+`_MARGIN`. The last program of a row computes exact values in the blocks that can hold the winner, usually one.
+
+Then a second pass checks the winner of rows with filters. If the tokens heavier than the winner hold less than a share top_p of
+the mass, or with top-k are less than k, or if it is not lighter than min_p, the filter keeps the winner, and then it also wins
+among the kept tokens. The other rows are listed. They select the tokens to keep and race again.
 
 Weights are exp2 with a compensated exponent: within about 2 units in the last place of PyTorch's exp. So results can differ from
 the eager sampler's in three cases: a sum of masses comes this close to top_p, a weight comes this close to min_p, or two tokens
@@ -23,24 +26,35 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.arrival import arrive_last
+from minirt.kernels.attention.online_softmax import log2
 from minirt.kernels.checks import check_tensor
 from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
+    LIGHTEST,
     LOWEST,
-    MASS_SCALE,
+    MAX_INT,
+    MOST_ROWS,
+    NUM_FACTS,
     NUM_SUMS,
+    SPREAD,
+    TOP,
+    WINNER_LOGIT,
+    WINNER_WEIGHT,
+    Rows,
     SamplingWorkspace,
     after_top_k,
     greedy_token,
-    is_settled,
+    has_top_k,
+    has_top_p,
+    logit_of,
     pack,
     row_block,
-    row_maximum,
     select,
     sortable,
-    takes_short_way,
+    target_mass,
     token_of,
     weights_of,
 )
@@ -62,112 +76,214 @@ class Variant(NamedTuple):
 VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for flags in product((False, True), repeat=3)))
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Two blocks whose best values differ by more than this, as powers of two, are in the right order. An approximate value errs by at
+# most 1e-4: 4e-5 in log₂ E, 3e-5 in the exponent, the rest in the sum. docs/decisions/sampling.md has the derivation.
+_MARGIN = tl.constexpr(2.0**-11)
+
+
+@triton.jit
+def _uniform(seed, step, block, BLOCK: tl.constexpr):
+    """The random number of each token in a block, see `minirt.kernels.sampling.philox.uniform`."""
+    word0 = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    word2 = word0 * 0
+    word1, word3 = word2 + step.to(tl.uint32), word2
+    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):  # as `tl.philox`, with one product of 64 bits instead of two of 32
+        product0, product2 = word0.to(tl.uint64) * 0xD2511F53, word2.to(tl.uint64) * 0xCD9E8D57
+        word0, word1 = (product2 >> 32).to(tl.uint32) ^ word1 ^ key0, product2.to(tl.uint32)
+        word2, word3 = (product0 >> 32).to(tl.uint32) ^ word3 ^ key1, product0.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    return tl.minimum(word.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def approximate_noise(u):
+    """-log₂(1 - u) within a factor of 1 ± 2.1e-5."""
+    return tl.where(u < 2.0**-7, u * (_LOG2_E + u * (0.5 * _LOG2_E)), -log2(1.0 - u))
+
+
+@triton.jit
+def _exact_noise(u):
+    t = 1.0 - u  # -log1p(-u) by Kahan's identity; libdevice's log(t) is accurate near 1, too
+    return tl.where(t == 1.0, u, tl.div_rn(tl.log(t) * u, tl.where(t == 1.0, 1.0, t - 1.0)))
+
+
+@triton.jit
+def _kept(x, rows, w, b, V):
+    """`x`, with -inf for the tokens that the row's filters drop."""
+    weights = weights_of(x, tl.load(w.facts + b * NUM_FACTS + TOP), tl.load(rows.temperature + b))
+    if has_top_k(rows, b, V):
+        x = after_top_k(x, w, b)
+    if has_top_p(rows, b):
+        x = tl.where(-weights.to(tl.int32, bitcast=True) <= tl.load(w.limits + 2 * b + 1), x, float("-inf"))
+    if rows.min_p is not None:
+        x = tl.where(weights < tl.load(rows.min_p + b), float("-inf"), x)
+    return x
+
+
+@triton.jit
+def _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the largest logit of a block, and the block's best score: log₂ of weight / E, relative to the largest logit."""
+    block = tl.program_id(0)
+    at = b * tl.num_programs(0) + block
+    v, _, x = row_block(logits_ptr, b, block, V, BLOCK)
+    if temperature > 0:
+        if FILTERED:
+            x = _kept(x, rows, w, b, V)
+        largest = tl.max(x, 0)
+        best = float("-inf")
+        if tl.abs(largest) < float("inf"):
+            noise = approximate_noise(_uniform(seed, step, block, BLOCK))
+            best = tl.max((x - largest) * (_LOG2_E * tl.div_rn(1.0, temperature)) - log2(noise), 0)
+        tl.store(w.scores + at, best)
+        has_nan = tl.max(x.to(tl.int32, bitcast=True) & MAX_INT, 0) > 0x7F800000
+        packed = tl.where(has_nan, MAX_INT, sortable(largest)).to(tl.int64) << 32
+    else:
+        packed = tl.max(pack(sortable(x), v), 0)
+    tl.store(w.row_maxima + at, packed)
+
+
+@triton.jit
+def _exact_winner(
+    logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The largest weight / E of a block, packed with its token."""
+    winner = tl.zeros((), tl.int64)
+    # By parts: with all tokens at once, each program would need so many registers that few run at a time.
+    for part in range(4 * block, 4 * block + 4):
+        v, _, x = row_block(logits_ptr, b, part, V, BLOCK // 4)
+        if FILTERED:
+            x = _kept(x, rows, w, b, V)
+        value = tl.div_rn(weights_of(x, top, temperature), _exact_noise(_uniform(seed, step, part, BLOCK // 4)))
+        winner = tl.maximum(winner, tl.max(pack(value.to(tl.int32, bitcast=True), v), 0))
+    return winner
+
+
+@triton.jit
+def _finish_race(
+    logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Stores a row's token and, for the check, its facts, from what all its programs have stored."""
+    blocks, s = tl.num_programs(0), tl.arange(0, BLOCK_S)
+    packed = tl.load(w.row_maxima + b * blocks + s, mask=s < blocks, other=LOWEST, cache_modifier=".cg")
+    token, top = greedy_token(tl.max(packed, 0)), logit_of(tl.max(packed, 0))
+    if rows.temperature is not None:
+        scores = tl.load(w.scores + b * blocks + s, mask=s < blocks, other=float("-inf"), cache_modifier=".cg")
+        winner_logit, winner_weight, spread = top, 1.0, 0.0
+        if (temperature > 0) & (token >= 0):
+            maxima = logit_of(packed)
+            finite = (s < blocks) & (tl.abs(maxima) < float("inf"))
+            spread = top - tl.min(tl.where(finite, maxima, top), 0)
+            scores += tl.where(finite, (maxima - top) * (_LOG2_E * tl.div_rn(1.0, temperature)), float("-inf"))
+            near = scores >= tl.max(scores, 0) - _MARGIN
+            block, winner = tl.min(tl.where(near, s, BLOCK_S), 0), tl.zeros((), tl.int64)
+            while block < BLOCK_S:
+                best = _exact_winner(logits_ptr, rows, w, b, block, V, top, temperature, seed, step, FILTERED, BLOCK)
+                winner = tl.maximum(winner, best)
+                block = tl.min(tl.where(near & (s > block), s, BLOCK_S), 0)
+            token = token_of(winner)
+            winner_logit = tl.load(logits_ptr + b.to(tl.int64) * V + token)
+            winner_weight = weights_of(winner_logit, top, temperature)
+        if not FILTERED:
+            facts = w.facts + b * NUM_FACTS
+            tl.store(facts + TOP, top)
+            tl.store(facts + SPREAD, spread)
+            tl.store(facts + WINNER_LOGIT, winner_logit)
+            tl.store(facts + WINNER_WEIGHT, winner_weight)
+            tl.store(w.checks + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+            if b == 0:
+                tl.store(w.unsettled, 0)
+    tl.store(out_ptr + b, token)
+
+
 @prepared
 @triton.jit
-def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the largest logit of each block of each row. CLEAR: also zeroes the sums for the kernels that follow."""
-    b, split = tl.program_id(1), tl.program_id(0)
-    v, _, x = row_block(logits_ptr, b, V, BLOCK)
-    tl.store(row_maxima_ptr + b * tl.num_programs(0) + split, tl.max(pack(sortable(x), v), 0))
-    if CLEAR and split == 0:
-        tl.store(sums_ptr + b * NUM_SUMS + tl.arange(0, NUM_SUMS), tl.zeros((NUM_SUMS,), tl.int64))
-        tl.store(checks_ptr + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+def _race_kernel(logits_ptr, rows, w, out_ptr, V, FILTERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Stores the token of each row, drawn from all tokens. FILTERED: of each listed row, from the tokens its filters keep."""
+    first = tl.program_id(1)
+    end, stride = (tl.load(w.unsettled), tl.num_programs(1)) if FILTERED else (first + 1, 1)
+    for place in range(first, end, stride):
+        b = tl.load(w.unsettled + 1 + place) if FILTERED else place
+        temperature = 0.0 if rows.temperature is None else tl.load(rows.temperature + b)
+        seed, step = tl.load(rows.seed + b), tl.load(rows.step + b)
+        _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED, BLOCK)
+        if arrive_last(w.arrivals + b, tl.num_programs(0)):
+            _finish_race(logits_ptr, rows, w, out_ptr, b, V, temperature, seed, step, FILTERED, BLOCK, BLOCK_S)
+
+
+@triton.jit
+def mass_parts(weights):
+    """(units of 2⁻²⁰, units of 2⁻⁴⁰ that may be negative): the masses, weight · 2⁴⁰ truncated. A conversion to int64 is slow.
+
+    The sums of either part over a block fit in 32 bits.
+    """
+    shifted = weights * 2.0**20 + 2.0**23  # its last bit counts as 1
+    rest = tl.floor((weights * 2.0**20 - (shifted - 2.0**23)) * 2.0**20)
+    return (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.uint32), rest.to(tl.int32)
+
+
+@prepared
+@triton.jit
+def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
+    """Lists the rows whose winner a filter drops. The winner of a row with both top-k and top-p is not checked but dropped."""
+    b = tl.program_id(1)
+    facts, checks = w.facts + b * NUM_FACTS, w.checks + 2 * b
+    top, winner_logit, least = tl.load(facts + TOP), tl.load(facts + WINNER_LOGIT), tl.load(facts + WINNER_WEIGHT)
+    by_count, by_mass, temperature = has_top_k(rows, b, V), has_top_p(rows, b), tl.load(rows.temperature + b)
+    if not (winner_logit < top):  # every filter keeps the largest logit; rows without a distribution have no other
+        return
+    dropped, lightest = by_count & by_mass, 0.0
+    if rows.min_p is not None:
+        dropped |= least < tl.load(rows.min_p + b)
+    if (by_count | by_mass) & ~dropped:
+        _, _, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
+        if by_count:
+            tl.atomic_add(checks, tl.sum((x > winner_logit).to(tl.int32), 0).to(tl.int64), sem="relaxed")
+        else:
+            weights = weights_of(x, top, temperature)
+            units, rest = mass_parts(weights)
+            total = (tl.sum(units, 0).to(tl.int64) << 20) + tl.sum(rest, 0)
+            if total > 0:
+                heavier = weights > least
+                before = (tl.sum(tl.where(heavier, units, 0), 0).to(tl.int64) << 20) + tl.sum(tl.where(heavier, rest, 0), 0)
+                tl.atomic_add(checks, before, sem="relaxed")
+                tl.atomic_add(checks + 1, total, sem="relaxed")
+        if arrive_last(w.arrivals + b, tl.num_programs(0)):
+            limit = tl.zeros((), tl.int64)
+            if rows.top_k is not None:
+                limit += tl.load(rows.top_k + b)
+            if rows.top_p is not None:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
+                if by_mass:
+                    limit, lightest = target_mass(rows, b, tl.load(checks + 1, cache_modifier=".cg")), least
+            dropped = tl.load(checks, cache_modifier=".cg") >= limit
+    else:
+        dropped &= tl.program_id(0) == 0
+    if dropped:
+        tl.store(facts + LIGHTEST, lightest)
+        tl.store(w.sums + b * NUM_SUMS + tl.arange(0, NUM_SUMS), tl.zeros((NUM_SUMS,), tl.int64))
+        tl.store(w.unsettled + 1 + tl.atomic_add(w.unsettled, 1, sem="relaxed"), b)
 
 
 @prepared
 @triton.jit(do_not_specialize_on_alignment=["wanted_ptr"])
 def _wanted_row_maxima_kernel(logits_ptr, row_maxima_ptr, wanted_ptr, V, BLOCK: tl.constexpr):
-    """`_row_maxima_kernel` without zeros, or nothing."""
+    """Stores the largest logit of each block of each row, or nothing."""
     if tl.load(wanted_ptr) != 0:
         b, split = tl.program_id(1), tl.program_id(0)
-        v, _, x = row_block(logits_ptr, b, V, BLOCK)
+        v, _, x = row_block(logits_ptr, b, split, V, BLOCK)
         tl.store(row_maxima_ptr + b * tl.num_programs(0) + split, tl.max(pack(sortable(x), v), 0))
 
 
 @prepared
 @triton.jit
-def _race_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, step_ptr, row_maxima_ptr, races_ptr, checks_ptr,
-    limits_ptr, V, SHORT: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """Stores the largest weight / E of each block of each row, over the tokens that the filters keep.
-
-    SHORT: only in rows that try the short way, and without top-p. Otherwise: only in rows that the short way has not settled.
-    """
-    b = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + b)
-    if temperature <= 0:
-        return
-    if SHORT:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
-        if not takes_short_way(b, V, top_k_ptr, top_p_ptr):
-            return
-    if ANY_TOP_P and not SHORT:  # noqa: SIM102
-        if is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr):
-            return
-    top, _ = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
-    v, _, x = row_block(logits_ptr, b, V, BLOCK)
-    weights = weights_of(x, top, temperature)
-    if ANY_TOP_K:
-        weights = after_top_k(weights, x, b, V, top_k_ptr, limits_ptr)
-    if ANY_TOP_P and not SHORT and tl.load(top_p_ptr + b) < 1:
-        key = -weights.to(tl.int32, bitcast=True)
-        weights = tl.where(key <= tl.load(limits_ptr + 2 * b + 1), weights, 0.0)
-    if ANY_MIN_P:
-        weights = tl.where(weights < tl.load(min_p_ptr + b), 0.0, weights)
-    best = tl.zeros((), tl.int64)  # less than any token's value
-    if tl.max(weights, 0) > 0:
-        counter = (tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-        zero = counter * 0
-        step = zero + tl.load(step_ptr + b).to(tl.uint32)
-        word0, word1, word2, word3 = tl.philox(tl.load(seed_ptr + b), counter, step, zero, zero)
-        word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
-        u = tl.minimum(word.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
-        t = 1.0 - u  # -log1p(-u) by Kahan's identity; libdevice's log(t) is accurate near 1, too
-        noise = tl.where(t == 1.0, u, tl.div_rn(tl.log(t) * u, tl.where(t == 1.0, 1.0, t - 1.0)))
-        best = tl.max(pack(tl.div_rn(weights, noise).to(tl.int32, bitcast=True), v), 0)
-    tl.store(races_ptr + b * tl.num_programs(0) + tl.program_id(0), best)
-
-
-@prepared
-@triton.jit
-def _check_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, races_ptr, checks_ptr, V, BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr
-):  # fmt: skip
-    """Adds up two masses: of the tokens that are heavier than the short way's winner, and of all tokens."""
-    b, splits = tl.program_id(1), tl.num_programs(0)
-    temperature = tl.load(temperature_ptr + b)
-    top, _ = row_maximum(row_maxima_ptr, splits, BLOCK_S)
-    if (temperature <= 0) | ~takes_short_way(b, V, top_k_ptr, top_p_ptr) | ~(top > float("-inf")):
-        return
-    s = tl.arange(0, BLOCK_S)
-    best = tl.max(tl.load(races_ptr + b * splits + s, mask=s < splits, other=0), 0)
-    winner = token_of(best)
-    _, _, x = row_block(logits_ptr, b, V, BLOCK)
-    weights = weights_of(x, top, temperature)
-    mass = (weights * MASS_SCALE).to(tl.int64)
-    total = tl.sum(mass, 0)
-    if total > 0:
-        least = weights_of(tl.load(logits_ptr + b.to(tl.int64) * V + winner), top, temperature)
-        before = tl.sum(tl.where(weights > least, mass, 0), 0)
-        tl.atomic_add(checks_ptr + 2 * b, before, sem="relaxed")
-        tl.atomic_add(checks_ptr + 2 * b + 1, total, sem="relaxed")
-
-
-@prepared
-@triton.jit
-def _token_kernel(
-    temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def _greedy_kernel(row_maxima_ptr, out_ptr, SPLITS, stride, BLOCK_S: tl.constexpr):
     """Stores a row's token from the maxima of its tiles; -1 if the largest logit is NaN or infinite."""
-    b = tl.program_id(1)
-    at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
-    token = greedy_token(tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0))
-    if not ALL_GREEDY and tl.load(temperature_ptr + b) > 0:
-        winner = token_of(tl.max(tl.load(races_ptr + at, mask=valid, other=0), 0))
-        token = tl.where(token >= 0, winner, token)
-    tl.store(out_ptr + b, token)
+    b, s = tl.program_id(0), tl.arange(0, BLOCK_S)
+    tl.store(out_ptr + b, greedy_token(tl.max(tl.load(row_maxima_ptr + b * stride + s, mask=s < SPLITS, other=LOWEST), 0)))
 
 
 def sample(
@@ -190,7 +306,7 @@ def sample(
 ) -> Tensor:
     """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
-    Takes 2 launches if all rows are greedy; otherwise 3, plus 4 for top-k and 6 for top-p. Does not synchronize with the host.
+    Takes 1 launch without filters; otherwise 3, plus 3 for top-k and 3 for top-p. Does not synchronize with the host.
 
     Args:
         temperature, top_k, top_p, min_p, seed, step: tensors [B], as in `minirt.engine.sampler.SamplingBatch`.
@@ -198,7 +314,7 @@ def sample(
         workspace: scratch memory; allocated for this call if None.
         out: [B] int64, for the result.
         row_maxima: [B, P] int64 with any row stride: the largest logit in each of P tiles of a row, as an LM head stores them
-            (`RowMaxima`). If all rows are greedy, the kernel reads only these, in 1 launch.
+            (`RowMaxima`). If all rows are greedy, the kernel reads only these.
         check: False skips the checks of arguments.
 
     Raises:
@@ -230,23 +346,23 @@ def sample(
     if not B:
         return out
     if all_greedy and row_maxima is not None:
-        _tokens(temperature, row_maxima, row_maxima, out, True)
+        parts = row_maxima.shape[1]
+        block = next_power_of_2(parts)
+        warps = max(1, min(4, block // 256))
+        _greedy_kernel[(B,)](row_maxima, out, parts, row_maxima.stride(0), BLOCK_S=block, num_warps=warps)
         return out
-    w, splits = workspace, cdiv(V, BLOCK_V)
-    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
-    _row_maxima_kernel[grid](logits, w.row_maxima, w.sums, w.checks, V, CLEAR=not all_greedy, BLOCK=BLOCK_V)
-    if not all_greedy:
-        rows = (temperature, top_k, top_p)
-        kept = {"ANY_TOP_K": any_top_k, "ANY_TOP_P": any_top_p, "ANY_MIN_P": any_min_p}
-        race = (logits, *rows, min_p, seed, step, w.row_maxima, w.races, w.checks, w.limits, V)
-        if any_top_k:
-            select(logits, rows, w, any_top_k, False)
-        if any_top_p:
-            _race_kernel[grid](*race, SHORT=True, **kept, **sizes)
-            _check_kernel[grid](logits, *rows, w.row_maxima, w.races, w.checks, V, **sizes)
-            select(logits, rows, w, any_top_k, True)
-        _race_kernel[grid](*race, SHORT=False, **kept, **sizes)
-    _tokens(temperature, w.row_maxima.view(-1)[: B * splits].view(B, splits), w.races, out, all_greedy)
+    w, splits = workspace.buffers, cdiv(V, BLOCK_V)
+    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
+    unfiltered = Rows(None if all_greedy else temperature, None, None, None, seed, step)
+    _race_kernel[(splits, B)](logits, unfiltered, w, out, V, FILTERED=False, **sizes)
+    if not all_greedy and (any_top_k or any_top_p or any_min_p):
+        filters = (top_k if any_top_k else None, top_p if any_top_p else None, min_p if any_min_p else None)
+        rows = Rows(temperature, *filters, seed, step)
+        _check_kernel[(splits if any_top_k or any_top_p else 1, B)](logits, rows, w, V, BLOCK=BLOCK_V)
+        for by_mass, wanted in ((False, any_top_k), (True, any_top_p)):
+            if wanted:
+                select(logits, rows, w, by_mass)
+        _race_kernel[(splits, min(B, MOST_ROWS))](logits, rows, w, out, V, FILTERED=True, **sizes)
     return out
 
 
@@ -256,19 +372,11 @@ def row_maxima(logits: Tensor, wanted: Tensor, workspace: SamplingWorkspace) -> 
     If `wanted` [1] int32 is 0, they are not computed, and what the result holds has no meaning.
     """
     (B, V), splits = logits.shape, cdiv(logits.shape[1], BLOCK_V)
-    _wanted_row_maxima_kernel[(splits, B)](logits, workspace.row_maxima, wanted, V, BLOCK=BLOCK_V)
-    return workspace.row_maxima.view(-1)[: B * splits].view(B, splits)
-
-
-def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:
-    B, parts = row_maxima.shape
-    block = next_power_of_2(parts)
-    _token_kernel[(1, B)](
-        temperature, row_maxima, races, out, parts, row_maxima.stride(0), ALL_GREEDY=all_greedy, BLOCK_S=block,
-        num_warps=max(1, min(4, block // 256)),
-    )  # fmt: skip
+    row_maxima = workspace.buffers.row_maxima
+    _wanted_row_maxima_kernel[(splits, B)](logits, row_maxima, wanted, V, BLOCK=BLOCK_V)
+    return row_maxima.view(-1)[: B * splits].view(B, splits)
 
 
 def cost(B: int, V: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of a greedy batch. A sampled batch reads the logits 2 to 8 times."""
+    """(bytes read and written, floating-point operations) without filters. Rows with filters read their logits again."""
     return 4 * B * V + 8 * B, 0
