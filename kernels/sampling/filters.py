@@ -21,6 +21,7 @@ from minirt.kernels.prepared import prepared
 
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
+_PART = tl.constexpr(128)  # tokens that a program looks at at a time, for all bins
 NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins and the number of candidates)
 MASS_SCALE = tl.constexpr(2.0**40)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 in fp32
@@ -31,7 +32,7 @@ _LEAST = tl.constexpr(2.0**-40)  # lighter tokens have no mass
 # What is known of a row: its largest logit, the distance from there to the smallest finite maximum of a block, the winner's logit
 # and weight, and the weight of the lightest token that top-p may keep.
 NUM_FACTS, TOP, SPREAD, WINNER_LOGIT, WINNER_WEIGHT, LIGHTEST = (tl.constexpr(i) for i in (5, 0, 1, 2, 3, 4))
-MOST_ROWS = 32  # of a list, that programs work on at a time
+MOST_ROWS = 256  # of a list, that programs work on at a time
 
 
 class Rows(NamedTuple):
@@ -179,14 +180,14 @@ def target_mass(rows, b, total):
 
 
 @triton.jit
-def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
+def _keyed(logits_ptr, rows, w, b, block, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Logit, key and mass of each token of a block. The mass of padding is 0.
 
     With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
     mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
     """
     top = tl.load(w.facts + b * NUM_FACTS + TOP)
-    _, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
+    _, valid, x = row_block(logits_ptr, b, block, V, BLOCK)
     if BY_MASS:
         if has_top_k(rows, b, V):
             x = after_top_k(x, w, b)
@@ -235,6 +236,16 @@ def _bracket(sums_ptr, rows, w, b, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
 
 
 @triton.jit
+def _can_keep(rows, w, b, V, BY_MASS: tl.constexpr):
+    """Whether top-k, if it comes before this filter, keeps a token of this program's block: its largest logit."""
+    if BY_MASS:
+        largest = tl.load(w.row_maxima + b * tl.num_programs(0) + tl.program_id(0)) >> 32
+        return ~has_top_k(rows, b, V) | (~largest.to(tl.int32) <= tl.load(w.limits + 2 * b))
+    else:
+        return b >= 0
+
+
+@triton.jit
 def _sums_of(rows, w, b, V, BY_MASS: tl.constexpr):
     """The sums of a row's filter, and whether the row has the filter."""
     return w.sums + b * NUM_SUMS + (2 * _BINS if BY_MASS else 0), has_top_p(rows, b) if BY_MASS else has_top_k(rows, b, V)
@@ -244,29 +255,24 @@ def _sums_of(rows, w, b, V, BY_MASS: tl.constexpr):
 @triton.jit
 def _sum_kernel(logits_ptr, rows, w, V, LEVEL: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds to the sums of each listed row, for each of 16 bins, the mass of a block that lies before the bin's end."""
+    i = tl.arange(0, _BINS)
     for place in range(tl.program_id(1), tl.load(w.unsettled), tl.num_programs(1)):
         b = tl.load(w.unsettled + 1 + place)
         sums, asked = _sums_of(rows, w, b, V, BY_MASS)
-        if asked:
-            _, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
-            lo, step = 0, 0
-            if LEVEL == 1:
+        if asked & _can_keep(rows, w, b, V, BY_MASS):
+            if LEVEL == 0:
+                lo, ends = -MAX_INT, tl.where(i == _BINS - 1, MAX_INT, _edge(i + 1, w, b, BY_MASS))
+            else:
                 lo, hi, _ = _bracket(sums, rows, w, b, 1, BY_MASS)
-                step = (hi - lo + _BINS - 1) // _BINS
-                mass = tl.where((key >= lo) & (key < hi), mass, 0)
-            total = tl.sum(mass, 0)
-            if total > 0:
-                least = tl.min(tl.where(mass > 0, key, MAX_INT), 0)
-                most = tl.max(tl.where(mass > 0, key, -MAX_INT), 0)
-                for i in range(1, _BINS):
-                    end = _edge(i, w, b, BY_MASS) if LEVEL == 0 else lo + i * step
-                    if end > least:
-                        part = total
-                        if end <= most:  # else the whole block lies before it
-                            part = tl.sum(tl.where(key < end, mass, 0), 0)
-                        tl.atomic_add(sums + LEVEL * _BINS + i - 1, part.to(tl.int64), sem="relaxed")
-                if LEVEL == 0:
-                    tl.atomic_add(sums + _BINS - 1, total.to(tl.int64), sem="relaxed")
+                ends = lo + (i + 1) * ((hi - lo + _BINS - 1) // _BINS)
+            # All bins at once, so that a program adds up what its threads have only once.
+            found = tl.zeros((_PART, _BINS), tl.int64 if BY_MASS else tl.int32)
+            for part in range(BLOCK // _PART):
+                block = tl.program_id(0) * (BLOCK // _PART) + part
+                _, key, mass = _keyed(logits_ptr, rows, w, b, block, V, BY_MASS, _PART)
+                found += tl.where((key >= lo)[:, None] & (key[:, None] < ends[None, :]), mass[:, None], 0)
+            total = tl.sum(found, 0).to(tl.int64)
+            tl.atomic_add(sums + LEVEL * _BINS + i, total, mask=(total > 0) & (i < _BINS - LEVEL), sem="relaxed")
 
 
 @prepared
@@ -278,7 +284,7 @@ def _select_kernel(logits_ptr, rows, w, V, BY_MASS: tl.constexpr, BLOCK: tl.cons
         sums, asked = _sums_of(rows, w, b, V, BY_MASS)
         if asked:
             lo, hi, target = _bracket(sums, rows, w, b, 2, BY_MASS)
-            x, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
+            x, key, mass = _keyed(logits_ptr, rows, w, b, tl.program_id(0), V, BY_MASS, BLOCK)
             inside = (key >= lo) & (key < hi) & (mass > 0)
             if not BY_MASS:
                 key = ~sortable(x)

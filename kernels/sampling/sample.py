@@ -125,25 +125,35 @@ def _kept(x, rows, w, b, V):
 
 
 @triton.jit
+def _best_score(x, largest, temperature, seed, step, BLOCK: tl.constexpr):
+    """A block's largest log₂ of weight / E, approximately; weights relative to its largest logit."""
+    noise = approximate_noise(_uniform(seed, step, tl.program_id(0), BLOCK))
+    return tl.max((x - largest) * (_LOG2_E * tl.div_rn(1.0, temperature)) - log2(noise), 0)
+
+
+@triton.jit
 def _race_block(logits_ptr, rows, w, b, V, temperature, seed, step, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the largest logit of a block, and the block's best score: log₂ of weight / E, relative to the largest logit."""
-    block = tl.program_id(0)
+    """Stores the best score of a block, -inf if it has no token. Without FILTERED, also its largest logit."""
+    block, best = tl.program_id(0), float("-inf")
     at = b * tl.num_programs(0) + block
-    v, _, x = row_block(logits_ptr, b, block, V, BLOCK)
-    if temperature > 0:
-        if FILTERED:
-            x = _kept(x, rows, w, b, V)
-        largest = tl.max(x, 0)
-        best = float("-inf")
-        if tl.abs(largest) < float("inf"):
-            noise = approximate_noise(_uniform(seed, step, block, BLOCK))
-            best = tl.max((x - largest) * (_LOG2_E * tl.div_rn(1.0, temperature)) - log2(noise), 0)
+    if FILTERED:
+        largest = logit_of(tl.load(w.row_maxima + at))
+        if _kept(largest, rows, w, b, V) > float("-inf"):  # else the filters keep none of its tokens
+            _, _, x = row_block(logits_ptr, b, block, V, BLOCK)
+            best = _best_score(_kept(x, rows, w, b, V), largest, temperature, seed, step, BLOCK)
         tl.store(w.scores + at, best)
-        has_nan = tl.max(x.to(tl.int32, bitcast=True) & MAX_INT, 0) > 0x7F800000
-        packed = tl.where(has_nan, MAX_INT, sortable(largest)).to(tl.int64) << 32
     else:
-        packed = tl.max(pack(sortable(x), v), 0)
-    tl.store(w.row_maxima + at, packed)
+        v, _, x = row_block(logits_ptr, b, block, V, BLOCK)
+        if temperature > 0:
+            largest = tl.max(x, 0)
+            if tl.abs(largest) < float("inf"):
+                best = _best_score(x, largest, temperature, seed, step, BLOCK)
+            tl.store(w.scores + at, best)
+            has_nan = tl.max(x.to(tl.int32, bitcast=True) & MAX_INT, 0) > 0x7F800000
+            packed = tl.where(has_nan, MAX_INT, sortable(largest)).to(tl.int64) << 32
+        else:
+            packed = tl.max(pack(sortable(x), v), 0)
+        tl.store(w.row_maxima + at, packed)
 
 
 @triton.jit
