@@ -419,7 +419,8 @@ def all_gated_delta(calls: Calls) -> None:
             both = empty(T, channels + Hv * D + 2 * Hv)
             sequences = GatedDeltaSequences(ints(3), ints(2), ints(2), ints(2, MAX_SNAPSHOTS, 2))
             rest = (both[:, : -2 * Hv], both[:, -2 * Hv :], weights, state, sequences)
-            gated_delta.gated_delta_net(*rest, 1 if T == 2 else 200, pdl=calls.pdl)
+            for longest in (1,) if T == 2 else (200, 20):  # one prompt, and many
+                gated_delta.gated_delta_net(*rest, longest, pdl=calls.pdl)
 
 
 def step_table(calls: Calls) -> None:
