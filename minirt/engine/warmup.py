@@ -12,8 +12,8 @@ from minirt.step.kv_cache import PAGE_SIZE
 
 
 def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
-    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, several prompts of equal length, with
-    logits of all tokens, and two tokens of each sequence, as when drafts are verified.
+    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, several of equal length, with logits
+    of all tokens, and two tokens of each sequence, as when drafts are verified.
 
     Those that need most memory come first, so that PyTorch's allocator uses their blocks for the others.
     """
