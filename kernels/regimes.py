@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Literal, TypeVar
 
-Axis = Literal["tokens", "sequences"]
+Axis = Literal["tokens", "sequences", "prompts"]
 TABLES = (  # (module, name) of each operation's table. All regimes of a table are on one axis.
     ("minirt.kernels.linear.dispatch", "REGIMES"),
     ("minirt.kernels.linear.dispatch", "EARLY"),
@@ -24,6 +24,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.attention.rope_write", "REGIMES"),
     ("minirt.kernels.gated_delta.dispatch", "DECODE"),
     ("minirt.kernels.gated_delta.dispatch", "CHUNK"),
+    ("minirt.kernels.gated_delta.dispatch", "CHUNK_PROMPTS"),
     ("minirt.kernels.moe.dispatch", "REGIMES"),
     ("minirt.kernels.moe.dispatch", "ROUTER"),
 )
@@ -110,7 +111,8 @@ class Regime:
 
     Args:
         kernel: the kernel's name.
-        axis: what `size` counts: the step's tokens, or its sequences.
+        axis: what `size` counts: the step's tokens, its sequences, or its prompts. The prompts are its tokens divided by
+            `max_query_len`, rounded: as many prompts of equal length. In CUDA graphs, the bound of one prompt is all tokens.
         first, last: the smallest and the largest size; `last` None: no limit.
         variant: size → the largest size that launches the same compiled kernel (None: no limit). None: one kernel for the regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.

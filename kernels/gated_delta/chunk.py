@@ -249,15 +249,23 @@ class _StateConfig(NamedTuple):
 
 
 def _state_config(a: GatedDeltaInput) -> _StateConfig:
-    """Narrow programs if all those of one prompt then run at once. Depends on the model and the GPU only, so that no step after
-    warm-up compiles another variant."""
+    """The narrowest programs that all run at once, one on each SM; if there are more, two share an SM and none loads ahead.
+
+    No result depends on it: MMA columns are independent. It depends on the model, the GPU and the number of prompts only, as
+    `dispatch.CHUNK_PROMPTS` declares, so that no step after warm-up compiles another variant. Prompts are counted as if each were
+    as long as the longest: single tokens count little. In a CUDA graph, whose sequences may all have any length, it is one.
+    """
     _, Hv, Dk, Dv = a.head_shape
     dtype, device = a.qkvz.dtype, a.qkvz.device
+    prompts = max(1, (a.qkvz.shape[0] + a.max_query_len // 2) // a.max_query_len)
     if dtype == torch.float32:
         return _StateConfig(min(Dv, 32), 8, 1)
     if dtype != torch.bfloat16 or max(Dk, Dv) < 128 or shared_limit(capability(device)) < 200 << 10:
         return _StateConfig(min(Dv, 32), 4, 1)
-    return _StateConfig(32 if Hv * Dv // 32 <= sm_count(device) else min(Dv, 64), 4, 3)
+    for block_v in (32, 64):
+        if prompts * Hv * Dv // block_v <= sm_count(device):
+            return _StateConfig(block_v, 4, 3)
+    return _StateConfig(64, 4, 1)
 
 
 def chunk(a: GatedDeltaInput) -> None:

@@ -25,6 +25,9 @@ from minirt.kernels.step.table import MAX_SNAPSHOTS
 _LIMITS = Limits(("fp16", "fp32"))
 DECODE = (Regime("gated_delta_decode", "sequences", 1, limits=_LIMITS, sums=SumOrder("threads")),)
 CHUNK = (Regime("gated_delta_chunk", "tokens", 1, limits=_LIMITS, sums=SumOrder("steps")),)
+# The number of prompts at which a configuration ends depends on the model and the GPU. The last is at least twice the first, so
+# between them is a power of two.
+CHUNK_PROMPTS = (Regime("gated_delta_chunk", "prompts", 1, variant=lambda prompts: 1 << (prompts - 1).bit_length()),)
 
 CASES = [  # contexts: tokens of each sequence before its new ones
     {"Hk": 1, "Hv": 1, "Dk": 16, "Dv": 16, "lens": (1,), "contexts": (0,)},

@@ -12,8 +12,8 @@ from minirt.step.kv_cache import PAGE_SIZE
 
 
 def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
-    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, with logits of all tokens, and two
-    tokens of each sequence, as when drafts are verified.
+    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, several of equal length, with logits
+    of all tokens, and two tokens of each sequence, as when drafts are verified.
 
     Those that need most memory come first, so that PyTorch's allocator uses their blocks for the others.
     """
@@ -28,6 +28,11 @@ def warm_up_steps(limits: EngineLimits) -> list[list[Chunk]]:
         if longest > 1:  # the first sequence has two KV splits to combine, if sequences may be so long
             ends = [min(longest, KV_SPLIT + 1)] + [2] * (together - 1)
             steps.append([Chunk([0] * 2, end - 2, [0] * -(-end // PAGE_SIZE)) for end in ends])
+    # A token more than what is computed as a draft, in each of several prompts.
+    length = limits.max_drafts + 2
+    for together in representatives(min(seqs, limit // length), operations("prompts"), lambda first, last: last):
+        if together > 1 and longest >= length:
+            steps.append([Chunk([0] * length, 0, range(length), num_logits=int(i == 0)) for i in range(together)])
     scored = min(limit, longest, limits.max_logits_rows)  # with `prompt_logprobs`, each token of a prompt needs logits
     for count in representatives(scored, operations("tokens"), _small):
         steps.append([Chunk([0] * count, 0, range(count), num_logits=count)])

@@ -1,14 +1,17 @@
 """Gated DeltaNet: references against plain formulas in fp64, kernels against them, states, undone tokens, padding and NaN."""
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from minirt.engine.limits import EngineLimits
+from minirt.engine.warmup import warm_up_steps
 from minirt.errors import InputError
-from minirt.kernels.gated_delta import dispatch, reference
+from minirt.kernels.gated_delta import chunk, dispatch, reference
 from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 
 EPS = 1e-6
@@ -253,6 +256,52 @@ def test_a_sequence_does_not_depend_on_its_step(make, device):
         found = beside.step([(0, other[first:80], other_ba[first:80]), (2, *part), (1, other[:1], other_ba[:1])])
         beside.lengths |= {0: last, 1: 0}
         assert torch.equal(found[1], expected)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_width_of_programs_changes_no_bit(drafts, make, device, dtype, monkeypatch):
+    """The number of prompts chooses it. Catches a channel or a snapshot that a program leaves to another one."""
+    own, results = net(make, dtype, Hk=1, Hv=2, Dk=64, Dv=64), []
+    data = [inputs(make, own, count, dtype) for count in (70, 1, 129, 64)]
+    chosen = chunk._state_config
+
+    for block_v, num_stages in ((None, None), (64, 1), (32, 3), (16, 1)):
+        if block_v is not None:
+            changes = {"block_v": block_v, "num_stages": num_stages}
+            monkeypatch.setattr(chunk, "_state_config", lambda a, changes=changes: chosen(a)._replace(**changes))
+        served = Served(own, dtype, device, 6, kernels=True, drafts=drafts)
+        rows = served.step([(slot, *both) for slot, both in enumerate(data)], snapshots=[[], [], [(5, 64)], []])
+        results.append((rows, served.state.recurrent[[0, 2, 3, 5]]))
+    for rows, states in results[1:]:
+        assert all(map(torch.equal, rows, results[0][0]))
+        assert torch.equal(states, results[0][1])
+
+
+@pytest.mark.parametrize("seqs", [1, 5, 64])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("Hv", [4, 16, 24, 32, 48, 64])
+def test_warm_up_launches_every_width_of_programs(Hv, sms, drafts, seqs, monkeypatch):
+    """Catches a configuration that the first step of several prompts would compile while serving, one that changes within a
+    variant, and one that goes by the number of sequences, which in a CUDA graph is the largest."""
+    monkeypatch.setattr(chunk, "capability", lambda device: 90)
+    monkeypatch.setattr(chunk, "sm_count", lambda device: sms)
+
+    def config(tokens, longest):
+        shape, x = (Hv // 4, Hv, 128, 128), torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta")
+        return chunk._state_config(SimpleNamespace(head_shape=shape, qkvz=x, max_query_len=longest))
+
+    steps = [[len(c.tokens) for c in step] for step in warm_up_steps(EngineLimits(8192, seqs, 8192, max_drafts=drafts))]
+    assert all(len(step) <= seqs or len(step) == 1 for step in steps)
+    warm = {config(sum(step), max(step)) for step in steps if max(step) > max(1, 1 + drafts)}
+    (variants,) = dispatch.CHUNK_PROMPTS
+    for prompts in range(1, seqs + 1):
+        assert config(prompts * 90, 90) in warm
+        assert config(prompts * 90 + 30, 90) == config(prompts * 90, 90)  # beside single tokens
+        assert variants.variant_end(prompts) >= prompts
+    assert config(2048, 2048) == config(90, 90)  # of a CUDA graph
+    assert (config(90, 90).num_stages == 3) == (2 * Hv <= sms)
+    assert config(64 * 90, 90).num_stages == 1
 
 
 @pytest.mark.parametrize("count", [1, 70])
