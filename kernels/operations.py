@@ -155,8 +155,8 @@ OPERATIONS = {
         ),
         Operation(
             "route", "moe.route", "a mixture's choice of experts; tokens sorted by expert",
-            ("moe.route:_route_few_kernel", "moe.route:_choose_kernel", "moe.route:_place_kernel"), ("route", "expert_tiles"),
-            "moe.route:cost", "moe.route:CASES", exported=False,
+            ("moe.route:_choose_kernel", "moe.route:_place_kernel"), ("route", "expert_tiles"), "moe.route:cost",
+            "moe.route:CASES", exported=False,
             no_op="its result is tiles for the kernels of experts",
         ),
         Operation(

@@ -1,14 +1,12 @@
 """The router's choice of experts, and the tokens sorted by expert: what the products by expert work through.
 
-With few tokens, one program chooses the experts and makes the lists: it compares each pair with each. With more tokens, these are
-two kernels: the choice (one program for each token), which also counts the pairs of each expert by integer atomics, and the lists
-(one program for each expert). A last kernel copies each token to its places in the order of experts, normalized and quantized on
-the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a token and one of its k experts:
-pair t · k + j is token t with its j-th expert.
+Two kernels, all on the device: the choice (one program for each token), which also counts the pairs of each expert by integer
+atomics, and the lists (one program for each expert). A third kernel copies each token to its places in the order of experts,
+normalized and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a
+token and one of its k experts: pair t · k + j is token t with its j-th expert.
 
-With PDL, the copy triggers after its wait: so the kernel after it finds the lists complete before its wait. The program that
-makes both choice and lists also triggers after its wait: so the copy may read the tokens before its wait. The two kernels trigger
-before their wait, unless there are many tokens, so that the next programs are placed earlier.
+With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
+copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
 """
 
 from functools import lru_cache
@@ -24,7 +22,7 @@ from minirt.kernels.checks import check_activations
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe.router import ALONE, LogitParts
+from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.quantize import group_scales
@@ -34,34 +32,21 @@ from minirt.kernels.regimes import up_to
 CASES = [
     {"T": 1, "E": 5, "k": 2},
     {"T": 5, "E": 128, "k": 8},
-    {"T": 8, "E": 300, "k": 10},
-    {"T": 4, "E": 33, "k": 6},
-    {"T": 3, "E": 40, "k": 17},
-    {"T": 9, "E": 270, "k": 3},
     {"T": 19, "E": 60, "k": 4},
     {"T": 37, "E": 3, "k": 3},
 ]
 
-_LANES = tl.constexpr(32)  # of a warp
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
-_LAST_ALONE = (4, ALONE)  # tokens up to which one program makes all lists; it has as many warps
-_MOST_ALONE = 16  # experts of a token up to which it does so
-_LAST_FEW = (16, 64, 128)  # tokens up to which other steps of few tokens read equally many pairs
+_LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
 FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
 _LAST = (*_LAST_FEW, 256, 512, 1024)
 # T → the largest step that launches the same compiled kernels, those of either kind of products included.
-last_tokens = up_to(*_LAST_ALONE, *_LAST)
-_last_of_products = up_to(*_LAST)
+last_tokens = up_to(*_LAST)
 
 
 def token_regime(T: int) -> int:
-    """T rounded up to the end of the variant of its products, or to twice the last one's."""
-    return _last_of_products(T) or 2 * _LAST[-1]
-
-
-def _alone(T: int, top_k: int) -> bool:
-    """Whether one program chooses the experts of T tokens and makes the lists."""
-    return T <= ALONE and top_k <= _MOST_ALONE
+    """T rounded up to the end of its variant, or to twice the last one's."""
+    return last_tokens(T) or 2 * _LAST[-1]
 
 
 class Routing(NamedTuple):
@@ -86,26 +71,30 @@ class Routing(NamedTuple):
     block_t: int
 
 
+@triton.jit
+def shares_of(logits, e, E):
+    """Softmax in fp32 over the experts of one token, and its bits as integers, which have the same order.
+
+    With a NaN, all shares are NaN, and all bits 0. Experts past the last one have the bits -1.
+    """
+    logits = tl.where(e < E, logits.to(tl.float32), float("-inf"))
+    shares = tl.exp(logits - tl.max(logits, 0))
+    total = tl.sum(shares, 0)
+    shares = tl.div_rn(shares, tl.broadcast(total, shares)[0])
+    bits = tl.where(total == total, shares, 0.0).to(tl.int32, bitcast=True)
+    return shares, tl.where(e < E, bits, -1)
+
+
 @compile_time
 class _ChooseConstants(NamedTuple):
-    """What a choice compiles in.
-
-    Args:
-        PARTS: of the logits; 0: they are whole.
-        E: experts.
-        ROWS: tokens of a program.
-        GROUPS: of 32 experts.
-        BLOCK_K: places for a token's experts in a program.
-        EARLY: as in `wait_for_input`.
-    """
+    """What the choice compiles in. PARTS: of the logits; 0: they are whole. EARLY: as in `wait_for_input`."""
 
     PARTS: int
     TOP_K: int
     NORMALIZE: bool
-    E: int
-    ROWS: int
-    GROUPS: int
+    BLOCK_E: int
     BLOCK_K: int
+    BLOCK_P: int
     EARLY: bool
 
 
@@ -120,132 +109,48 @@ class _PlaceConstants(NamedTuple):
 
 
 @triton.jit
-def _load_groups(logits_ptr, row, inside, lane, C):
-    """Logits of tokens, or a part of them: GROUPS tensors [ROWS, 32]."""
-    values = ()
-    for group in tl.static_range(C.GROUPS):
-        e = lane + group * _LANES
-        values += (tl.load(logits_ptr + row * C.E + e, mask=inside & (e < C.E), other=0.0),)
-    return values
-
-
-@triton.jit
-def _choose(logits_ptr, squares_ptr, H, eps, routing, T, C):
-    """Choose the experts of a program's ROWS tokens: each one's TOP_K largest shares, the lower expert of equal ones first.
-
-    Stores them with their weights. Returns (t, j, experts), [ROWS, 1], [1, BLOCK_K] and both.
-
-    A program has as many warps as tokens, and a token's experts are GROUPS tensors [ROWS, 32]. So each warp has all experts of a
-    token, in registers, and none waits for another. One tensor would be divided among the warps.
-    """
-    lane = tl.arange(0, _LANES)[None, :]
-    t = tl.program_id(0).to(tl.int64) * C.ROWS + tl.arange(0, C.ROWS)[:, None]
-    if C.PARTS == 0:
-        logits = _load_groups(logits_ptr, t, t < T, lane, C)
-    else:
-        parts = ()
-        for part in tl.static_range(C.PARTS):
-            parts += (_load_groups(logits_ptr, part * T + t, t < T, lane, C),)
-        if squares_ptr is not None:
-            squares = tl.load(squares_ptr + t * C.PARTS + lane, mask=(t < T) & (lane < C.PARTS), other=0.0)
-            scale = tl.rsqrt(tl.sum(squares, 1) / H + eps)[:, None]
-        logits = ()
-        for group in tl.static_range(C.GROUPS):
-            total = parts[0][group]
-            for part in tl.static_range(1, C.PARTS):
-                total += parts[part][group]
-            if squares_ptr is not None:
-                total *= scale
-            logits += (total.to(routing.weights.dtype.element_ty),)
-    wide, most = (), tl.full((C.ROWS, _LANES), float("-inf"), tl.float32)
-    for group in tl.static_range(C.GROUPS):
-        wide += (tl.where(lane + group * _LANES < C.E, logits[group].to(tl.float32), float("-inf")),)
-        most = tl.maximum(most, wide[group])
-    most = tl.max(most, 1)[:, None]
-    exps, total = (), tl.zeros((C.ROWS, _LANES), tl.float32)
-    for group in tl.static_range(C.GROUPS):
-        exps += (tl.exp(wide[group] - most),)
-        total += exps[group]
-    total = tl.sum(total, 1)[:, None]
-    # Shares as integers have the same order. With a NaN, all shares of the token are NaN, and taken as equal.
-    is_nan = total != total
-    bits = ()
-    for group in tl.static_range(C.GROUPS):
-        share = tl.div_rn(exps[group], tl.broadcast(total, exps[group])[0])
-        share = tl.where(is_nan, 0, share.to(tl.int32, bitcast=True))
-        bits += (tl.where(lane + group * _LANES < C.E, share, -1),)
-    j = tl.arange(0, C.BLOCK_K)[None, :]
-    weights = tl.zeros((C.ROWS, C.BLOCK_K), tl.float32)
-    experts = tl.zeros((C.ROWS, C.BLOCK_K), tl.int32)
-    for i in tl.static_range(C.TOP_K):
-        # Two reductions of 32 bits are single instructions of a warp; one of 64 bits is a chain of shuffles.
-        best = bits[0]
-        for group in tl.static_range(1, C.GROUPS):
-            best = tl.maximum(best, bits[group])
-        best = tl.max(best, 1)[:, None]
-        expert = tl.full(bits[0].shape, C.GROUPS * _LANES, tl.int32)
-        for group in tl.static_range(C.GROUPS):
-            expert = tl.where(bits[C.GROUPS - 1 - group] == best, lane + (C.GROUPS - 1 - group) * _LANES, expert)
-        expert = tl.min(expert, 1)[:, None]
-        weights = tl.where(j == i, best.to(tl.float32, bitcast=True), weights)
-        experts = tl.where(j == i, expert, experts)
-        left = ()
-        for group in tl.static_range(C.GROUPS):
-            left += (tl.where(lane + group * _LANES == expert, -1, bits[group]),)
-        bits = left
-    weights = tl.where((j < C.TOP_K) & is_nan, float("nan"), weights)
-    if C.NORMALIZE:
-        weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 1)[:, None], weights)[0])
-    stored = (t < T) & (j < C.TOP_K)
-    tl.store(routing.weights + t * C.TOP_K + j, weights.to(routing.weights.dtype.element_ty), mask=stored)
-    tl.store(routing.experts + t * C.TOP_K + j, experts, mask=stored)
-    return t, j, experts
-
-
-@prepared
-@triton.jit(do_not_specialize=["T", "most"])
-def _route_few_kernel(logits_ptr, squares_ptr, H, eps, routing, T, most, C, BLOCK_T: tl.constexpr, PDL: tl.constexpr):
-    """The choice and the lists of up to ROWS tokens, in one program. BLOCK_T: rows of a tile."""
-    K: tl.constexpr = triton.next_power_of_2(C.TOP_K)
-    PAIRS: tl.constexpr = C.ROWS * K
-    if PDL:
-        wait_for_input(C.EARLY)
-    t, j, experts = _choose(logits_ptr, squares_ptr, H, eps, routing, T, C)
-    # Keys that order the pairs by expert. There are gaps if k is no power of two: places behind all experts.
-    experts = tl.where((t < T) & (j < C.TOP_K), experts, tl.where(j < K, C.GROUPS * _LANES, 0))
-    experts = tl.reshape(tl.max(tl.reshape(experts, (C.ROWS, C.BLOCK_K // K, K)), 1), (PAIRS,))
-    p = tl.arange(0, PAIRS)
-    keys = experts * PAIRS + p
-    # Each pair is compared with each, along the first axis. Three numbers of up to 1023 are added at once: of pairs before this
-    # one, of those of lower experts, and of these and this pair's expert.
-    tl.static_assert(PAIRS <= 1023)
-    others, own = keys[:, None], (keys // PAIRS * PAIRS)[None, :]
-    before = others < keys[None, :]
-    sums = before.to(tl.int32) + tl.where(others < own, 1 << 10, 0) + tl.where(others < own + PAIRS, 1 << 20, 0)
-    sums = tl.sum(sums, 0)
-    place, first, end = sums & 1023, sums >> 10 & 1023, sums >> 20
-    used = (p // K < T) & (p % K < C.TOP_K)
-    begins = used & ((place - first) % BLOCK_T == 0)  # a tile
-    sums = tl.sum(tl.where(begins[:, None], tl.where(before, 1 + (1 << 16), 1 << 16), 0), 0)
-    tile, tiles = sums & 65535, sums >> 16  # tiles before this pair, and all
-    pair = p // K * C.TOP_K + p % K
-    tl.store(routing.order + place, pair, mask=used)
-    tl.store(routing.places + pair, place, mask=used)
-    tl.store(routing.tiles + tile, keys // PAIRS, mask=begins)
-    tl.store(routing.tiles + most + tile, place, mask=begins)
-    tl.store(routing.tiles + 2 * most + tile, end, mask=begins)
-    for row in tl.static_range(3):
-        tl.store(routing.tiles + row * most + p, tl.full((PAIRS,), -1, tl.int32), mask=(p >= tiles) & (p < most))
-    tl.store(routing.used + p, tiles, mask=p == 0)
+def _sum_parts(parts_ptr, squares_ptr, H, eps, t, e, T, E, C, DTYPE: tl.constexpr):
+    """One token's logits from their parts, see `LogitParts`."""
+    logits = tl.zeros(e.shape, tl.float32)
+    for part in tl.static_range(C.PARTS):
+        logits += tl.load(parts_ptr + (part * T + t) * E + e, mask=e < E, other=0.0)
+    if squares_ptr is not None:
+        part = tl.arange(0, C.BLOCK_P)
+        squares = tl.sum(tl.load(squares_ptr + part * T + t, mask=part < C.PARTS, other=0.0), 0)
+        logits *= tl.rsqrt(squares / H + eps)
+    return logits.to(DTYPE)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _choose_kernel(logits_ptr, squares_ptr, H, eps, routing, counts_ptr, T, C, PDL: tl.constexpr):
-    """Choose the experts of one token, and count them."""
+def _choose_kernel(logits_ptr, squares_ptr, H, eps, routing, counts_ptr, T, E, C, PDL: tl.constexpr):
+    """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, C.BLOCK_E)
+    j = tl.arange(0, C.BLOCK_K)
     if PDL:
         wait_for_input(C.EARLY)
-    _t, j, experts = _choose(logits_ptr, squares_ptr, H, eps, routing, T, C)
+    if C.PARTS == 0:
+        logits = tl.load(logits_ptr + t * E + e, mask=e < E, other=0.0)
+    else:
+        logits = _sum_parts(logits_ptr, squares_ptr, H, eps, t, e, T, E, C, routing.weights.dtype.element_ty)
+    shares, bits = shares_of(logits, e, E)
+    weights = tl.zeros((C.BLOCK_K,), tl.float32)
+    experts = tl.zeros((C.BLOCK_K,), tl.int32)
+    for i in tl.static_range(C.TOP_K):
+        # Two reductions of 32 bits are single instructions of a warp; one of 64 bits is a chain of shuffles.
+        best = tl.max(bits, 0)
+        expert = tl.min(tl.where(bits == best, e, C.BLOCK_E), 0)
+        weights = tl.where(j == i, best.to(tl.float32, bitcast=True), weights)
+        experts = tl.where(j == i, expert, experts)
+        bits = tl.where(e == expert, -1, bits)
+    any_nan = tl.sum((shares != shares).to(tl.int32), 0) > 0
+    weights = tl.where((j < C.TOP_K) & any_nan, float("nan"), weights)
+    if C.NORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 0), weights)[0])
+    at = t * C.TOP_K + j
+    tl.store(routing.weights + at, weights.to(routing.weights.dtype.element_ty), mask=j < C.TOP_K)
+    tl.store(routing.experts + at, experts, mask=j < C.TOP_K)
     tl.atomic_add(counts_ptr + experts, 1, mask=j < C.TOP_K, sem="relaxed")
 
 
@@ -298,21 +203,20 @@ def _place_kernel(routing, counts_ptr, pairs, most, E, C, PDL: tl.constexpr):
 @triton.jit
 def _gather_kernel(
     x_ptr, norm, places_ptr, out_ptr, scale_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy one token to its places, normalized if `norm` is given, and quantized if `scale_ptr` is.
 
-    It has one scale or, if GROUP, one for each GROUP channels. With AHEAD, the kernel before triggers after its wait, so what was
-    before it has ended, and the token is read before the wait: past L1, which may hold what was there earlier.
+    It has one scale or, if GROUP, one for each GROUP channels.
     """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
     if norm is not None:
         weight = tl.load(norm.weight + h, mask=inside, other=0.0)
-    if PDL and not AHEAD:
+    if PDL:
         wait_for_input(False)
-    x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0, cache_modifier=".cg" if AHEAD else "")
+    x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     if norm is not None:  # as `norm.py` does
         wide = x.to(tl.float32)
         x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + norm.eps)).to(x.dtype) * weight
@@ -324,8 +228,6 @@ def _gather_kernel(
     elif scale_ptr is not None:
         scale = fp8_scale(tl.max(finite_magnitude(x), 0))
         x = to_fp8(x, scale).to(tl.float8e4nv, bitcast=True)
-    if PDL and AHEAD:
-        wait_for_input(False)
     for j in tl.static_range(TOP_K):
         place = tl.load(places_ptr + t * TOP_K + j).to(tl.int64)
         if GROUP is not None:
@@ -342,10 +244,14 @@ def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
 
 
 @lru_cache
-def _choice(count: int, top_k: int, normalize: bool, E: int, rows: int, early: bool) -> _ChooseConstants:
-    """`count`: parts of the logits. `rows`: tokens of a program."""
-    lanes = _LANES.value
-    return _ChooseConstants(count, top_k, normalize, E, rows, cdiv(E, lanes), max(lanes, next_power_of_2(top_k)), early)
+def _constants(
+    count: int, top_k: int, normalize: bool, E: int, block_t: int, few: int
+) -> tuple[_ChooseConstants, _PlaceConstants]:
+    """`count`: parts of the logits. `few`: few tokens, rounded up; 0: many."""
+    block_e, block = next_power_of_2(E), next_power_of_2(few * top_k) if few else _BLOCK
+    parts, early = next_power_of_2(max(1, count)), few > 0
+    choose = _ChooseConstants(count, top_k, normalize, block_e, next_power_of_2(top_k), parts, early)
+    return choose, _PlaceConstants(block_t, block_e, block, early)
 
 
 def route(
@@ -379,28 +285,20 @@ def route(
     weights = given.new_empty(T, top_k, dtype=dtype)
     routing = Routing(weights, ints(T, top_k), ints(pairs), ints(pairs), ints(3, most), ints(1), block_t)
     if T:
-        squares, hidden, eps = (None, 1, 0.0) if parts is None else (parts.squares, parts.hidden, parts.eps)
-        if _alone(T, top_k):
-            rows = next(n for n in _LAST_ALONE if n >= T)
-            _route_few_kernel[(1,)](
-                given, squares, hidden, eps, routing, T, most, C=_choice(count, top_k, normalize, E, rows, False),
-                BLOCK_T=block_t, **launch_options(rows, 1, pdl),
-            )  # fmt: skip
-            return routing
-        counts = None
+        counts, squares, hidden, eps = None, None, 1, 0.0
         if parts is not None:
             counts, parts.counts = parts.counts, None
+            squares, hidden, eps = parts.squares, parts.hidden, parts.eps
         if counts is None:
             counts = given.new_zeros(E, dtype=torch.int32)
         few = T <= FEW
-        block = next(n for n in _LAST_FEW if n >= T) * next_power_of_2(top_k) if few else _BLOCK
+        choose, place = _constants(count, top_k, normalize, E, block_t, next(n for n in _LAST_FEW if n >= T) if few else 0)
         _choose_kernel[(T,)](
-            given, squares, hidden, eps, routing, counts, T, C=_choice(count, top_k, normalize, E, 1, few),
-            **launch_options(1, 1, pdl),
+            given, squares, hidden, eps, routing, counts, T, E,
+            C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
         _place_kernel[(E,)](
-            routing, counts, pairs, most, E, C=_PlaceConstants(block_t, next_power_of_2(E), block, few),
-            **launch_options(4 if few else 16, 1, pdl),
+            routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl),
         )  # fmt: skip
     return routing
 
@@ -413,14 +311,14 @@ def gather(
     With a norm, the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are [T · k, ⌈H / 128⌉], one for
     each 128 channels.
     """
-    pairs, (T, H), top_k = routing.order.shape[0], x.shape, routing.weights.shape[1]
+    pairs, (T, H) = routing.order.shape[0], x.shape
     out = x.new_empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype)
     group = FP8_BLOCK if quantized and blocks else None
     shape = (pairs,) if group is None else (pairs, cdiv(H, group))
     scale = x.new_empty(*shape, dtype=torch.float32) if quantized else None
     block = max(group or 1, next_power_of_2(H))
     _gather_kernel[(T,)](
-        x, norm, routing.places, out, scale, H, TOP_K=top_k, BLOCK_H=block, GROUP=group, AHEAD=_alone(T, top_k),
+        x, norm, routing.places, out, scale, H, TOP_K=routing.weights.shape[1], BLOCK_H=block, GROUP=group,
         **launch_options(min(16, max(1, block // 512)), 1, pdl),
     )  # fmt: skip
     return out, scale

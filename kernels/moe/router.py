@@ -27,7 +27,6 @@ CASES = [
     {"T": 70, "E": 128, "H": 264},
 ]
 
-ALONE = 8  # up to so many tokens, one program of `route` makes all lists, and needs no counts
 _EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
 
 
@@ -37,9 +36,8 @@ class LogitParts:
 
     Args:
         sums: [P, T, E] fp32. Their sum over P, times the inverse of the token's root mean square, are the logits.
-        counts: [E] int32, zeros, in which `route` counts the tokens of each expert. It takes them: they are used once. None with
-            up to ALONE tokens.
-        squares: [T, P] fp32, a token's sum of squares of each part of the hidden size; None: there is no norm.
+        counts: [E] int32, zeros, in which `route` counts the tokens of each expert. It takes them: they are used once.
+        squares: [P, T] fp32, a token's sum of squares of each part of the hidden size; None: there is no norm.
         hidden, eps: the hidden size, and what is added to a mean square.
         dtype: to which the logits are rounded.
     """
@@ -80,8 +78,7 @@ def _router_kernel(x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_pt
     w = _weight(w_ptrs, norm_ptr, k, C.H)  # of the first step: read before the wait
     if PDL:
         wait_for_input(C.EARLY)
-    if counts_ptr is not None:
-        tl.store(counts_ptr + e, tl.zeros((C.BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
+    tl.store(counts_ptr + e, tl.zeros((C.BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
     for i in tl.static_range(C.PART // C.BLOCK_K):
         at = k + i * C.BLOCK_K
         x = tl.load(x_ptrs + at[:, None], mask=at[:, None] < C.H, other=0.0)
@@ -94,7 +91,7 @@ def _router_kernel(x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_pt
     stored = (e < E)[:, None] & (t < T)[None, :]
     tl.store(sums_ptr + (part * T + t).to(tl.int64)[None, :] * E + e[:, None], acc, mask=stored)
     if squares_ptr is not None:
-        tl.store(squares_ptr + t * tl.num_programs(2) + part, squares, mask=t < tl.where(tl.program_id(1) == 0, T, 0))
+        tl.store(squares_ptr + part * T + t, squares, mask=t < tl.where(tl.program_id(1) == 0, T, 0))
 
 
 @triton.jit
@@ -106,7 +103,7 @@ def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
     return w
 
 
-last_tokens = up_to(ALONE, 64, _EARLY, 512)  # T → the largest step that launches the same compiled kernel
+last_tokens = up_to(64, _EARLY, 512)  # T → the largest step that launches the same compiled kernel
 
 
 def _split(T: int) -> tuple[int, int]:
@@ -125,8 +122,8 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
     part = cdiv(cdiv(H, parts), block_k) * block_k
     parts = cdiv(H, part)
     sums = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
-    squares = None if norm_weight is None else torch.empty(T, parts, dtype=torch.float32, device=x.device)
-    counts = torch.empty(E, dtype=torch.int32, device=x.device) if T > ALONE else None
+    squares = None if norm_weight is None else torch.empty(parts, T, dtype=torch.float32, device=x.device)
+    counts = torch.empty(E, dtype=torch.int32, device=x.device)
     block_e = min(64 if block_t == 16 else 128, max(16, next_power_of_2(E)))
     _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
         x, norm_weight, weight, sums, counts, squares, T, E, C=_Constants(H, part, block_t, block_e, block_k, T <= _EARLY),

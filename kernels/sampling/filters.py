@@ -2,7 +2,7 @@
 
 Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
 the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys.
-A third collects the tokens in that range, and the last of its programs in a row bisects them. Badly placed edges of bins cost
+A third collects the tokens in that range, and one program for each row bisects them. Badly placed edges of bins cost
 time and never change the result.
 
 These kernels work on a list of rows, which the device makes. A fixed number of programs shares it, whatever its length is.
@@ -15,13 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.arrival import arrive_last
 from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
-_PART = tl.constexpr(128)  # tokens that a program looks at at a time, for all bins
 NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins and the number of candidates)
 MASS_SCALE = tl.constexpr(2.0**40)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 in fp32
@@ -32,7 +30,7 @@ _LEAST = tl.constexpr(2.0**-40)  # lighter tokens have no mass
 # What is known of a row: its largest logit, the distance from there to the smallest finite maximum of a block, the winner's logit
 # and weight, and the weight of the lightest token that top-p may keep.
 NUM_FACTS, TOP, SPREAD, WINNER_LOGIT, WINNER_WEIGHT, LIGHTEST = (tl.constexpr(i) for i in (5, 0, 1, 2, 3, 4))
-MOST_ROWS = 256  # of a list, that programs work on at a time
+MOST_ROWS = 32  # of a list, that programs work on at a time
 
 
 class Rows(NamedTuple):
@@ -180,14 +178,14 @@ def target_mass(rows, b, total):
 
 
 @triton.jit
-def _keyed(logits_ptr, rows, w, b, block, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Logit, key and mass of each token of a block. The mass of padding is 0.
+def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
 
     With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
     mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
     """
     top = tl.load(w.facts + b * NUM_FACTS + TOP)
-    _, valid, x = row_block(logits_ptr, b, block, V, BLOCK)
+    _, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
     if BY_MASS:
         if has_top_k(rows, b, V):
             x = after_top_k(x, w, b)
@@ -255,47 +253,63 @@ def _sums_of(rows, w, b, V, BY_MASS: tl.constexpr):
 @triton.jit
 def _sum_kernel(logits_ptr, rows, w, V, LEVEL: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds to the sums of each listed row, for each of 16 bins, the mass of a block that lies before the bin's end."""
-    i = tl.arange(0, _BINS)
     for place in range(tl.program_id(1), tl.load(w.unsettled), tl.num_programs(1)):
         b = tl.load(w.unsettled + 1 + place)
         sums, asked = _sums_of(rows, w, b, V, BY_MASS)
         if asked & _can_keep(rows, w, b, V, BY_MASS):
-            if LEVEL == 0:
-                lo, ends = -MAX_INT, tl.where(i == _BINS - 1, MAX_INT, _edge(i + 1, w, b, BY_MASS))
-            else:
-                lo, hi, _ = _bracket(sums, rows, w, b, 1, BY_MASS)
-                ends = lo + (i + 1) * ((hi - lo + _BINS - 1) // _BINS)
-            # All bins at once, so that a program adds up what its threads have only once.
-            found = tl.zeros((_PART, _BINS), tl.int64 if BY_MASS else tl.int32)
-            for part in range(BLOCK // _PART):
-                block = tl.program_id(0) * (BLOCK // _PART) + part
-                _, key, mass = _keyed(logits_ptr, rows, w, b, block, V, BY_MASS, _PART)
-                found += tl.where((key >= lo)[:, None] & (key[:, None] < ends[None, :]), mass[:, None], 0)
-            total = tl.sum(found, 0).to(tl.int64)
-            tl.atomic_add(sums + LEVEL * _BINS + i, total, mask=(total > 0) & (i < _BINS - LEVEL), sem="relaxed")
+            _x, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
+            lo, step = 0, 0
+            if LEVEL == 1:
+                lo, hi, _target = _bracket(sums, rows, w, b, 1, BY_MASS)
+                step = (hi - lo + _BINS - 1) // _BINS
+                mass = tl.where((key >= lo) & (key < hi), mass, 0)
+            total = tl.sum(mass, 0)
+            if total > 0:
+                least = tl.min(tl.where(mass > 0, key, MAX_INT), 0)
+                most = tl.max(tl.where(mass > 0, key, -MAX_INT), 0)
+                for i in range(1, _BINS):
+                    end = _edge(i, w, b, BY_MASS) if LEVEL == 0 else lo + i * step
+                    if end > least:
+                        part = total
+                        if end <= most:  # else the whole block lies before it
+                            part = tl.sum(tl.where(key < end, mass, 0), 0)
+                        tl.atomic_add(sums + LEVEL * _BINS + i - 1, part.to(tl.int64), sem="relaxed")
+                if LEVEL == 0:
+                    tl.atomic_add(sums + _BINS - 1, total.to(tl.int64), sem="relaxed")
 
 
 @prepared
 @triton.jit
-def _select_kernel(logits_ptr, rows, w, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the limit of each listed row. Its candidates are the keys in the found range; for top-k, keys of logits instead."""
+def _collect_kernel(logits_ptr, rows, w, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Appends to each listed row's candidates, in any order, the keys in the found range; for top-k, keys of logits."""
     for place in range(tl.program_id(1), tl.load(w.unsettled), tl.num_programs(1)):
         b = tl.load(w.unsettled + 1 + place)
         sums, asked = _sums_of(rows, w, b, V, BY_MASS)
-        if asked:
-            lo, hi, target = _bracket(sums, rows, w, b, 2, BY_MASS)
-            x, key, mass = _keyed(logits_ptr, rows, w, b, tl.program_id(0), V, BY_MASS, BLOCK)
+        if asked & _can_keep(rows, w, b, V, BY_MASS):
+            lo, hi, _target = _bracket(sums, rows, w, b, 2, BY_MASS)
+            x, key, mass = _keyed(logits_ptr, rows, w, b, V, BY_MASS, BLOCK)
             inside = (key >= lo) & (key < hi) & (mass > 0)
             if not BY_MASS:
                 key = ~sortable(x)
-            number, candidates = tl.sum(inside.to(tl.int32), 0), w.candidates + b.to(tl.int64) * V
+            number = tl.sum(inside.to(tl.int32), 0)
             if number > 0:
                 begin = tl.atomic_add(sums + 2 * _BINS - 1, number.to(tl.int64), sem="relaxed")
                 at = begin + tl.cumsum(inside.to(tl.int32), 0) - 1
-                tl.store(candidates + at, key, mask=inside)
-            if arrive_last(w.arrivals + b, tl.num_programs(0)):
-                count = tl.load(sums + 2 * _BINS - 1, cache_modifier=".cg").to(tl.int32)
-                tl.store(w.limits + 2 * b + BY_MASS, _smallest_key(candidates, count, target, BY_MASS, BLOCK))
+                tl.store(w.candidates + b.to(tl.int64) * V + at, key, mask=inside)
+
+
+@prepared
+@triton.jit
+def _select_kernel(rows, w, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the limit of each listed row, by its candidates."""
+    for place in range(tl.program_id(0), tl.load(w.unsettled), tl.num_programs(0)):
+        b = tl.load(w.unsettled + 1 + place)
+        sums, asked = _sums_of(rows, w, b, V, BY_MASS)
+        if asked:
+            _lo, _hi, target = _bracket(sums, rows, w, b, 2, BY_MASS)
+            count = tl.load(sums + 2 * _BINS - 1).to(tl.int32)
+            limit = _smallest_key(w.candidates + b.to(tl.int64) * V, count, target, BY_MASS, BLOCK)
+            tl.store(w.limits + 2 * b + BY_MASS, limit)
 
 
 @triton.jit
@@ -308,13 +322,13 @@ def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: t
     """The smallest of `count` keys, in any order, up to which their mass reaches the target, found by bisection."""
     i = tl.arange(0, BLOCK)
     # The first block stays in registers. Usually there is no other.
-    first = tl.load(candidates_ptr + i, mask=i < count, other=0, cache_modifier=".cg")
+    first = tl.load(candidates_ptr + i, mask=i < count, other=0)
     mass = _mass(first, i < count, BY_MASS)
     least = tl.where(i < count, first, MAX_INT)
     most = tl.where(i < count, first, -MAX_INT - 1)
     for begin in range(BLOCK, count, BLOCK):
         more = i < count - begin
-        key = tl.load(candidates_ptr + begin + i, mask=more, other=0, cache_modifier=".cg")
+        key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
         least = tl.minimum(least, tl.where(more, key, MAX_INT))
         most = tl.maximum(most, tl.where(more, key, -MAX_INT - 1))
     lo, hi = tl.min(least, 0).to(tl.int64), tl.max(most, 0).to(tl.int64)
@@ -324,7 +338,7 @@ def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: t
         reached = tl.sum(tl.where(first <= last, mass, 0), 0).to(tl.int64)
         for begin in range(BLOCK, count, BLOCK):
             more = i < count - begin
-            key = tl.load(candidates_ptr + begin + i, mask=more, other=0, cache_modifier=".cg")
+            key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
             reached += tl.sum(_mass(key, more & (key <= last), BY_MASS), 0)
         if reached >= target:
             hi = middle
@@ -339,4 +353,5 @@ def select(logits: Tensor, rows: Rows, w: Buffers, by_mass: bool) -> None:
     grid, options = (cdiv(V, BLOCK_V), min(B, MOST_ROWS)), {"BY_MASS": by_mass, "BLOCK": BLOCK_V}
     for level in (0, 1):
         _sum_kernel[grid](logits, rows, w, V, LEVEL=level, **options)
-    _select_kernel[grid](logits, rows, w, V, **options)
+    _collect_kernel[grid](logits, rows, w, V, **options)
+    _select_kernel[(B,)](rows, w, V, **options, num_warps=8)

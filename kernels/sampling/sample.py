@@ -316,7 +316,7 @@ def sample(
 ) -> Tensor:
     """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
-    Takes 1 launch without filters; otherwise 3, plus 3 for top-k and 3 for top-p. Does not synchronize with the host.
+    Takes 1 launch without filters; otherwise 3, plus 4 for top-k and 4 for top-p. Does not synchronize with the host.
 
     Args:
         temperature, top_k, top_p, min_p, seed, step: tensors [B], as in `minirt.engine.sampler.SamplingBatch`.

@@ -86,7 +86,7 @@ def test_the_height_of_tiles_is_that_of_the_routing():
         facts = ProductFacts(token_regime(T), 768, 2048, 2)
         for kernels in (products, products_int4):
             assert kernels.rule(facts, Gpu(80, 132)).block_t == kernels.block_t(T)
-        assert token_regime(last_tokens(T) or T) == token_regime(T)
+        assert last_tokens(T) in (token_regime(T), None)
 
 
 def operands(stored, T, make):
@@ -133,9 +133,9 @@ def test_a_token_does_not_depend_on_the_step(stored, make):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_the_parts_of_the_router_depend_on_the_step(dtype, make):
-    """Up to 8 parts of the hidden size, from 65 tokens on 16, from 513 on 4."""
+    """16 parts of the hidden size, from 513 tokens on 4."""
     (router,) = ROUTER
-    x, weight = make(514, 1100, dtype=dtype), make(6, 1100, dtype=dtype)
+    x, weight = make(514, 640, dtype=dtype), make(6, 640, dtype=dtype)
     parts = [router_logits(x[:T], None, 1e-6, weight).sums for T in (2, 514)]
     assert router.sums.by_tokens == (parts[0].shape[0] != parts[1].shape[0])
     assert router.sums.splits == (parts[0].shape[0] > 1)

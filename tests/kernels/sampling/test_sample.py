@@ -297,13 +297,14 @@ class Counting:
 def test_launches(make, device, monkeypatch):
     """A pass over the logits that is not needed, or an additional launch, fails here."""
     launched = list[str]()
-    for module, name in ((kernel, "race"), (kernel, "check"), (filters, "sum"), (filters, "select")):
+    for module, name in ((kernel, "race"), (kernel, "check"), (filters, "sum"), (filters, "collect"), (filters, "select")):
         monkeypatch.setattr(module, f"_{name}_kernel", Counting(name, getattr(module, f"_{name}_kernel"), launched))
     logits = make(2, 300, dtype=torch.float32)
     for options, expected in (
         ({"temperature": 0}, "race"), ({}, "race"), ({"min_p": 0.1}, "race check race"),
-        ({"top_p": 0.9}, "race check sum sum select race"), ({"top_k": 9}, "race check sum sum select race"),
-        ({"top_k": 9, "top_p": 0.9}, "race check sum sum select sum sum select race"),
+        ({"top_p": 0.9}, "race check sum sum collect select race"),
+        ({"top_k": 9}, "race check sum sum collect select race"),
+        ({"top_k": 9, "top_p": 0.9}, "race check sum sum collect select sum sum collect select race"),
     ):  # fmt: skip
         launched.clear()
         run(logits, SamplingBatch.build([(settings(**options), 0)] * 2, device))
@@ -390,7 +391,8 @@ print(json.dumps(results))
 @pytest.mark.parametrize("cc", [80, 89, 90, 100, 120])
 def test_compiles(cc):
     results = json.loads(python(COMPILE, str(cc), str(Path(__file__).parents[1] / "compile")).splitlines()[-1])
-    assert {r["kernel"] for r in results} == {"_race_kernel", "_check_kernel", "_sum_kernel", "_select_kernel", "_greedy_kernel"}
+    names = ("race", "check", "sum", "collect", "select", "greedy")
+    assert {r["kernel"] for r in results} == {f"_{name}_kernel" for name in names}
     assert all(r["shared"] <= 16 * 1024 for r in results)
 
 
