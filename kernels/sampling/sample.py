@@ -35,6 +35,7 @@ from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LIGHTEST,
     LOWEST,
+    MASS_SCALE,
     MAX_INT,
     MOST_ROWS,
     NUM_FACTS,
@@ -239,37 +240,42 @@ def mass_parts(weights):
 @prepared
 @triton.jit
 def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
-    """Lists the rows whose winner a filter drops. The winner of a row with both top-k and top-p is not checked but dropped."""
+    """Lists the rows whose winner a filter drops. With both top-k and top-p, also those of which this is not certain.
+
+    Top-p's target is a share of the mass that top-k keeps. This is at least the mass of the winner and of all heavier tokens.
+    """
     b = tl.program_id(1)
     facts, checks = w.facts + b * NUM_FACTS, w.checks + 2 * b
     top, winner_logit, least = tl.load(facts + TOP), tl.load(facts + WINNER_LOGIT), tl.load(facts + WINNER_WEIGHT)
     by_count, by_mass, temperature = has_top_k(rows, b, V), has_top_p(rows, b), tl.load(rows.temperature + b)
     if not (winner_logit < top):  # every filter keeps the largest logit; rows without a distribution have no other
         return
-    dropped, lightest = by_count & by_mass, 0.0
+    dropped, lightest = b < 0, 0.0
     if rows.min_p is not None:
         dropped |= least < tl.load(rows.min_p + b)
     if (by_count | by_mass) & ~dropped:
         _, _, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
-        if by_count:
-            tl.atomic_add(checks, tl.sum((x > winner_logit).to(tl.int32), 0).to(tl.int64), sem="relaxed")
-        else:
+        # Of heavier tokens the mass, and their number; with top-p alone, instead of that the mass of all tokens.
+        before, other = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        if by_mass:
             weights = weights_of(x, top, temperature)
             units, rest = mass_parts(weights)
-            total = (tl.sum(units, 0).to(tl.int64) << 20) + tl.sum(rest, 0)
-            if total > 0:
-                heavier = weights > least
-                before = (tl.sum(tl.where(heavier, units, 0), 0).to(tl.int64) << 20) + tl.sum(tl.where(heavier, rest, 0), 0)
-                tl.atomic_add(checks, before, sem="relaxed")
-                tl.atomic_add(checks + 1, total, sem="relaxed")
+            heavier = weights > least
+            before = (tl.sum(tl.where(heavier, units, 0), 0).to(tl.int64) << 20) + tl.sum(tl.where(heavier, rest, 0), 0)
+            other = (tl.sum(units, 0).to(tl.int64) << 20) + tl.sum(rest, 0)
+        if by_count:
+            other = tl.sum((x > winner_logit).to(tl.int32), 0).to(tl.int64)
+        if other > 0:
+            tl.atomic_add(checks, before, sem="relaxed")
+            tl.atomic_add(checks + 1, other, sem="relaxed")
         if arrive_last(w.arrivals + b, tl.num_programs(0)):
-            limit = tl.zeros((), tl.int64)
+            before, other = tl.load(checks, cache_modifier=".cg"), tl.load(checks + 1, cache_modifier=".cg")
             if rows.top_k is not None:
-                limit += tl.load(rows.top_k + b)
-            if rows.top_p is not None:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
-                if by_mass:
-                    limit, lightest = target_mass(rows, b, tl.load(checks + 1, cache_modifier=".cg")), least
-            dropped = tl.load(checks, cache_modifier=".cg") >= limit
+                dropped = by_count & (other >= tl.load(rows.top_k + b))
+            if rows.top_p is not None:
+                least_kept = tl.where(by_count, before + (least * MASS_SCALE).to(tl.int64), other)
+                dropped |= by_mass & (before >= target_mass(rows, b, least_kept))
+                lightest = tl.where(by_mass & ~by_count, least, 0.0)
     else:
         dropped &= tl.program_id(0) == 0
     if dropped:

@@ -283,6 +283,25 @@ def test_many_rows_are_left_for_the_selection(make, device, monkeypatch):
         assert len(set(rows[:count])) == count
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.95])
+def test_top_k_and_top_p_together_are_checked_without_a_selection(top_p, make, device):
+    """Catches a row that is taken as settled though top-p drops its winner, and one that selects without need.
+
+    The mass that top-k keeps is not known then. In rows of three tokens it is just the heavier ones' and the winner's, or more.
+    """
+    B, V = 96, 300
+    logits = make(B, V, dtype=torch.float32, scale=3.0)
+    logits[::3] = -INF
+    logits[::3, [7, 100, 299]] = torch.tensor([1.0, 0.9, 0.8], device=device)
+    batch = SamplingBatch.build([(settings(seed=i, top_k=(2, 3, 40)[i % 7 % 3], top_p=top_p), 3) for i in range(B)], device)
+    workspace = kernel.SamplingWorkspace(B, V, device)
+    assert run(logits, batch, workspace=workspace).tolist() == sample(logits, batch, "eager").tolist()
+    everything = SamplingBatch.build([(settings(seed=i), 3) for i in range(B)], device)
+    winners, weights = sample(logits, everything, "eager"), filtered_weights(logits, batch)
+    dropped = (weights[torch.arange(B, device=device), winners] == 0).sum().item()
+    assert 0 < dropped <= workspace.buffers.unsettled[0].item() < dropped + B // 4
+
+
 class Counting:
     """A kernel that notes its launches."""
 
