@@ -219,7 +219,7 @@ def test_arithmetic(device):
     seen = np.isfinite(expected) & ((expected < -(2.0**-30)) | (expected == 0))  # others: weights of 1 and of 0
     assert np.array_equal(quotients.cpu().numpy()[seen], expected[seen])
     exact = np.exp(np.maximum(expected.astype(np.float64), -200))
-    assert np.all(np.abs(weights.cpu().numpy() - exact) <= 2.0**-21 * exact + 1e-44)
+    assert np.all(np.abs(weights.cpu().numpy() - exact) <= 2.0**-21 * exact + 2.0**-122)  # a GPU rounds smaller ones to 0
     assert torch.equal(mass, (weights * 2.0**40).long())
     error = np.log2(noise.cpu().numpy().ravel().astype(np.float64) / (-np.log1p(-u.astype(np.float64)) / math.log(2)))
     assert np.abs(error).max() <= 4e-5
