@@ -215,7 +215,7 @@ class Generator:
             priority: one for all, or one for each prompt. Requests with lower values run first.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
-            MinirtError: a request failed. Use `completions` to get the others.
+            MinirtError: a request failed, or a prompt is refused. Use `completions` to get the others.
         """
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         at_once = None if all_at_once else self.max_num_seqs
