@@ -207,7 +207,7 @@ class Generator:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
         A prompt whose `SamplingParams.n` is above 1 has `Samples` in place of a `Completion`. Type checkers do not see this; use
-        `typing.cast`.
+        `typing.cast`. Of more prompts than run at once, the first ones run while the others are prepared.
 
         Args:
             prompts: a text, token ids (a list, a tuple, or a NumPy array or tensor of one dimension), or a list of these.
