@@ -9,52 +9,33 @@ for Python. The cost: when a request ends at an EOS token or a stop string, one 
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from minirt.device import is_device_failure, is_out_of_memory, peak_memory
+from minirt.device import is_out_of_memory, peak_memory
 from minirt.engine.collector import Collector, Deliver
+from minirt.engine.compiling_requests import CompilingRequests
 from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
-from minirt.engine.failures import out_of_memory, queue_full
+from minirt.engine.failures import DeviceErrors, out_of_memory, queue_full
 from minirt.engine.limits import EngineLimits
 from minirt.engine.planning import plan_step
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
-from minirt.engine.request_checks import RequestChecks, no_constraints
+from minirt.engine.request_checks import RequestChecks
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
-from minirt.engine.token_constraints import ConstrainedRows, TokenConstraint, TokenConstraints
-from minirt.errors import ContextLengthError, DeviceFailedError, EngineError, MinirtError, UnsupportedError
+from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
+from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
 from minirt.step.kv_cache import KVCache
-
-_COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
 class _InFlight(NamedTuple):
     step: Step
     work: Work
-
-
-class _DeviceErrors:
-    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
-
-    failure: DeviceFailedError | None = None
-
-    def __enter__(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, Exception) and is_device_failure(error):
-            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
-            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
-            raise self.failure from error
 
 
 class Engine:
@@ -112,10 +93,9 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
-        self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request id; not in the scheduler yet
-        self._compiled = deque[int]()  # requests in `_compiling` whose constraint is there; other threads append
+        self._compiling = CompilingRequests(constraints)
         self._collector = Collector(self._scheduler, self._requests, self._drafts, constraints, vocab_size)
-        self._device_errors = _DeviceErrors()
+        self._device_errors = DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
 
@@ -186,31 +166,17 @@ class Engine:
         sampling, length = request.sampling, len(request.prompt_token_ids)
         ends = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
         sequence = Sequence(request, min(self.max_len, length + sampling.max_tokens), tuple(ends), request.rules)
-        if (constraint := self._prepare(sequence)) is not None:
-            self._compiling[request.id] = constraint  # first, so that no exception leaves a request without its constraint
-        self._requests[request.id] = sequence
-        if constraint is None:
-            self._scheduler.add(sequence)
-        else:
-            self._announce(request.id, constraint)
-
-    def _prepare(self, sequence: Sequence) -> Future[TokenConstraint] | None:
-        """The constraint of a new request, or the error with which it ends; None: it has no constraint."""
-        sampling = sequence.sampling
+        problem: MinirtError | None = None
         try:  # again: a prompt that was pinned since lowers the limit
             self._scheduler.check_length(sequence.prompt_len, min(1, sampling.max_tokens))
         except ContextLengthError as error:
-            return _failed(error)
-        if (spec := sampling.structured_outputs) is None:
-            return None
-        if self._constraints is None:
-            return _failed(no_constraints())
-        return self._constraints.prepare(spec, sequence.ends, sampling.min_tokens)
-
-    def _announce(self, request_id: int, constraint: Future[TokenConstraint]) -> None:
-        """Have `_add_compiled` look at a constraint once it is there, so that those that are not cost a step nothing."""
-        compiled = self._compiled
-        constraint.add_done_callback(lambda _: compiled.append(request_id))
+            problem = error
+        compiles = self._compiling.add(sequence, problem)  # first, so that no exception leaves a request without its constraint
+        self._requests[request.id] = sequence
+        if compiles:
+            self._compiling.announce(request.id)
+        else:
+            self._scheduler.add(sequence)
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request is open: added, and neither ended nor aborted."""
@@ -221,10 +187,8 @@ class Engine:
 
         `failed`: what it has computed is of no use to others.
         """
-        sequence, compiling = self._requests.pop(request_id, None), self._compiling.pop(request_id, None)
-        if compiling is not None:
-            compiling.cancel()
-        elif sequence is not None:
+        sequence = self._requests.pop(request_id, None)
+        if not self._compiling.remove(request_id) and sequence is not None:
             self._scheduler.remove(sequence, failed=failed)
 
     def recover(self) -> None:
@@ -236,9 +200,7 @@ class Engine:
         self._in_flight.clear()
         for request_id in [i for i, sequence in self._requests.items() if sequence.has_started]:
             del self._requests[request_id]
-        self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
-        for request_id, constraint in self._compiling.items():
-            self._announce(request_id, constraint)
+        self._compiling.keep(self._requests)
         self._scheduler.reset(sequence for i, sequence in self._requests.items() if i not in self._compiling)
 
     def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
@@ -255,7 +217,7 @@ class Engine:
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
         with self._device_errors:
-            outputs = self._add_compiled() if self._compiled else []
+            outputs = self._add_compiled() if self._compiling.any_done else []
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, queue_full(self.limits.max_waiting)) for sequence in self._scheduler.refused()]
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
@@ -274,26 +236,20 @@ class Engine:
             while self._in_flight and (len(self._in_flight) > self._lookahead or work is None):
                 outputs += self._collect(self._in_flight.popleft(), deliver)
             if self._compiling and work is None and not outputs:
-                wait(self._compiling.values(), _COMPILE_WAIT_S, FIRST_COMPLETED)
+                self._compiling.wait()
             return outputs
 
     def _add_compiled(self) -> list[TokenOutput]:
         """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
         outputs = []
-        while self._compiled:
-            request_id = self._compiled[0]
-            if (future := self._compiling.get(request_id)) is None:  # it was aborted, or announced twice
-                pass
-            elif (error := future.exception()) is None:
-                sequence = self._requests[request_id]
-                sequence.constraint = future.result()
-                del self._compiling[request_id]
-                self._scheduler.add(sequence)
-            elif isinstance(error, MinirtError):
-                outputs.append(self._fail(request_id, error))
-            else:
-                outputs.append(self._fail(request_id, EngineError(f"a grammar could not be compiled: {error!r}")))
-            self._compiled.popleft()  # last, so that an exception above loses no request
+        for request_id, found in self._compiling.done():
+            if isinstance(found, MinirtError):
+                outputs.append(self._fail(request_id, found))
+                continue
+            sequence = self._requests[request_id]
+            sequence.constraint = found
+            self._compiling.remove(request_id)
+            self._scheduler.add(sequence)
         return outputs
 
     def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> str | None:
@@ -354,9 +310,3 @@ class Engine:
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)
         return TokenOutput(request_id, (), "error", error)
-
-
-def _failed(error: MinirtError) -> Future[TokenConstraint]:
-    future: Future[TokenConstraint] = Future()
-    future.set_exception(error)
-    return future

@@ -1,11 +1,37 @@
-"""The errors with which an engine ends a request that it has accepted."""
+"""The errors with which an engine ends a request that it has accepted, and `DeviceErrors`, with which it ends itself."""
+
+from types import TracebackType
 
 import torch
 
+from minirt.device import is_device_failure
 from minirt.engine.logits_processors import unpacked
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import InputError, MinirtError, NumericsError, OutOfMemoryError, QueueFullError
+from minirt.errors import (
+    DeviceFailedError,
+    InputError,
+    MinirtError,
+    NumericsError,
+    OutOfMemoryError,
+    QueueFullError,
+)
+
+
+class DeviceErrors:
+    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
+
+    failure: DeviceFailedError | None = None
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_device_failure(error):
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self.failure from error
 
 
 def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: int) -> MinirtError:

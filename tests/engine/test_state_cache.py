@@ -391,7 +391,7 @@ class Anything:
 def test_answers_that_end_while_masks_are_filled(lookahead, drafts):
     """The step that waits for the masks has computed the last token already, though it has not been counted as started."""
     it, cache = engine(pages=200, length=400, budget=64, lookahead=lookahead, drafts=drafts, right=0.8, snapshots=20)
-    it._constraints = it.checks._constraints = it._collector._constraints = Anything()
+    it._constraints = it.checks._constraints = it._collector._constraints = it._compiling._constraints = Anything()
     sampling = resolve(SamplingParams(max_tokens=390, temperature=0.0, structured_outputs={"regex": "x"}), None)
     other = Request(next(NUMBERS), [90], sampling)
     it.add(other)
@@ -422,7 +422,7 @@ def test_answers_that_end_while_masks_are_filled(lookahead, drafts):
 def test_a_prompt_that_fails_while_its_masks_are_filled():
     """Its step has begun to store a snapshot, and it has no pages any more. The row is free again."""
     it, cache = engine(budget=64, within=3, snapshots=2)
-    it._constraints = it.checks._constraints = it._collector._constraints = constraints = Anything()
+    it._constraints = it.checks._constraints = it._collector._constraints = it._compiling._constraints = constraints = Anything()
 
     def fill(masks, rows):
         masks.fill_(-1)

@@ -89,7 +89,7 @@ class Fake:
 
 def bound_engine(*, late=0, **options):
     it, cache = engine(**options)
-    it._constraints = it.checks._constraints = it._collector._constraints = Fake(late)
+    it._constraints = it.checks._constraints = it._collector._constraints = it._compiling._constraints = Fake(late)
     return it, cache
 
 
@@ -291,7 +291,7 @@ def test_a_constraint_that_does_not_compile_ends_its_request():
         request = Request(next(IDS), [1, 2], own, (EOS,))
         it.add(request)
         if kind is EngineError:
-            it._compiling[request.id].set_exception(KeyError("x"))
+            it._compiling._futures[request.id].set_exception(KeyError("x"))
         outputs = []
         for _ in range(20):
             it._constraints.tick()
@@ -341,7 +341,7 @@ def test_a_step_costs_nothing_for_constraints_that_are_being_compiled():
         values = __iter__ = items
 
     it, _ = bound_engine(late=3)
-    it._compiling = Untouched()
+    it._compiling._futures = Untouched()
     add(it, [1, 2], resolve(SamplingParams(max_tokens=20), None))
     bound = [Request(next(IDS), [7, 8], resolve(SamplingParams(max_tokens=2, **BOUND), None), (EOS,)) for _ in range(3)]
     for request in bound:

@@ -1,0 +1,92 @@
+"""`CompilingRequests`: the requests of an engine whose token constraint is being compiled, beside the steps of the others."""
+
+from collections import deque
+from collections.abc import Container, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from minirt.engine.request_checks import no_constraints
+from minirt.engine.sequence import Sequence
+from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
+from minirt.errors import EngineError, MinirtError
+
+_WAIT_S = 0.005  # how long a step with nothing else to do waits
+
+
+class CompilingRequests:
+    """Open requests that are not in the scheduler yet. Its length is their number.
+
+    Other threads compile, and announce what is done. So requests that are not done cost a step nothing.
+
+    Args:
+        constraints: compiles. None: requests with constraints end with an error.
+    """
+
+    def __init__(self, constraints: TokenConstraints | None) -> None:
+        self._constraints = constraints
+        self._futures: dict[int, Future[TokenConstraint]] = {}  # by request id
+        self._done = deque[int]()  # those in `_futures` that are done; other threads append
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def add(self, sequence: Sequence, problem: MinirtError | None = None) -> bool:
+        """Begin to compile the constraint of a new request. Returns False if it has none.
+
+        Args:
+            problem: with which the request ends, as if its constraint could not be compiled.
+        """
+        spec, future = sequence.sampling.structured_outputs, Future[TokenConstraint]()
+        if problem is None and spec is None:
+            return False
+        if problem is not None:
+            future.set_exception(problem)
+        elif self._constraints is None:
+            future.set_exception(no_constraints())
+        elif spec is not None:
+            future = self._constraints.prepare(spec, sequence.ends, sequence.sampling.min_tokens)
+        self._futures[sequence.id] = future
+        return True
+
+    def announce(self, request_id: int) -> None:
+        """Have `done` yield a request once its constraint is there. Its request must be open by then."""
+        done = self._done
+        self._futures[request_id].add_done_callback(lambda _: done.append(request_id))
+
+    @property
+    def any_done(self) -> bool:
+        """Whether `done` yields something."""
+        return bool(self._done)
+
+    def done(self) -> Iterator[tuple[int, TokenConstraint | MinirtError]]:
+        """Requests that are done, each with its constraint, or why there is none. The caller removes them."""
+        while self._done:
+            request_id = self._done[0]
+            if (future := self._futures.get(request_id)) is not None:  # else it was aborted, or announced twice
+                error = future.exception()
+                if error is None:
+                    yield request_id, future.result()
+                elif isinstance(error, MinirtError):
+                    yield request_id, error
+                else:
+                    yield request_id, EngineError(f"a grammar could not be compiled: {error!r}")
+            self._done.popleft()  # last, so that an exception of the caller loses no request
+
+    def remove(self, request_id: int) -> bool:
+        """Forget a request. Returns whether it was here; if so, its constraint is not compiled any more."""
+        future = self._futures.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+        return future is not None
+
+    def keep(self, open_ids: Container[int]) -> None:
+        """Forget all other requests, and announce these again. After an exception, at any line."""
+        self._futures = {request_id: future for request_id, future in self._futures.items() if request_id in open_ids}
+        for request_id in self._futures:
+            self.announce(request_id)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._futures
+
+    def wait(self) -> None:
+        """Wait a moment for one of them."""
+        wait(self._futures.values(), _WAIT_S, FIRST_COMPLETED)
