@@ -63,7 +63,7 @@ class AttentionLimits:
 
     Args:
         formats: of the KV pages: "fp16" (16 bits, as the heads), "fp32", "fp8" with 16-bit heads, "fp8_fp32" with 32-bit ones.
-        raw: whether it takes raw heads, turns them and writes the new K and V. If not, it takes q. None: it takes either.
+        raw: whether it takes raw heads, turns them and, in decode steps, writes K and V. If not, it takes q. None: either.
         head_dims: channels of a head.
         page_size: tokens of the smallest page. Larger ones have a power of two times as many.
         group: the most query heads that share a KV head; None: any number.

@@ -6,6 +6,7 @@ loop on a `Wakeup`. Imports no torch.
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 from minirt.engine.request import TokenOutput
 from minirt.engine.sinks import Port, Sink
@@ -26,7 +27,12 @@ class CallDriver:
         self._call, self._engine, self._sink, self._final_only = call, engine, sink, final_only
 
     def start(self) -> None:
-        """Submit the requests. Those that are prepared at once run while the others are prepared.
+        """Submit all requests. Raises as `parts`."""
+        for _ in self.parts():
+            pass
+
+    def parts(self) -> Iterator[None]:
+        """Submit the requests, part by part: the first ones run while the others are prepared.
 
         Raises:
             MinirtError: the engine has ended, or a prompt is refused.
@@ -36,6 +42,7 @@ class CallDriver:
                 time.sleep(0)  # the engine's thread needs the interpreter's lock, which a thread that computes keeps for 5 ms
             if requests:
                 self._engine.submit(requests, self._sink)
+            yield
 
     def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece] | None:
         """The new piece with its stream; None if the request has ended before. One that ends at a stop string is aborted."""

@@ -480,13 +480,20 @@ class Generator:
         """
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
-            driver.start()
+            for _ in driver.parts():
+                while not outputs.empty():  # one may have ended, or hold a stop string
+                    yield from _pushed(driver, outputs.get())
             while call.open:
                 if self._model is None:
                     raise self._closed()
-                for output in outputs.get():
-                    if (new := driver.push(output)) is not None:
-                        yield new
+                yield from _pushed(driver, outputs.get())
+
+
+def _pushed(driver: CallDriver, outputs: list[TokenOutput]) -> Iterator[tuple[CompletionStream, Piece]]:
+    """The new pieces of outputs, with their streams."""
+    for output in outputs:
+        if (new := driver.push(output)) is not None:
+            yield new
 
 
 def _with_completions(

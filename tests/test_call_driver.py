@@ -90,6 +90,17 @@ def test_later_prompts_are_prepared_behind_the_first(processor, samples):
     assert [result.token_ids if samples == 1 else result[1].token_ids for result in call.result()] == [[6], [7], [8]]
 
 
+def test_outputs_may_come_before_all_prompts_are_submitted(processor):
+    """Catches a request that is open again after its end, and a caller that cannot read until the last prompt is prepared."""
+    call, port = processor.prepare([[3], [4], [5]], SamplingParams(max_tokens=8), single=False, first=1), Port()
+    with CallDriver(call, port, sink=object()) as driver:
+        for count, _ in enumerate(driver.parts(), 1):
+            assert len(port.submitted) == len(call.requests) == count
+            driver.push(TokenOutput(port.submitted[-1].id, (count + 5,), "length"))
+            assert not call.open
+    assert (port.aborted, [done.token_ids for done in call.result()]) == ([], [[6], [7], [8]])
+
+
 def test_a_later_prompt_that_is_refused_ends_the_call(processor):
     call, port = processor.prepare([[3], [4], ["x"]], SamplingParams(max_tokens=8), single=False, first=2), Port()
     with pytest.raises(InputError, match=r"^prompts\[2\]: "), CallDriver(call, port, sink=object()) as driver:

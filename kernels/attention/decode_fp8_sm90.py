@@ -577,7 +577,7 @@ def launch(a: AttentionInput) -> None:
         Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
         UNITS=units, TILES=c.tiles,
         HEADS=2 * PAIRS.value * c.tiles // D, N=TILE_QUERIES, SIDE=c.side, STAGES=c.stages, SLOTS=c.slots,
-        REGISTERS=c.registers, EARLY=fetches_early(B, device),
+        REGISTERS=c.registers, EARLY=a.pdl and fetches_early(B, device),
     )  # fmt: skip
     _decode_fp8_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.uint8), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,

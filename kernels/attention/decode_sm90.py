@@ -309,7 +309,7 @@ def launch(a: AttentionInput) -> None:
     programs = max(1, min(a.max_splits * Nkv, share * sm_count(device)))
     constants = _Constants(
         Nq, Nkv, D, a.rope.channels, a.heads.stride(0), pages.page_size, a.split, STRIDE=max(1, decode_lookup_size(B) // 32),
-        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, EARLY=fetches_early(B, device),
+        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, EARLY=a.pdl and fetches_early(B, device),
     )  # fmt: skip
     _decode_sm90_kernel[(programs,)](
         a.heads, a.rope, pages.for_kernel(torch.int16), k, v, a.sequences, a.results(a.max_splits), a.scores.in_base_2(), B,

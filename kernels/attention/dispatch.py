@@ -1,9 +1,9 @@
 """Attention on the paged KV cache: `attention`, the public functions, and which kernel computes what.
 
 `attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
-fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` comes first. If no sequence has more than 8 new
-tokens, as when drafts are verified, `decode_few` computes all of them. In steps with prompts `decode` computes sequences with one
-new token, beside the kernels of the others: `partial` for few new tokens on a long context, which it divides into parts, and
+fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` writes K and V. If no sequence has more than 8
+new tokens, as when drafts are verified, `decode_few` computes all of them. In steps with prompts `decode` computes sequences with
+one new token, beside the kernels of the others: `partial` for few new tokens on a long context, which it divides into parts, and
 `prefill`. `combine` adds the KV splits of `decode` and `decode_few`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and
 `prefill_sm90` take over where they can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes
 `out` applies the output gate. The tables below state which steps each kernel is for.

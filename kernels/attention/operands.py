@@ -162,7 +162,7 @@ class AttentionInput(NamedTuple):
         shortest: of several kernels, this one leaves out the sequences with fewer new tokens.
         partial: tokens of a KV split if `partial` computes the sequences with few new tokens on a long context; 0: it does not.
         gate: [T, Nq, D] of q's dtype, channels contiguous: `out` is multiplied by its sigmoid, in fp32, before it is rounded.
-        side: in steps with prompts, sequences with one new token are computed beside the others. None: before them.
+        side: in CUDA graphs of steps with prompts, sequences with one new token are computed beside the others, else before them.
     """
 
     heads: Tensor

@@ -262,10 +262,10 @@ def _state_config(a: GatedDeltaInput) -> _StateConfig:
         return _StateConfig(min(Dv, 32), 8, 1)
     if dtype != torch.bfloat16 or max(Dk, Dv) < 128 or shared_limit(capability(device)) < 200 << 10:
         return _StateConfig(min(Dv, 32), 4, 1)
-    for block_v in (32, 64):
+    for block_v in (min(Dv, 32), min(Dv, 64)):
         if prompts * Hv * Dv // block_v <= sm_count(device):
             return _StateConfig(block_v, 4, 3)
-    return _StateConfig(64, 4, 1)
+    return _StateConfig(min(Dv, 64), 4, 1)
 
 
 def chunk(a: GatedDeltaInput) -> None:

@@ -52,8 +52,8 @@ class Buffers(NamedTuple):
         arrivals: [B] int32, how many programs of a row have ended. Zero between launches.
         scores: [B, blocks] fp32, the race's best score in each block.
         facts: [B, NUM_FACTS] fp32, see there.
-        checks: [B, 2] int64, mass of the tokens that are heavier than the winner, and of all.
-        unsettled: [1 + B] int32, the number of rows whose winner a filter drops, and these rows in any order.
+        checks: [B, 2] int64, mass of the tokens heavier than the winner, and with top-k their number, else the mass of all.
+        unsettled: [1 + B] int32, the number of rows whose winner a filter drops, or may drop, and these rows in any order.
         sums: [B, NUM_SUMS] int64, of bins.
         limits: [B, 2] int32, the last keys that top-k and top-p keep.
         candidates: [B, V] int32, keys.

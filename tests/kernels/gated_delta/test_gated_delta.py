@@ -304,6 +304,17 @@ def test_warm_up_launches_every_width_of_programs(Hv, sms, drafts, seqs, monkeyp
     assert config(64 * 90, 90).num_stages == 1
 
 
+@pytest.mark.parametrize("Dv", [16, 32, 64, 128])
+def test_programs_are_no_wider_than_a_head(Dv, monkeypatch):
+    """Catches a launch of no programs, which computes nothing and says nothing, for any number of prompts."""
+    monkeypatch.setattr(chunk, "capability", lambda device: 90)
+    monkeypatch.setattr(chunk, "sm_count", lambda device: 132)
+    for prompts in (1, 2, 9, 64):
+        x = torch.empty(prompts * 90, 1, dtype=torch.bfloat16, device="meta")
+        config = chunk._state_config(SimpleNamespace(head_shape=(4, 16, 128, Dv), qkvz=x, max_query_len=90))
+        assert Dv % config.block_v == 0
+
+
 @pytest.mark.parametrize("count", [1, 70])
 def test_a_sequence_without_a_slot_is_not_touched(count, make, device):
     """Slot −1: nothing is written, neither outputs nor a state."""
