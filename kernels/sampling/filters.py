@@ -199,8 +199,8 @@ def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 def _edge(i, w, b, BY_MASS: tl.constexpr):
     """Lower edge of bin i of the first level.
 
-    Of weights, edges are equal factors apart, from 1 to the lightest that the row may keep. Of distances, a factor of 2, around
-    the distance of the largest logit to the smallest maximum of a block.
+    Edges of weights are equal factors apart, from 1 to the lightest that the row may keep. Edges of distances are a factor of 2
+    apart, around the distance of the largest logit to the smallest maximum of a block.
     """
     facts = w.facts + b * NUM_FACTS
     if BY_MASS:

@@ -255,7 +255,7 @@ def _check_kernel(logits_ptr, rows, w, V, BLOCK: tl.constexpr):
         dropped |= least < tl.load(rows.min_p + b)
     if (by_count | by_mass) & ~dropped:
         _, _, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
-        # Of heavier tokens the mass, and their number; with top-p alone, instead of that the mass of all tokens.
+        # The mass of the heavier tokens, and their number or, with top-p alone, the mass of all tokens.
         before, other = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
         if by_mass:
             weights = weights_of(x, top, temperature)
