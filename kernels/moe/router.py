@@ -108,7 +108,7 @@ last_tokens = up_to(64, _EARLY, 512)  # T → the largest step that launches the
 
 def _split(T: int) -> tuple[int, int]:
     """(tokens of a program, parts of the hidden size)."""
-    return (16, 8) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
+    return (16, 16) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
 
 
 def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
@@ -117,14 +117,13 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
     With `pdl`, the kernel overlaps with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
     (T, H), E = x.shape, weight.shape[0]
-    block_t, parts = _split(T)
-    block_k = (512 if block_t == 16 else 256) // x.element_size()
+    (block_t, parts), block_k = _split(T), 256 // x.element_size()
     part = cdiv(cdiv(H, parts), block_k) * block_k
     parts = cdiv(H, part)
     sums = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
     squares = None if norm_weight is None else torch.empty(parts, T, dtype=torch.float32, device=x.device)
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
-    block_e = min(64 if block_t == 16 else 128, max(16, next_power_of_2(E)))
+    block_e = min(128, max(16, next_power_of_2(E)))
     _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
         x, norm_weight, weight, sums, counts, squares, T, E, C=_Constants(H, part, block_t, block_e, block_k, T <= _EARLY),
         **launch_options(4 if block_t == 16 else 8, 1, pdl),
