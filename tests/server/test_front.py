@@ -665,7 +665,7 @@ def test_an_unforeseen_exception_ends_one_request_only(capfd):
         other, _ = await ask(stream(stream=False))
         await engine.until(lambda e: len(e.requests) == 2)
         (broken,) = (own for own in this.generations if engine.requests[0].id in own._by_id)
-        broken.choices[0].stream.stops = None
+        broken.choices[0].stream.completion = None
         for request in engine.requests:
             engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
         assert (await answer(reader))[0] == 500
