@@ -17,6 +17,7 @@ FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
+FEW_TOKENS = 4  # of a step: up to so many, experts of FP8 weights multiply activations that are not quantized
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -261,11 +262,12 @@ def mixture(
     activation: str,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    quantize: bool | None = None,
 ) -> Tensor:
     """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
 
     Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
-    in transformers. With FP8 weights, activations are quantized if T > 1, whatever the number of tokens of one expert.
+    in transformers. With FP8 weights, activations are quantized if T > `FEW_TOKENS`, whatever the number of tokens of one expert.
 
     Args:
         x: [T, H].
@@ -273,9 +275,10 @@ def mixture(
         gate_up: [E, 2I, H]. down: [E, H, I].
         gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H]; of blocks [E, 2I / g, ⌈H / 128⌉] and
             [E, ⌈H / g⌉, ⌈I / 128⌉].
+        quantize: overrides whether activations are quantized: these may be some tokens of a step.
     """
     T, k = experts.shape
-    out, quantize = torch.zeros_like(x), T > 1
+    out, quantize = torch.zeros_like(x), T > FEW_TOKENS if quantize is None else quantize
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
     start = 0

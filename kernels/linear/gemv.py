@@ -87,6 +87,7 @@ class _Constants(NamedTuple):
         SCALE_ROWS: rows of a block with one scale; None: there are no blocks.
         CHUNK: neighbouring columns that a thread loads at once, and whose products it adds first.
         TILES: tiles in flight.
+        MANY: whether there are several tokens, each with its programs.
     """
 
     K: int
@@ -95,6 +96,7 @@ class _Constants(NamedTuple):
     BLOCK_K: int
     CHUNK: int
     TILES: int
+    MANY: bool
 
 
 @triton.jit
@@ -110,7 +112,7 @@ def _scales(ep, first, n0, N, i: tl.constexpr, C):
 @prepared
 @triton.jit
 def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
-    """Computes BLOCK_N values of one token's out [N]. With an activation the weight has 2N rows: gate, then up.
+    """Computes BLOCK_N values of out [N] of token program_id(1). With an activation the weight has 2N rows: gate, then up.
 
     The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
     multiply the sum of each chunk of products.
@@ -123,6 +125,10 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     n0 = tl.program_id(0) * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     valid = n < N
+    at = n
+    if C.MANY:
+        at += tl.program_id(1) * N
+        x_ptr += tl.program_id(1) * C.K
     # One warp reads neighbouring chunks of one row. x is loaded in the same order, so no value moves between threads.
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     # Rows past the end read the last row again instead of being masked. Their results are not stored.
@@ -142,7 +148,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     rows = load_rows(ep, n, valid, N, not BLOCKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = load_residual(ep, n, valid)
+    residual = load_residual(ep, at, valid)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
@@ -170,7 +176,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
     result = tl.sum(gate_sums, 1) * inverse_rms
     result = finish(result, tl.sum(up_sums, 1) * inverse_rms, rows, (), residual, ep)
-    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
@@ -231,34 +237,37 @@ class _Plan(NamedTuple):
     options: dict[str, Any]
 
 
-def _plan(c: GemvConfig, facts: ProductFacts, scale_rows: int | None, aligned: bool, pdl: bool) -> _Plan:
+def _plan(c: GemvConfig, facts: ProductFacts, scale_rows: int | None, aligned: bool, many: bool, pdl: bool) -> _Plan:
     chunk = chunk_size(facts.itemsize)
     block_k = chunk * WARP * c.num_warps
     if facts.K % chunk or not aligned:
         chunk = 1  # unaligned rows: each thread loads and sums single values
-    constants = _Constants(facts.K, scale_rows, c.block_n, block_k, chunk, min(c.tiles, cdiv(facts.K, block_k)))
+    constants = _Constants(facts.K, scale_rows, c.block_n, block_k, chunk, min(c.tiles, cdiv(facts.K, block_k)), many)
     return _Plan(cdiv(facts.N, c.block_n), constants, {"maxnreg": c.registers, **launch_options(c.num_warps, 1, pdl)})
 
 
 @cached_lookup
-def _lookup_plan(device: torch.device, facts: ProductFacts, scale_rows: int | None, aligned: bool, pdl: bool) -> _Plan:
-    return _plan(FAMILY.lookup(device, facts), facts, scale_rows, aligned, pdl)
+def _lookup_plan(
+    device: torch.device, facts: ProductFacts, scale_rows: int | None, aligned: bool, many: bool, pdl: bool
+) -> _Plan:
+    return _plan(FAMILY.lookup(device, facts), facts, scale_rows, aligned, many, pdl)
 
 
 def gemv(product: Product, config: GemvConfig | None = None) -> None:
-    """Write the output of a product of one token. Unchecked, see `dispatch`.
+    """Write the output of a product of one token, or of few that read the weight once each. Unchecked, see `dispatch`.
 
-    x is not quantized: an fp8 weight multiplies 16- or 32-bit activations.
+    A token's values do not depend on the number of tokens. x is not quantized: an fp8 weight multiplies 16- or 32-bit
+    activations.
     """
-    x, weight, facts = product.x, product.weight, product.facts(1)
+    x, weight, facts, T = product.x, product.weight, product.facts(1), product.x.shape[0]
     if facts.itemsize == 1:
         require_fp8(x.device)
     scale_rows, aligned, pdl = product.scale_rows if facts.blocks else None, weight.data_ptr() % 16 == 0, product.pdl
     if config is None:
-        programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, pdl)
+        programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, T > 1, pdl)
     else:
-        programs, constants, options = _plan(config, facts, scale_rows, aligned, pdl)
-    _gemv_kernel[(programs,)](
+        programs, constants, options = _plan(config, facts, scale_rows, aligned, T > 1, pdl)
+    _gemv_kernel[(programs, T)](
         x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options
     )
 

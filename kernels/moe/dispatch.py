@@ -1,8 +1,8 @@
 """`mixture_residual`: the experts of a mixture, for any number of tokens.
 
-`REGIMES` says which kernels compute them. A single token: `one_token`, which also normalizes it. More tokens: they are sorted by
-expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
-Hopper, else by `products`. `logits` is the router's product before that.
+`REGIMES` says which kernels compute them. One to four tokens: `few_tokens`, which also normalizes them. More tokens: they are
+sorted by expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90`
+on Hopper, else by `products`. `logits` is the router's product before that.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations, check_mixture, check_tensor
-from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear.dispatch import norm_linear
-from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import experts_sm90, one_token, products, products_int4, router
+from minirt.kernels.launch import capability
+from minirt.kernels.linear.gemv import gemv
+from minirt.kernels.linear.product import Norm, Product
+from minirt.kernels.moe import experts_sm90, few_tokens, products, products_int4, router
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
+from minirt.kernels.regimes import Limits, Regime, SumOrder, covering, up_to
 from minirt.kernels.side_stream import SideStream
 
 
@@ -53,12 +53,13 @@ class MixtureRegime(Regime):
         return m.format in limits.formats and (limits.alignment == 1 or m.aligned(limits.alignment)) and self.suits(m)
 
 
-def _one_token(m: Mixture) -> None:
-    logits = cast("Tensor", m.logits)  # as `one_token.suits` says
-    inner = one_token.gate_up(m.first_product(m.h, m.h.new_empty(m.top_k, m.down.shape[2]), m.norm), logits)
+def _few_tokens(m: Mixture) -> None:
+    T, _, inter = m.sizes
+    logits = cast("Tensor", m.logits)  # as `few_tokens.suits` says
+    inner = few_tokens.gate_up(m.first_product(m.h, m.h.new_empty(T * m.top_k, inter), m.norm), logits)
     down = m.second_product(inner, m.out, residual=m.residual)
     m.join()
-    one_token.down(down, logits, m.normalize, m.shared, m.shared_gate)
+    few_tokens.down(down, logits, m.normalize, m.shared, m.shared_gate)
 
 
 def _sm90(m: Mixture) -> None:
@@ -103,8 +104,8 @@ def _normalized(m: Mixture) -> tuple[Tensor, Tensor | None]:
 _ALL = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32")
 REGIMES = (
     MixtureRegime(
-        "experts_one_token", "tokens", 1, 1, launch=_one_token, suits=one_token.suits, limits=Limits(_ALL, norm=True),
-        sums=SumOrder("threads"),
+        "experts_few_tokens", "tokens", 1, few_tokens.MOST, variant=few_tokens.last_tokens, launch=_few_tokens,
+        suits=few_tokens.suits, limits=Limits(_ALL, norm=True), sums=SumOrder("threads"),
     ),
     MixtureRegime(
         "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
@@ -119,7 +120,11 @@ REGIMES = (
         sums=SumOrder("steps", accumulator="fp32 steps"),
     ),
 )  # fmt: skip
-ROUTER = (  # of one token: the linear layers' kernel
+ROUTER = (
+    Regime(
+        "gemv", "tokens", 1, few_tokens.MOST, variant=up_to(1, few_tokens.MOST), limits=Limits(("fp16", "fp32"), norm=True),
+        sums=SumOrder("threads"),
+    ),
     Regime(
         "router", "tokens", 2, variant=router.last_tokens, limits=Limits(("fp16", "fp32"), norm=True),
         sums=SumOrder("steps", splits=True, by_tokens=True),
@@ -128,16 +133,23 @@ ROUTER = (  # of one token: the linear layers' kernel
 
 
 def router_logits(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, workspace: Workspace | None = None, pdl: bool = False
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, four_bits: bool = False, pdl: bool = False
 ) -> Tensor | LogitParts:
     """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
-    With two or more tokens, K is split and the partial sums are not added yet (`LogitParts`).
-    `workspace`, `pdl`: as for the linear layers.
+    With more tokens than `few_tokens.MOST`, K is split and the partial sums are not added yet (`LogitParts`).
+
+    Args:
+        four_bits: whether the experts have 4 bits. Their kernels take partial sums from two tokens on.
+        pdl: as for the linear layers.
     """
-    if x.shape[0] > 1:
+    T = x.shape[0]
+    if T > few_tokens.MOST or (four_bits and T > 1):
         return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)
-    return norm_linear(x, norm_weight, eps, weight, workspace=workspace, pdl=pdl, check=False)
+    logits = x.new_empty(T, weight.shape[0])
+    if T:
+        gemv(Product(x, weight, logits, None if norm_weight is None else Norm(norm_weight, eps), pdl=pdl))
+    return logits
 
 
 def mixture_residual(
@@ -179,8 +191,9 @@ def mixture_residual(
 def mixture(m: Mixture, *, check: bool = True) -> Tensor:
     """Compute a mixture of experts, see `reference.route` and `reference.mixture`. Returns `m.out`.
 
-    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of two or more tokens are
-    quantized, each token with a separate scale or, if the weights have scales of blocks, with one for each 128 channels.
+    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of more tokens than
+    `few_tokens.MOST` are quantized, each token with a separate scale or, if the weights have scales of blocks, with one for each
+    128 channels.
 
     Raises:
         InputError: the operands do not fit each other. Only with `check`.

@@ -1,4 +1,4 @@
-"""The router's logits of two or more tokens, as sums over parts of the hidden size, with the norm folded in.
+"""The router's logits of more than few tokens, as sums over parts of the hidden size, with the norm folded in.
 
 The router's weight is small: with 128 experts, one program for each tile of the output leaves most SMs idle. So the hidden size
 is split, and each program stores fp32 sums of one part. `route` adds the parts, in order, when it chooses the experts.

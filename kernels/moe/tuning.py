@@ -13,7 +13,7 @@ from minirt.kernels.compile.tuning import Case, LinearShape, register
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.linear.tuning import check_close, fp8_weight, shape_facts
-from minirt.kernels.moe import experts_sm90, one_token
+from minirt.kernels.moe import experts_sm90, few_tokens
 from minirt.kernels.moe.route import gather, route, token_regime
 
 _ROUTINGS = 8  # launches that use different experts, so that one does not find its weights in the L2 cache
@@ -21,10 +21,11 @@ _ROUTINGS = 8  # launches that use different experts, so that one does not find 
 Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
 
 
-def one_token_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of one token."""
-    for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
-        case = one_token.FAMILY.case(shape_facts(shape, 1), device, partial(_prepare_one, shape, E, k, device))
+def few_tokens_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of few tokens, one case for each compiled variant."""
+    variants = sorted({few_tokens.last_tokens(T) for T in tokens if T <= few_tokens.MOST})
+    for T, (shape, (E, k)) in itertools.product(variants, _of_experts(shapes)):
+        case = few_tokens.FAMILY.case(shape_facts(shape, T), device, partial(_prepare_few, shape, T, E, k, device))
         if case is not None:
             yield case
 
@@ -33,7 +34,7 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
     """Steps of more tokens on Hopper, one case for each regime. The height of tiles is the rule's: both products share it."""
     if capability(device) != 90:
         return
-    regimes = sorted({token_regime(T) for T in tokens if T > 1})
+    regimes = sorted({token_regime(T) for T in tokens if T > few_tokens.MOST})
     for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
         facts = shape_facts(shape, T)
         if facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # its regime refuses them
@@ -76,22 +77,23 @@ class _Inputs:
         return reference.gated(y, "silu") if self.shape.gated else y
 
 
-def _prepare_one(shape: LinearShape, E: int, k: int, device: torch.device) -> Prepared:
-    inputs, turn, pdl = _Inputs(shape, 1, E, device), itertools.count(), capability(device) >= 90
-    x, residual = inputs.normal(1 if shape.gated else k, shape.K), inputs.normal(1, shape.N)
-    out = torch.empty(k if shape.gated else 1, shape.N, dtype=shape.dtype, device=device)
+def _prepare_few(shape: LinearShape, T: int, E: int, k: int, device: torch.device) -> Prepared:
+    inputs, turn, pdl = _Inputs(shape, T, E, device), itertools.count(), capability(device) >= 90
+    x, residual = inputs.normal(T if shape.gated else T * k, shape.K), inputs.normal(T, shape.N)
+    out = torch.empty(T * k if shape.gated else T, shape.N, dtype=shape.dtype, device=device)
 
     def run(logits: Tensor, config: Any) -> None:
         if shape.gated:
             epilogue = Epilogue(inputs.scale, activation="silu")
-            one_token.gate_up(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, config)
+            few_tokens.gate_up(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, config)
         else:
             epilogue = Epilogue(inputs.scale, residual=residual)
-            one_token.down(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, True, config=config)
+            few_tokens.down(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, True, config=config)
 
     weights, experts = reference.route(inputs.logits[0], k, True)
-    each = [inputs.expected(x if shape.gated else x[j : j + 1], e, False) for j, e in enumerate(experts[0].tolist())]
-    expected = torch.cat(each) if shape.gated else residual + sum(w * y for w, y in zip(weights[0], each, strict=True))
+    rows = x.repeat_interleave(k, 0) if shape.gated else x
+    each = torch.cat([inputs.expected(rows[i : i + 1], e, False) for i, e in enumerate(experts.flatten().tolist())])
+    expected = each if shape.gated else residual + (weights.reshape(-1, 1) * each).view(T, k, -1).sum(1)
     return _launch_and_check(inputs, turn, run, out, expected)
 
 
@@ -135,5 +137,5 @@ def _launch_and_check(
     return launch, check
 
 
-register(one_token.FAMILY, one_token_cases)
+register(few_tokens.FAMILY, few_tokens_cases)
 register(experts_sm90.FAMILY, experts_sm90_cases)

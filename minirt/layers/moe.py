@@ -123,10 +123,11 @@ def triton(layer: MoE) -> Forward:
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
-    norm, router, workspace, pdl = layer.norm, layer.router, layer.context.workspace, layer.context.pdl
+    norm, router, pdl = layer.norm, layer.router, layer.context.pdl
     side = None if layer.shared_gate is None else layer.context.side_stream
     first, last, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+    four_bits = gate_up.dtype == torch.int16
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
         shared = shared_gate = None
@@ -137,7 +138,7 @@ def triton(layer: MoE) -> Forward:
                     own, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False
                 )
                 shared_gate = norm_linear(x, norm.weight, eps, gate.weight, workspace=side.workspace, pdl=pdl, check=False)
-        logits = router_logits(x, norm.weight, eps, router.weight, workspace=workspace, pdl=pdl)
+        logits = router_logits(x, norm.weight, eps, router.weight, four_bits=four_bits, pdl=pdl)
         return mixture_residual(
             x, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
             gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, side=side, pdl=pdl,

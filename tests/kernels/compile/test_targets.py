@@ -47,7 +47,7 @@ DENSE = (
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
 COPIES = (
-    "_gemv_kernel", "_gemv_int4_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_decode_kernel", "_prefill_kernel",
+    "_gemv_kernel", "_gemv_int4_kernel", "_few_gate_up_kernel", "_few_down_kernel", "_decode_kernel", "_prefill_kernel",
     "_chunk_kernel", "_decode_few_kernel", "_delta_decode_kernel", "_delta_drafts_kernel", "_delta_conv_kernel",
     "_delta_norm_kernel",
 )  # fmt: skip
@@ -58,13 +58,13 @@ PDL = (
     "_decode_kernel", "_decode_few_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel",
     "_decode_fp8_sm90_kernel",
     "_router_kernel", "_choose_kernel", "_place_kernel", "_gather_kernel", "_quantize_rows_kernel",
-    "_sum_experts_kernel", "_one_gate_up_kernel",
-    "_one_down_kernel", "_experts_sm90_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
+    "_sum_experts_kernel", "_few_gate_up_kernel",
+    "_few_down_kernel", "_experts_sm90_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
 )  # fmt: skip
 READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
     "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_small_sm90_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_decode_few_kernel", "_combine_kernel", "_decode_sm90_kernel",
-    "_decode_fp8_sm90_kernel", "_one_down_kernel", "_router_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
+    "_decode_fp8_sm90_kernel", "_few_down_kernel", "_router_kernel", "_delta_decode_kernel", "_delta_drafts_kernel",
 )  # fmt: skip
 
 

@@ -13,14 +13,14 @@ from minirt.kernels import quantize as quantization
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Norm, ProductFacts
-from minirt.kernels.moe import experts_sm90, products, products_int4
+from minirt.kernels.moe import experts_sm90, few_tokens, products, products_int4
 from minirt.kernels.moe.dispatch import REGIMES, ROUTER, regime
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.moe.route import last_tokens, token_regime
-from minirt.kernels.moe.router import router_logits
+from minirt.kernels.moe.router import router_logits  # in parts
 
 FORMATS = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32", "int4", "int4_fp32")
-ONE, HOPPER, INT4, TILES = REGIMES
+FEW, HOPPER, INT4, TILES = REGIMES
 E, K, INTER, TOP_K = 5, 72, 48, 2
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -57,14 +57,17 @@ def test_a_kernel_accepts_what_is_within_its_limits_and_nothing_else(stored):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_each_mixture_has_a_kernel(stored, capability, monkeypatch):
-    """Also a single token whose logits are in parts, which the kernel of one token does not take."""
+    """Also few tokens whose logits are in parts, which the kernels of few tokens do not take."""
     monkeypatch.setattr("minirt.kernels.moe.dispatch.capability", lambda device: capability)
     hopper = capability == 90 and stored in HOPPER.limits.formats
     rest = INT4 if "int4" in stored else TILES
-    assert regime(mixture(1, stored)) is (INT4 if "int4" in stored else ONE)
-    assert regime(mixture(2, stored)) is (HOPPER if hopper else rest)
-    assert regime(mixture(2, stored, shift=3)) is rest
-    assert not ONE.accepts(mixture(1, stored, parts=True))
+    many = few_tokens.MOST + 1
+    for T in range(1, many):
+        assert regime(mixture(T, stored)) is (INT4 if "int4" in stored else FEW)
+        assert not FEW.accepts(mixture(T, stored, parts=True))
+    assert regime(mixture(2, stored, parts=True)) is (HOPPER if hopper else rest)
+    assert regime(mixture(many, stored)) is (HOPPER if hopper else rest)
+    assert regime(mixture(many, stored, shift=3)) is rest
 
 
 @pytest.mark.parametrize("family", [experts_sm90.FAMILY, products.FAMILY, products_int4.FAMILY], ids=lambda family: family.name)
@@ -134,7 +137,7 @@ def test_a_token_does_not_depend_on_the_step(stored, make):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_the_parts_of_the_router_depend_on_the_step(dtype, make):
     """16 parts of the hidden size, from 513 tokens on 4."""
-    (router,) = ROUTER
+    _, router = ROUTER
     x, weight = make(514, 640, dtype=dtype), make(6, 640, dtype=dtype)
     parts = [router_logits(x[:T], None, 1e-6, weight).sums for T in (2, 514)]
     assert router.sums.by_tokens == (parts[0].shape[0] != parts[1].shape[0])

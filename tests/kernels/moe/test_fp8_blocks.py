@@ -13,7 +13,7 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
-from minirt.kernels.moe import one_token, products
+from minirt.kernels.moe import few_tokens, products
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.products import ExpertsConfig
 from minirt.kernels.moe.route import route
@@ -100,27 +100,28 @@ def test_products_with_any_configuration(block_n, block_k, make, nan, agrees):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("config", [None, (4, 1, 64, 1, 3), (8, 2, 128, 4, 1), (16, 2, 256, 9, 2)], ids=str)
-def test_one_token(sizes, config, make, nan, agrees):
+@pytest.mark.parametrize("config", [None, (4, 1, 64, 1, 3), (8, 2, 128, 4, 1, 2), (16, 2, 256, 9, 2)], ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+def test_few_tokens(T, sizes, config, make, nan, agrees):
     """Blocks of outputs that lie in one block of rows, in several, and past the end. Activations are not rounded."""
     E, k, H, inter, *_ = sizes
     gate_up, down = experts(make, E, *sizes[2:])
-    x, residual, logits = (make(1, n, dtype=torch.float16) for n in (H, H, E))
-    norm, config = 1 + make(H, dtype=torch.float16, scale=0.3), config and one_token.OneTokenConfig(*config)
-    inner, out = nan(k, inter, dtype=torch.float16), nan(1, H, dtype=torch.float16)
+    x, residual, logits = (make(T, n, dtype=torch.float16) for n in (H, H, E))
+    norm, config = 1 + make(H, dtype=torch.float16, scale=0.3), config and few_tokens.FewTokensConfig(*config)
+    inner, out = nan(T * k, inter, dtype=torch.float16), nan(T, H, dtype=torch.float16)
     up = Product(x, gate_up[0], inner, Norm(norm, EPS), Epilogue(gate_up[1], activation="silu"))
-    one_token.gate_up(up, logits, config)
-    one_token.down(Product(inner, down[0], out, None, Epilogue(down[1], residual=residual)), logits, True, config=config)
+    few_tokens.gate_up(up, logits, config)
+    few_tokens.down(Product(inner, down[0], out, None, Epilogue(down[1], residual=residual)), logits, True, config=config)
     weights, chosen = reference.route(logits.double(), k, True)
-    h = reference.rms_norm(x.double(), norm.double(), EPS)[0]
-    truth = reference.gated(torch.stack([gate_up[2][e] @ h for e in chosen[0]]), "silu")
+    h, pairs = reference.rms_norm(x.double(), norm.double(), EPS), [(t, e) for t in range(T) for e in chosen[t]]
+    truth = reference.gated(torch.stack([gate_up[2][e] @ h[t] for t, e in pairs]), "silu")
     agrees(inner, truth.half(), truth)
-    terms = [w * (down[2][e] @ y) for w, e, y in zip(weights[0], chosen[0], inner.double(), strict=True)]
-    truth = residual.double() + sum(terms)
+    terms = [w * (down[2][e] @ y) for w, (_, e), y in zip(weights.flatten(), pairs, inner.double(), strict=True)]
+    truth = residual.double() + torch.stack(terms).view(T, k, H).sum(1)
     agrees(out, truth.half(), truth)
 
 
-@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("T", [1, 3, 9])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_eager_layers_compute_the_same(T, sizes, make):
     E, k, H, *_ = sizes
@@ -135,7 +136,8 @@ def test_the_eager_layers_compute_the_same(T, sizes, make):
 
     out = mixture_residual(h, logits, gate_up, down, residual, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
     same, truth = expected(h, norm, logits, residual), expected(*(t.double() for t in (h, norm, logits, residual)))
-    least = bounds.floor(torch.bfloat16 if out.is_cuda and T > 1 else torch.float32, quantized_activations=T > 1)
+    many = T > reference.FEW_TOKENS
+    least = bounds.floor(torch.bfloat16 if out.is_cuda and many else torch.float32, quantized_activations=many)
     assert bounds.fault(bounds.errors(out, truth), bounds.errors(same, truth), least) is None
 
 

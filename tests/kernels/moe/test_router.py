@@ -5,10 +5,10 @@ import torch
 
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import router
-from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe import dispatch, few_tokens, router
+from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.route import gather, route
-from minirt.kernels.moe.router import CASES
+from minirt.kernels.moe.router import CASES, LogitParts, router_logits
 from minirt.kernels.norm import rms_norm
 
 EPS = 1e-5
@@ -80,21 +80,34 @@ def test_gather_normalizes(quantized, dtype, make):
     assert torch.equal(rows.view(torch.uint8), values.view(torch.uint8))
 
 
-def test_one_token_and_several_agree(make):
-    """A token alone, whose logits the linear layers' kernel computes, and among others. Catches also that no regime takes a
-    token alone whose logits are in parts."""
+def test_few_tokens_have_whole_logits(dtype, make):
+    """By the linear layers' kernel of one token. Experts of 4 bits take parts."""
+    T, E, H = few_tokens.MOST, 37, 328
+    x, norm, weight = operands(make, {"T": T + 1, "E": E, "H": H}, dtype)
+    for n in (0, 1, 2, T):
+        logits = dispatch.router_logits(x[:n], norm, EPS, weight)
+        truth = reference.rms_norm(x[:n].double(), norm.double(), EPS) @ weight.double().T
+        assert logits.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(logits.double(), truth, rtol=2 * eps, atol=20 * eps)
+        assert isinstance(dispatch.router_logits(x[:n], norm, EPS, weight, four_bits=True), LogitParts) == (n > 1)
+    assert isinstance(dispatch.router_logits(x, norm, EPS, weight), LogitParts)
+
+
+def test_few_tokens_and_more_agree(make):
+    """Tokens alone and in twos, with whole logits and with parts, and among others."""
     E, H, inter, k = 9, 96, 40, 2
     x, norm, weight = operands(make, {"T": 6, "E": E, "H": H}, torch.float32)
     gate_up, down = make(E, 2 * inter, H, dtype=torch.float32, scale=H**-0.5), make(E, H, inter, dtype=torch.float32)
 
-    def run(x, logits_of=router_logits):
+    def run(x, logits_of=dispatch.router_logits):
         logits = logits_of(x, norm, EPS, weight)
         return mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS)
 
     together = run(x)
-    for t in (0, 5):
-        for logits_of in (router_logits, router.router_logits):
-            torch.testing.assert_close(run(x[t : t + 1], logits_of)[0], together[t], rtol=1e-4, atol=1e-4)
+    for rows in (slice(0, 1), slice(5, 6), slice(2, 4)):
+        for logits_of in (dispatch.router_logits, router_logits):
+            torch.testing.assert_close(run(x[rows], logits_of), together[rows], rtol=1e-4, atol=1e-4)
 
 
 def test_variants_follow_the_split():

@@ -11,7 +11,7 @@ from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
 from minirt.kernels.linear.product import ProductFacts
-from minirt.kernels.moe import experts_sm90, one_token, tuning
+from minirt.kernels.moe import experts_sm90, few_tokens, tuning
 from minirt.kernels.moe.route import token_regime
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
@@ -21,33 +21,34 @@ DOWN = LinearShape(24, 12, False, False, torch.float16, False, experts=(5, 2))
 
 
 @pytest.mark.parametrize("stored", [{}, {"fp8": True}, {"fp8": True, "blocks": True}], ids=str)
-def test_cases_of_one_token(stored, device, monkeypatch):
+@pytest.mark.parametrize("T", [1, few_tokens.MOST])
+def test_cases_of_few_tokens(stored, T, device, monkeypatch):
     shapes = [replace(shape, **stored) for shape in (UP, DOWN)]
     dense = LinearShape(24, 12, False, False, torch.float16, False)
-    cases = list(tuning.one_token_cases([*shapes, dense], [1, 8], device))
+    cases = list(tuning.few_tokens_cases([*shapes, dense], [T, 2048], device))
     assert len(cases) == 2
     for case, shape in zip(cases, shapes, strict=True):
         launch, check = case.prepare()
         launch(case.default)
         check(case.default)
-        other = one_token.OneTokenConfig(2, 1, 32, 1, 2)
+        other = few_tokens.FewTokensConfig(2, 1, 32, 1, 2, 3)
         check(other)
         with override_config(case.family, case.bucket, other):
-            facts = ProductFacts(1, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=5, k=2)
-            found = one_token.FAMILY.lookup(device, facts)
+            facts = ProductFacts(T, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=5, k=2)
+            found = few_tokens.FAMILY.lookup(device, facts)
         assert found == other
-    original = one_token.down
-    monkeypatch.setattr(one_token, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
+    original = few_tokens.down
+    monkeypatch.setattr(few_tokens, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
     with pytest.raises(NumericsError):
         check(case.default)
-    assert not list(tuning.one_token_cases(shapes, [8], device))
+    assert not list(tuning.few_tokens_cases(shapes, [few_tokens.MOST + 1], device))
 
 
 def test_cases_on_hopper(device, monkeypatch):
     """One case for each regime and product; candidates differ only in what both products need not share."""
     assert not list(tuning.experts_sm90_cases([UP], [64], torch.device("cpu")))
     monkeypatch.setattr(tuning, "capability", lambda device: 90)
-    cases = list(tuning.experts_sm90_cases([UP, DOWN], [1, 3, 16, 300, 2048], device))
+    cases = list(tuning.experts_sm90_cases([UP, DOWN], [1, few_tokens.MOST, 16, 300, 2048], device))
     assert len({case.bucket for case in cases}) == len(cases) == 2 * 3
     for case in cases:
         assert {c.block_t for c in case.candidates} == {case.default.block_t}

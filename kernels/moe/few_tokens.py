@@ -1,4 +1,8 @@
-"""The experts of a single token, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
+"""The experts of few tokens, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
+
+Every pair of a token and one of its experts reads the expert's weights. So few tokens rarely have an expert in common that tiles
+of tokens would read once less: 4 tokens with 8 of 256 experts each use 31 on average. Where they do, the programs of both run at
+the same time, and the second read finds the weights in L2. A token's result does not depend on the other tokens, nor on T.
 
 Which experts these are follows from the router's logits. Every program finds it out by itself, and so does each of its warps: the
 logits are loaded in pieces of 32, of which each warp has a copy, so no maximum over them needs another warp. That takes less time
@@ -17,14 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.compile.tuning import Family
+from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe.mixture import Mixture
 from minirt.kernels.prepared import compile_time, prepared
+from minirt.kernels.reference import FEW_TOKENS
 
+MOST = FEW_TOKENS  # tokens; with more of them, pairs have too many experts in common
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
 
 CASES = [
@@ -36,7 +42,7 @@ CASES = [
 
 
 @dataclass(frozen=True)
-class OneTokenConfig:
+class FewTokensConfig:
     """A launch configuration of one of the two kernels.
 
     Args:
@@ -45,6 +51,7 @@ class OneTokenConfig:
         block_k: elements of K in one load of a program's rows.
         tiles: loads in flight.
         blocks: how many times `block_n` outputs a program computes, one after the other.
+        rounds: how often it does so. Rounds are a loop, and blocks are unrolled.
     """
 
     block_n: int
@@ -52,6 +59,7 @@ class OneTokenConfig:
     block_k: int
     tiles: int
     blocks: int = 1
+    rounds: int = 1
 
 
 @triton.jit
@@ -107,8 +115,10 @@ class _Constants(NamedTuple):
     Args:
         SCALE_ROWS: rows of the blocks of an fp8 weight, which have a scale each. None: there are no blocks.
         ROWS: rows of an expert's weight for each output: 2 of gate and up, else 1.
-        BLOCKS: blocks of BLOCK_N outputs of a program.
+        BLOCKS: blocks of BLOCK_N outputs of a round.
         TILES: tiles of BLOCK_K columns in flight.
+        ROUNDS: of a program, in a loop. The blocks of a round are unrolled.
+        MANY: whether there are several tokens.
     """
 
     K: int
@@ -121,6 +131,8 @@ class _Constants(NamedTuple):
     CHUNK: int
     BLOCKS: int
     TILES: int
+    ROUNDS: int
+    MANY: bool
 
 
 @triton.jit
@@ -145,50 +157,34 @@ def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
     return chunk_scales(ep.scale + offset, first, n, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
 
 
-@prepared
 @triton.jit
-def _one_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, C, PDL: tl.constexpr):
-    """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1).
-
-    With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum of each chunk of products.
-    """
+def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
+    """The first TILES tiles of a round's blocks, from output n0 on, in flight: of gate and up, and their scales."""
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    SCALED: tl.constexpr = C.SCALE_ROWS is not None
-    j = tl.program_id(1)
-    n0 = tl.program_id(0) * C.BLOCKS * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     up_offset = tl.cast(N, tl.int64) * C.K
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    raw = ()  # loaded while the program looks for its expert
-    for i in tl.static_range(COUNT):
-        raw += (_load_tile(x_ptr + k, k, i, C, ""),)
-    experts, _ = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
-    expert = experts[0]
-    for i in tl.static_range(1, C.TOP_K):
-        expert = tl.where(j == i, experts[i], expert)
     gate, up = (), ()
     gate_scales, up_scales = (), ()
     for i in tl.static_range(C.TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         gate += (_load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
         up += (_load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
-        if SCALED:
+        if C.SCALE_ROWS is not None:
             gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
             up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
-    squares = tl.zeros((C.BLOCK_K,), tl.float32)
-    xs = ()
-    for i in tl.static_range(COUNT):
-        x = raw[i].to(tl.float32)
-        if norm is not None:
-            squares += x * x
-            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
-        xs += (x,)
-    inverse_rms = 1.0
-    if norm is not None:
-        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
+    return gate, up, gate_scales, up_scales
+
+
+@triton.jit
+def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
+    """BLOCKS · BLOCK_N values of a pair's row of out, from n0 on. `tiles`: `_gate_up_tiles`."""
+    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    SCALED: tl.constexpr = C.SCALE_ROWS is not None
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    up_offset = tl.cast(N, tl.int64) * C.K
+    gate, up, gate_scales, up_scales = tiles
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(C.BLOCKS * COUNT):
@@ -208,45 +204,81 @@ def _one_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, 
                 up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
         if i % COUNT == COUNT - 1:
             out = finish(tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms, rows, (), (), ep)
-            tl.store(out_ptr + j * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
+            tl.store(out_ptr + pair * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
             gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
             up_sums = gate_sums
 
 
 @prepared
 @triton.jit
-def _one_down_kernel(
-    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, E, N, C, NORMALIZE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
-    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
-    COUNT: tl.constexpr = C.TOP_K * PARTS
-    SCALED: tl.constexpr = C.SCALE_ROWS is not None
+def _few_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, C, PDL: tl.constexpr):
+    """ROUNDS · BLOCKS · BLOCK_N values of out [T · k, N]: act(gate) · up of norm(x) by the j-th expert of token t.
+
+    t = program_id(0), j = program_id(2). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
+    of each chunk of products.
+    """
+    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    t = tl.program_id(0) if C.MANY else 0
+    j = tl.program_id(2)
+    n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n0 = tl.program_id(0) * C.BLOCKS * C.BLOCK_N
+    raw = ()  # loaded while the program looks for its expert
+    for i in tl.static_range(COUNT):
+        raw += (_load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
+    experts, _ = _chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
+    expert = experts[0]
+    for i in tl.static_range(1, C.TOP_K):
+        expert = tl.where(j == i, experts[i], expert)
+    tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
+    squares = tl.zeros((C.BLOCK_K,), tl.float32)
+    xs = ()
+    for i in tl.static_range(COUNT):
+        x = raw[i].to(tl.float32)
+        if norm is not None:
+            squares += x * x
+            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
+        xs += (x,)
+    inverse_rms = 1.0
+    if norm is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
+    _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, t * C.TOP_K + j, expert, n0, N, C)
+    if C.ROUNDS > 1:
+        for _ in range(1, C.ROUNDS):
+            n0 += C.BLOCKS * C.BLOCK_N
+            tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
+            _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, t * C.TOP_K + j, expert, n0, N, C)
+
+
+@triton.jit
+def _down_tiles(weight_ptr, ep, experts, n0, N, C):
+    """The first TILES tiles of a round's blocks, from output n0 on, in flight, and their scales."""
+    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    COUNT: tl.constexpr = C.TOP_K * PARTS
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    experts, weights = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
     w = ()
     scales = ()
     for i in tl.static_range(C.TILES):
         expert = experts[i % COUNT // PARTS]
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         w += (_load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"),)
-        if SCALED:
+        if C.SCALE_ROWS is not None:
             scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    total = 0.0
-    for j in tl.static_range(C.TOP_K):
-        total += weights[j]
-    shares = ()
-    for j in tl.static_range(C.TOP_K):
-        share = weights[j]
-        if NORMALIZE:
-            share = tl.div_rn(share, total)
-        shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
+    return w, scales
+
+
+@triton.jit
+def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C):
+    """BLOCKS · BLOCK_N values of token t's out [N], from n0 on. `tiles`: `_down_tiles`."""
+    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
+    COUNT: tl.constexpr = C.TOP_K * PARTS
+    SCALED: tl.constexpr = C.SCALE_ROWS is not None
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    w, scales = tiles
     out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     sums = out
     for i in tl.static_range(C.BLOCKS * COUNT):
@@ -273,27 +305,67 @@ def _one_down_kernel(
             valid = column < N
             value = tl.sum(out, 1)
             if shared_ptr is not None:
-                shared = tl.load(shared_ptr + column, mask=valid, other=0.0).to(tl.float32)
-                value += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
-            value += load_residual(ep, column, valid)[0]
-            tl.store(out_ptr + column, value.to(out_ptr.dtype.element_ty), mask=valid)
+                shared = tl.load(shared_ptr + t * N + column, mask=valid, other=0.0).to(tl.float32)
+                value += tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)) * shared
+            value += load_residual(ep, t * N + column, valid)[0]
+            tl.store(out_ptr + t * N + column, value.to(out_ptr.dtype.element_ty), mask=valid)
             out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> OneTokenConfig:
-    """For N outputs of each of k experts, and rows of K values.
+@prepared
+@triton.jit
+def _few_down_kernel(
+    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, E, N, C, NORMALIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """ROUNDS · BLOCKS · BLOCK_N values of out [T, N], x [T · k, K], of token t = program_id(0):
 
-    A program of gate/up looks for its expert before it loads weights. So all programs run at once, and each computes several
+    out[t] = residual[t] + Σ_j w_j · (weight[e_j] · x[t · k + j]) + sigmoid(gate[t]) · shared[t].
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0) if C.MANY else 0
+    n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
+    experts, weights = _chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
+    tiles = _down_tiles(weight_ptr, ep, experts, n0, N, C)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = 0.0
+    for j in tl.static_range(C.TOP_K):
+        total += weights[j]
+    shares = ()
+    for j in tl.static_range(C.TOP_K):
+        share = weights[j]
+        if NORMALIZE:
+            share = tl.div_rn(share, total)
+        shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
+    x_ptr += t * C.TOP_K * C.K
+    _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C)
+    if C.ROUNDS > 1:
+        for _ in range(1, C.ROUNDS):
+            n0 += C.BLOCKS * C.BLOCK_N
+            tiles = _down_tiles(weight_ptr, ep, experts, n0, N, C)
+            _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C)
+
+
+def last_tokens(T: int) -> int:
+    """The largest step that launches the same compiled kernels: T rounded up to a power of two, or to `MOST`."""
+    return min(MOST, next_power_of_2(T))
+
+
+def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
+    """For N outputs of each of k experts of T tokens, and rows of K values. Only `rounds` depends on T, and no sum on `rounds`.
+
+    A program looks for its experts before it loads weights. So all programs of gate/up run at once, and each computes several
     blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's weights in flight,
-    or with FP8 all of them.
+    or with FP8 all of them. With more tokens it computes more outputs: to look for experts takes as many instructions as one.
     """
     if facts.gated:
         block_k, blocks = min(512, next_power_of_2(facts.K)), cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
-        return OneTokenConfig(2, 2, block_k, 4, min(8, blocks))
-    return OneTokenConfig(1, 1, min(256, next_power_of_2(facts.K)), 24 // facts.itemsize)
+        return FewTokensConfig(2, 2, block_k, 4, min(8, blocks), facts.T)
+    return FewTokensConfig(1, 1, min(256, next_power_of_2(facts.K)), 24 // facts.itemsize, 1, facts.T)
 
 
-def candidates(facts: ProductFacts, gpu: Gpu) -> list[OneTokenConfig]:
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
     """Configurations worth trying for rows of K values; a row of `down` is that of k experts."""
     K, itemsize, gated, found = facts.K, facts.itemsize, facts.gated, []
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
@@ -301,18 +373,20 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[OneTokenConfig]:
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
         if block_k >= 2 * K or elements < 8:
             continue
-        for blocks in (1, 2, 3, 4) if gated else (1,):
+        for blocks, rounds in itertools.product((1, 2, 3, 4) if gated else (1,), around(facts.T, 8)):
             most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
-            found += [OneTokenConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
+            for tiles in sorted({most, most // 2} - {0}):
+                found.append(FewTokensConfig(block_n, num_warps, block_k, tiles, blocks, rounds))
     return found
 
 
 FAMILY = Family(
-    "experts_one_token", OneTokenConfig, (__file__,), ("E", "k", "N", "K", "itemsize", "gated", "blocks"), rule, candidates
+    "experts_few_tokens", FewTokensConfig, (__file__,), ("T", "E", "k", "N", "K", "itemsize", "gated", "blocks"), rule,
+    candidates, last_tokens,
 )
 
 
-def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
+def _chunk(weight: Tensor, c: FewTokensConfig) -> int:
     """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value.
 
     If a row's tile is one load of all threads, each thread needs only the values of x that it loads itself.
@@ -322,7 +396,7 @@ def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
     return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
 
 
-def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
+def _registers(c: FewTokensConfig, device: torch.device, programs: int) -> int:
     """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
     at_once = most_registers(32 * cdiv(programs, sm_count(device)))
     return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
@@ -333,59 +407,55 @@ def suits(mixture: Mixture) -> bool:
     return isinstance(mixture.logits, Tensor)
 
 
-def _constants(product: Product, c: OneTokenConfig, top_k: int, tiles: int) -> _Constants:
-    """`tiles`: of a program in all."""
+def _constants(product: Product, c: FewTokensConfig, top_k: int, tiles: int, T: int) -> _Constants:
+    """`tiles`: of a round in all."""
     weight = product.weight
     return _Constants(
         weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
         c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles),
+        c.rounds, T > 1,
     )  # fmt: skip
 
 
-def gate_up(product: Product, logits: Tensor, config: OneTokenConfig | None = None) -> Tensor:
-    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], weight [E, 2I, H] → out [k, I].
+def gate_up(product: Product, logits: Tensor, config: FewTokensConfig | None = None) -> Tensor:
+    """act(gate) · up of norm(x) by each token's experts: x [T, H], weight [E, 2I, H] → out [T · k, I], a token's rows together.
 
     Args:
         product: with an activation. Its scales, of FP8 weights, are [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
-        logits: [1, E].
+        logits: [T, E].
     """
     weight, out = product.weight, product.out
-    (E, _, K), (top_k, N) = weight.shape, out.shape
-    c = config or FAMILY.lookup(out.device, product.facts(1, E, top_k))
-    programs = cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * cdiv(K, c.block_k))
-    _one_gate_up_kernel[(programs, top_k)](
+    (E, _, K), (pairs, N), T = weight.shape, out.shape, len(logits)
+    top_k, c = pairs // T, config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, pairs // T))
+    programs = cdiv(N, c.block_n * c.blocks * c.rounds)
+    constants = _constants(product, c, top_k, c.blocks * cdiv(K, c.block_k), T)
+    _few_gate_up_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight, product.epilogue, out, E, N, C=constants,
-        maxnreg=_registers(c, out.device, programs * top_k), **launch_options(c.num_warps, 1, product.pdl),
+        maxnreg=_registers(c, out.device, programs * top_k * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
 
 
 def down(
     product: Product, logits: Tensor, normalize: bool, shared: Tensor | None = None, shared_gate: Tensor | None = None,
-    config: OneTokenConfig | None = None,
+    config: FewTokensConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [k, I], weight [E, H, I] → out [1, H].
+    """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [T · k, I], weight [E, H, I] → [T, H].
 
     With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
 
     Args:
         product: with a residual. Its scales, of FP8 weights, are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉].
-        logits: [1, E].
+        logits: [T, E].
     """
     x, weight, out = product.x, product.weight, product.out
-    (E, N, K), top_k = weight.shape, x.shape[0]
-    c = config or FAMILY.lookup(out.device, product.facts(1, E, top_k))
-    programs = cdiv(N, c.block_n * c.blocks)
-    constants = _constants(product, c, top_k, c.blocks * top_k * cdiv(K, c.block_k))
-    _one_down_kernel[(programs,)](
+    (E, N, K), T = weight.shape, len(logits)
+    top_k = x.shape[0] // T
+    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, top_k))
+    programs = cdiv(N, c.block_n * c.blocks * c.rounds)
+    constants = _constants(product, c, top_k, c.blocks * top_k * cdiv(K, c.block_k), T)
+    _few_down_kernel[(T, programs)](
         x, logits, weight, product.epilogue, shared, shared_gate, out, E, N, C=constants, NORMALIZE=normalize,
-        maxnreg=_registers(c, out.device, programs), **launch_options(c.num_warps, 1, product.pdl),
+        maxnreg=_registers(c, out.device, programs * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
-
-
-def cost(E: int, k: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of both kernels."""
-    weights = 3 * k * H * inter
-    return weights * weight_itemsize + (E + 3 * H + 2 * k * inter) * itemsize, 2 * weights

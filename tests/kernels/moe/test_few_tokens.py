@@ -1,0 +1,140 @@
+"""The experts of few tokens, against the reference in fp64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minirt.bench import bounds
+from minirt.kernels import reference
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
+from minirt.kernels.moe import few_tokens
+from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe.few_tokens import CASES, MOST
+
+EPS = 1e-6
+
+
+def operands(make, case, dtype, T=1):
+    E, _, H, inter = case.values()
+    x, residual, logits = (make(T, n, dtype=dtype) for n in (H, H, E))
+    gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
+    return x, 1 + make(H, dtype=dtype, scale=0.3), residual, logits, gate_up, down
+
+
+def expected(x, norm, residual, logits, gate_up, down, k, normalize, activation, scales=(None, None)):
+    h = x if norm is None else reference.rms_norm(x, norm, EPS)
+    return residual + reference.mixture(h, *reference.route(logits, k, normalize), gate_up, down, activation, *scales)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("T", [1, MOST - 1])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_few_tokens(case, T, fp8, make, nan, dtype):
+    """Each token with its experts, shares, residual and shared expert, also where a variant has more rounds than T tokens need.
+    FP8 weights multiply activations that are not quantized."""
+    if fp8 and dtype == torch.float32:
+        pytest.skip("the other dtypes show it")
+    x, norm, residual, logits, gate_up, down = operands(make, case, dtype, T)
+    shared, gate = make(T, case["H"], dtype=dtype), make(T, 1, dtype=dtype)
+    k, normalize, activation = case["k"], case["E"] % 2 == 1, "silu" if case["k"] > 1 else "gelu_tanh"
+    scales = (None, None)
+    if fp8:
+        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
+        scales = (up_scale, down_scale)
+    inner = nan(T * k, case["I"], dtype=dtype)
+    few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(scales[0], activation=activation)), logits)
+    second = Product(inner, down, nan(T, case["H"], dtype=dtype), None, Epilogue(scales[1], residual=residual))
+    out = few_tokens.down(second, logits, normalize, shared, gate)
+
+    def whole(x, norm, residual, logits, gate_up, down, shared, gate):
+        mixed = expected(x, norm, residual, logits, gate_up, down, k, normalize, activation, scales)
+        return mixed + gate.sigmoid() * shared
+
+    given = (x, norm, residual, logits, gate_up, down, shared, gate)
+    truth = whole(*(t if t.dtype == torch.float8_e4m3fn else t.double() for t in given))
+    assert bounds.fault(bounds.errors(out, truth), bounds.errors(whole(*given), truth), bounds.floor(dtype)) is None
+
+
+@pytest.mark.parametrize("T", [1, MOST])
+@pytest.mark.parametrize("name", ["ties", "nan", "underflow"])
+def test_the_same_experts_as_with_more_tokens(name, T, make):
+    """Ranks decide equal shares, shares that are 0, and NaN, as `route` does: only the chosen experts hold finite weights. NaN
+    stays with its token."""
+    x, norm, residual, logits, gate_up, down = operands(make, {"E": 70, "k": 4, "H": 40, "I": 24}, torch.float32, T)
+    if name == "ties":
+        logits[-1] = 0.0
+        logits[-1, [69, 31]] = 2.0
+    elif name == "nan":
+        logits[-1, 9] = torch.nan
+    else:
+        logits[-1] = torch.arange(70.0, device=x.device) * 60
+    chosen = reference.route(logits, 4, True)[1].flatten()
+    others = torch.ones(70, dtype=torch.bool, device=x.device)
+    others[chosen] = False
+    gate_up[others] = torch.nan
+    down[others] = torch.nan
+    out = mixture_residual(x, logits, gate_up, down, residual, 4, True, "silu", norm_weight=norm, eps=EPS)
+    finite = T - 1 if name == "nan" else T
+    assert bool(out[finite:].isnan().all())
+    truth = expected(x, norm, residual, logits, gate_up, down, 4, True, "silu")
+    torch.testing.assert_close(out[:finite], truth[:finite], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["", "rows", "blocks"])
+def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
+    """Bit by bit, from the router's logits on: alone, and in steps of up to `MOST` tokens, at any place. Two tokens are equal."""
+    E, k, H, inter = 9, 3, 544, 80
+    x, norm, _, _, gate_up, down = operands(make, {"E": E, "k": k, "H": H, "I": inter}, half_dtype, MOST)
+    x[-1] = x[0]
+    router, scales = make(E, H, dtype=half_dtype), {}
+    if stored == "rows":
+        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
+        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    elif stored == "blocks":
+        (gate_up, up_scale), (down, down_scale) = (
+            tuple(map(torch.stack, zip(*(reference.quantize_fp8_blocks(w, n) for w in weight), strict=True)))
+            for weight, n in ((gate_up, 10), (down, 17))
+        )
+        scales = {"gate_up_scale": up_scale.contiguous(), "down_scale": down_scale.contiguous()}
+    gate_up, down = gate_up.contiguous(), down.contiguous()
+
+    def run(x):
+        logits = router_logits(x, norm, EPS, router)
+        out = mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
+        return torch.cat([logits, out], 1)
+
+    alone = torch.cat([run(x[t : t + 1]) for t in range(MOST)])
+    assert alone.isfinite().all()
+    assert torch.equal(alone[-1], alone[0])
+    assert not torch.equal(alone[1], alone[0])
+    for T in range(2, MOST + 1):
+        assert torch.equal(run(x[:T]), alone[:T])
+
+
+def test_every_configuration_gives_the_same(make, nan):
+    """Rows per program, loads in flight, the step in K, blocks and rounds change no result by more than rounding."""
+    case = {"E": 5, "k": 2, "H": 72, "I": 40}
+    x, norm, residual, logits, gate_up, down = operands(make, case, torch.float32, 2)
+    for *sizes, rounds in ((4, 32, 1, 1, 1), (8, 64, 2, 3, 2), (16, 128, 9, 2, 4), (1, 32, 3, 2, 7)):
+        block_n, block_k, tiles, blocks = sizes
+        config = few_tokens.FewTokensConfig(block_n, 2, block_k, tiles, blocks, rounds)
+        inner, out = nan(4, 40, dtype=torch.float32), nan(2, 72, dtype=torch.float32)
+        few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(activation="silu")), logits, config)
+        few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, True, config=config)
+        truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
+        torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_only_rounds_depend_on_the_tokens():
+    """Else the order of sums, and so the bits, would. A step launches the kernel of its variant's last step."""
+    for gated in (False, True):
+        for itemsize in (1, 2, 4):
+            facts = [
+                ProductFacts(few_tokens.last_tokens(T), 768, 2048, itemsize, gated, E=128, k=8) for T in range(1, MOST + 1)
+            ]
+            assert len({replace(few_tokens.rule(one, Gpu(90, 132)), rounds=1) for one in facts}) == 1
+            assert few_tokens.rule(facts[0], Gpu(90, 132)).rounds == 1
+    ends = [few_tokens.last_tokens(T) for T in range(1, MOST + 1)]
+    assert all(T <= end <= MOST and few_tokens.last_tokens(end) == end for T, end in enumerate(ends, 1))
