@@ -56,15 +56,14 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
         blocks = quantization == "fp8_blocks"
         (gate_up, up_scale), (down, down_scale) = _quantized(gate_up, inter, blocks), _quantized(down, H, blocks)
         scales = up_scale, down_scale
+    eight = fp8 and T > reference.FEW_TOKENS  # those of few tokens are not quantized
     touched = int(reference.route(logits, k, moe.normalize)[1].unique().numel())
 
     def compute(h: Tensor, logits: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         chosen = reference.route(logits, k, moe.normalize)
-        return residual + reference.mixture(h, *chosen, gate_up, down, activation, *scales)
+        return residual + reference.mixture(h, *chosen, gate_up, down, activation, *scales, quantize=eight)
 
     def truth(rows: Tensor) -> Tensor:
-        if fp8 and T > 1 and len(rows) == 1:
-            rows = rows.repeat(2)  # one token alone would not be quantized
         return compute(*wide(h[rows], logits[rows], residual[rows], gate_up, down))
 
     def triton() -> Tensor:
@@ -73,7 +72,6 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
             pdl=capability(step.device) >= 90, check=False,
         )  # fmt: skip
 
-    eight = fp8 and T > 1  # one token is not quantized
     return Problem(
         f"E={E} k={k} H={H} I={inter}, {touched} used",
         {"eager": Form(lambda: compute(h, logits, residual, gate_up, down)), "triton": Form(triton)}, truth,

@@ -327,7 +327,7 @@ def attention_sizes(calls: Calls) -> None:
 
 
 # Experts, hidden size, width of an expert, steps: Qwen3-30B-A3B with each height of tiles, and a width that no tile divides.
-MIXTURES = ((128, 2048, 768, (1, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000)))
+MIXTURES = ((128, 2048, 768, (1, 3, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000)))
 
 
 def experts_16(calls: Calls) -> None:

@@ -84,8 +84,8 @@ def test_the_same_experts_as_with_more_tokens(name, T, make):
 
 @pytest.mark.parametrize("stored", ["", "rows", "blocks"])
 def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
-    """Bit by bit, from the router's logits on: alone, and in steps of up to `MOST` tokens, at any place. Two tokens are equal."""
-    E, k, H, inter = 9, 3, 544, 80
+    """Bit by bit, from the router's logits on: alone, and among others, at any place. Two tokens are equal."""
+    E, k, H, inter = 9, 2, 144, 24
     x, norm, _, _, gate_up, down = operands(make, {"E": E, "k": k, "H": H, "I": inter}, half_dtype, MOST)
     x[-1] = x[0]
     router, scales = make(E, H, dtype=half_dtype), {}
@@ -95,7 +95,7 @@ def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
     elif stored == "blocks":
         (gate_up, up_scale), (down, down_scale) = (
             tuple(map(torch.stack, zip(*(reference.quantize_fp8_blocks(w, n) for w in weight), strict=True)))
-            for weight, n in ((gate_up, 10), (down, 17))
+            for weight, n in ((gate_up, 6), (down, 9))
         )
         scales = {"gate_up_scale": up_scale.contiguous(), "down_scale": down_scale.contiguous()}
     gate_up, down = gate_up.contiguous(), down.contiguous()
@@ -109,7 +109,7 @@ def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
     assert alone.isfinite().all()
     assert torch.equal(alone[-1], alone[0])
     assert not torch.equal(alone[1], alone[0])
-    for T in range(2, MOST + 1):
+    for T in (MOST - 1, MOST):
         assert torch.equal(run(x[:T]), alone[:T])
 
 
