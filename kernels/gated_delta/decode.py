@@ -8,7 +8,7 @@ heads that share a key head compute its convolution each.
 import triton
 import triton.language as tl
 
-from minirt.kernels.gated_delta.constants import WIDTH, Constants, convolve, gated_norm, gates, unit
+from minirt.kernels.gated_delta.constants import WIDTH, Constants, convolve, gated_norm, gates, silu, unit
 from minirt.kernels.gated_delta.operands import GatedDeltaInput
 from minirt.kernels.launch import launch_options
 from minirt.kernels.pdl import wait_for_input
@@ -50,8 +50,7 @@ def _older_taps(ring_ptr, weight_ptr, channels, position, inside, C):
 
 @triton.jit
 def _newest_tap(taps, x):
-    y = taps[0] + taps[1] * x.to(tl.float32)
-    return y * tl.sigmoid(y)
+    return silu(taps[0] + taps[1] * x.to(tl.float32))
 
 
 @prepared
