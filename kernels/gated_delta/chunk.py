@@ -2,13 +2,18 @@
 
 `reference.chunk_gated_delta_rule` has the formulas. There are four kernels:
 
-- the convolution, with the l2 norm;
+- the convolution, with the l2 norm. It also writes the work list;
 - what a chunk needs of itself: the inverse T of its triangular system, U = T (β V), W = T (β e^G K) and P = Q Kᵀ with its
   decays; all chunks in parallel;
 - outputs and states: the chunks of a sequence one after the other, heads and blocks of Dv in parallel;
 - the gated norm.
 
 They leave out sequences of few new tokens, which `decode` computes.
+
+**The work list** [1 + chunks, 4] int32, for the kernels after the first: row 0 has the numbers of chunks and of prompts. Row
+1 + i has the first row of chunk i, how many tokens its sequence has from there on, and the number of prompt i in the batch. In
+CUDA graphs, most sequences may be padding. So a grid has as many programs as `_PROMPTS` prompts need at most. With more prompts,
+programs loop over chunks, or over prompts.
 """
 
 from typing import NamedTuple
@@ -21,7 +26,7 @@ from minirt.device import interpreting
 from minirt.kernels.gated_delta.constants import (
     WIDTH,
     Constants,
-    count_chunks,
+    find_prompts,
     gated_norm,
     gates,
     product,
@@ -34,10 +39,11 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
-_PROMPTS = 8  # of which each gets programs; with more prompts, programs compute several
+_PROMPTS = 8  # that all have programs of their own
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
-_RUN = tl.constexpr(8)  # tokens whose convolution a thread computes, of each of its channels
-_NORM_ROWS = tl.constexpr(16)
+_PARTS = 4  # of a chunk, for the norm: small programs, of which many share an SM
+_RUN = tl.constexpr(8)  # consecutive tokens of the convolution that a thread computes
+_WORK = tl.constexpr(4)  # values of a row of the work list
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
 _SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
@@ -45,7 +51,7 @@ _SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
 
 @triton.jit
 def _taps(weight_ptr, channel, D: tl.constexpr):
-    """The weights of D channels from `channel` on, oldest first: a tuple of [1, D]."""
+    """The weights of D channels from `channel` on, the oldest token's first: four of [1, D]."""
     channels = channel + tl.arange(0, D)[:, None]
     weight = tl.load(weight_ptr + channels * WIDTH + tl.arange(0, WIDTH)[None, :]).to(tl.float32)
     even, odd = tl.split(tl.reshape(weight, (D, WIDTH // 2, 2)))
@@ -55,28 +61,27 @@ def _taps(weight_ptr, channel, D: tl.constexpr):
 
 @triton.jit
 def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, first, start, count, scale, C, D: tl.constexpr):
-    """A chunk of one head's D channels from `channel` on, in runs of consecutive tokens. Each run loads its inputs once.
+    """A chunk of one head's D channels from `channel` on. scale None: no l2 norm.
 
-    scale None: no l2 norm.
+    A row of the tile is a run of consecutive tokens, whose inputs are loaded once, with the three before them.
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     channels = channel + tl.arange(0, D)[None, :]
     taps = _taps(weight_ptr, channel, D)
     t = first + tl.arange(0, C.CHUNK // _RUN)[:, None] * _RUN
-    x_ptrs = x_ptr + t.to(tl.int64) * x_stride + channels
+    x_ptrs, out_ptrs = x_ptr + t.to(tl.int64) * x_stride + channels, out_ptr + t.to(tl.int64) * CHANNELS + channels
     inputs = ()
     for j in tl.static_range(1 - WIDTH, _RUN):
-        inside, ptrs = t + j < count, x_ptrs + j * x_stride
+        ptrs, inside = x_ptrs + j * x_stride, t + j < count
         if j < 0:  # before a sequence's first new token are inputs of earlier steps
-            inside &= start + t + j >= 0
-            ring_ptrs = ring_ptr + (start + t + j + C.RING) % C.RING * CHANNELS + channels
-            ptrs = tl.where(t + j < 0, ring_ptrs, ptrs)
-        inputs += (tl.load(ptrs, mask=inside, other=0.0),)
-    out_ptrs = out_ptr + t.to(tl.int64) * CHANNELS + channels
+            position = start + t + j
+            ring_ptrs = ring_ptr + (position + C.RING) % C.RING * CHANNELS + channels
+            ptrs, inside = tl.where(t + j < 0, ring_ptrs, ptrs), inside & (position >= 0)
+        inputs += (tl.load(ptrs, mask=inside, other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(_RUN):
         y = inputs[j].to(tl.float32) * taps[0]
-        for k in tl.static_range(1, WIDTH):
-            y += inputs[j + k].to(tl.float32) * taps[k]
+        for tap in tl.static_range(1, WIDTH):
+            y += inputs[j + tap].to(tl.float32) * taps[tap]
         y = silu(y)
         if scale is not None:
             y = unit(y, 1) * scale
@@ -88,46 +93,45 @@ def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, firs
 def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x_stride, C):
     """One head (of q, k or v) of a chunk: convolution, SiLU, and of q and k the l2 norm; q is scaled by 1/√Dk.
 
-    The programs of the first head write the work list for the kernels after this one.
+    The programs of the first head write the work list.
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     head = tl.program_id(0)
-    prompts, ends = count_chunks(sequences, B, C)
+    prompts, ends = find_prompts(sequences, B, C)
     chunks = tl.max(ends, 0)
     if (head == 0) & (tl.program_id(1) == 0):
         tl.store(work_ptr, chunks)
         tl.store(work_ptr + 1, tl.sum(prompts, 0))
     for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
-        b = tl.sum((ends <= chunk).to(tl.int32), 0)
-        first = (chunk - tl.max(tl.where(ends <= chunk, ends, 0), 0)) * C.CHUNK
+        done = ends <= chunk  # sequences whose chunks come before
+        b = tl.sum(done.to(tl.int32), 0)
+        first = (chunk - tl.max(tl.where(done, ends, 0), 0)) * C.CHUNK
         row = tl.load(sequences.query_starts + b)
         count = tl.load(sequences.query_starts + b + 1) - row
         start = tl.load(sequences.seq_lens + b) - count
         ring_ptr = state.conv + tl.load(sequences.slots + b).to(tl.int64) * C.RING * CHANNELS
-        own_x_ptr, own_qkv_ptr = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * CHANNELS
         if head == 0:
-            record = work_ptr + 4 * (chunk + 1)
-            tl.store(record, row + first)
-            tl.store(record + 1, count - first)
+            tl.store(work_ptr + (1 + chunk) * _WORK, row + first)
+            tl.store(work_ptr + (1 + chunk) * _WORK + 1, count - first)
             if first == 0:
-                tl.store(work_ptr + 4 * (tl.sum(tl.where(ends <= chunk, prompts, 0), 0) + 1) + 2, b)
+                prompt = tl.sum(tl.where(done, prompts, 0), 0)
+                tl.store(work_ptr + (1 + prompt) * _WORK + 2, b)
+        inputs, outputs = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * CHANNELS
         if head < 2 * C.HK:
             scale = tl.where(head < C.HK, C.DK**-0.5, 1.0)
             _convolve_head(
-                own_x_ptr, x_stride, ring_ptr, weights.conv, own_qkv_ptr, head * C.DK, first, start, count, scale, C, C.DK
+                inputs, x_stride, ring_ptr, weights.conv, outputs, head * C.DK, first, start, count, scale, C, C.DK
             )
         else:
             channel = 2 * C.HK * C.DK + (head - 2 * C.HK) * C.DV
-            _convolve_head(
-                own_x_ptr, x_stride, ring_ptr, weights.conv, own_qkv_ptr, channel, first, start, count, None, C, C.DV
-            )
+            _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, channel, first, start, count, None, C, C.DV)
 
 
 @triton.jit
 def _chunk(work_ptr, chunk):
     """(first row, number of its sequence's tokens from there on) of a chunk in the work list."""
-    record = work_ptr + 4 * (chunk + 1)
-    return tl.load(record).to(tl.int64), tl.load(record + 1)
+    at = work_ptr + (1 + chunk) * _WORK
+    return tl.load(at).to(tl.int64), tl.load(at + 1)
 
 
 @triton.jit
@@ -214,12 +218,12 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     h = tl.program_id(1)
     for prompt in range(tl.program_id(2), tl.load(work_ptr + 1), tl.num_programs(2)):
-        b = tl.load(work_ptr + 4 * (prompt + 1) + 2)
+        b = tl.load(work_ptr + (1 + prompt) * _WORK + 2)
         row = tl.load(sequences.query_starts + b).to(tl.int64)
         count = (tl.load(sequences.query_starts + b + 1) - row).to(tl.int32)
         start = tl.load(sequences.seq_lens + b) - count
         slot = tl.load(sequences.slots + b).to(tl.int64)
-        own_x_ptr = x_ptr + row * x_stride
+        inputs = x_ptr + row * x_stride
         begin, num_snapshots = 0, 0
         if sequences.snapshots is not None:
             snapshot_ptr = sequences.snapshots + b * (2 * _SNAPSHOTS)
@@ -260,11 +264,11 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
                 S = S * tl.exp(now) + product(tl.trans(k), change, C)
             tl.store(matrix + target * C.HV * C.DK * C.DV, S)
             ring_ptr = state.conv + target * C.RING * CHANNELS
-            _keep_inputs(own_x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
+            _keep_inputs(inputs, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
             if tl.program_id(0) == 0:
                 if h % GROUP == 0:
-                    _keep_inputs(own_x_ptr, x_stride, ring_ptr, q_channels, start, end, C)
-                    _keep_inputs(own_x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
+                    _keep_inputs(inputs, x_stride, ring_ptr, q_channels, start, end, C)
+                    _keep_inputs(inputs, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
                 if C.DRAFTS > 0:
                     tl.store(state.folded + target * C.HV + h, start + end)
             begin = end
@@ -272,16 +276,15 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
 
 @prepared
 @triton.jit
-def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C):
+def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C, PARTS: tl.constexpr):
     """The gated norm of one value head of a part of a chunk, in place."""
     VALUES: tl.constexpr = C.HV * C.DV
-    PARTS: tl.constexpr = C.CHUNK // _NORM_ROWS
-    first = tl.program_id(1) % PARTS * _NORM_ROWS
+    ROWS: tl.constexpr = C.CHUNK // PARTS
+    i = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)[:, None]
     dv = tl.program_id(0) * C.DV + tl.arange(0, C.DV)[None, :]
     norm = tl.load(weights.norm + tl.arange(0, C.DV)).to(tl.float32)[None, :]
     for chunk in range(tl.program_id(1) // PARTS, tl.load(work_ptr), tl.num_programs(1) // PARTS):
         row, left = _chunk(work_ptr, chunk)
-        i = (first + tl.arange(0, _NORM_ROWS))[:, None]
         inside, token = i < left, row + i
         out_ptrs = out_ptr + token * VALUES + dv
         o = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -330,9 +333,9 @@ def chunk(a: GatedDeltaInput) -> None:
     u, w, p = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk), x.new_empty(T, Hv, CHUNK)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
     x_stride, ba_stride = x.stride(0), a.ba.stride(0)
-    work = a.sequences.slots.new_empty(1 + T // CHUNK + B, 4)
+    work = a.sequences.slots.new_empty(1 + T // CHUNK + B, _WORK.value)
     prompts = min(B, _PROMPTS)
-    chunks = T // CHUNK + prompts
+    chunks = T // CHUNK + prompts  # the most of so many prompts
     _delta_conv_kernel[(2 * Hk + Hv, chunks)](
         x, a.weights, a.state, a.sequences, qkv, work, B, x_stride, C, num_warps=4, enable_fp_fusion=False
     )
@@ -343,6 +346,6 @@ def chunk(a: GatedDeltaInput) -> None:
         x, qkv, u, w, p, decay, a.state, a.sequences, work, a.out, x_stride, C,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    _delta_norm_kernel[(Hv, chunks * (CHUNK // _NORM_ROWS.value))](
-        x, a.weights, work, a.out, x_stride, C, num_warps=4, enable_fp_fusion=False
+    _delta_norm_kernel[(Hv, chunks * _PARTS)](
+        x, a.weights, work, a.out, x_stride, C, PARTS=_PARTS, num_warps=4, enable_fp_fusion=False
     )

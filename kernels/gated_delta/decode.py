@@ -67,6 +67,8 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
     position = tl.load(sequences.seq_lens + b) - 1
     slot = tl.load(sequences.slots + b).to(tl.int64)
     live = (slot >= 0) & (count == 1)
+    if not PDL and not live:
+        return
     dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
     S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
     ring_ptr = state.conv + slot * C.RING * CHANNELS
@@ -113,6 +115,8 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
     start = tl.load(sequences.seq_lens + b) - count
     slot = tl.load(sequences.slots + b).to(tl.int64)
     live = (slot >= 0) & (count > 0)
+    if not PDL and not live:
+        return
     dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
     S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
     S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(live & (start > 0), C.DK, 0), other=0.0)
