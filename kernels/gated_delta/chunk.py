@@ -13,7 +13,7 @@ They leave out sequences of few new tokens, which `decode` computes.
 **The work list** [1 + chunks, 4] int32, for the kernels after the first: row 0 has the numbers of chunks and of prompts. Row
 1 + i has the first row of chunk i, how many tokens its sequence has from there on, and the number of prompt i in the batch. In
 CUDA graphs, most sequences may be padding. So a grid has as many programs as `_PROMPTS` prompts need at most. With more prompts,
-programs loop over chunks, or over prompts.
+programs loop over chunks, or over prompts. `disable_licm`: what is the same for all of them would fill registers over the loop.
 """
 
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
     if (head == 0) & (tl.program_id(1) == 0):
         tl.store(work_ptr, chunks)
         tl.store(work_ptr + 1, tl.sum(prompts, 0))
-    for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+    for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), disable_licm=True):
         done = ends <= chunk  # sequences whose chunks come before
         b = tl.sum(done.to(tl.int32), 0)
         first = (chunk - tl.max(tl.where(done, ends, 0), 0)) * C.CHUNK
@@ -168,7 +168,7 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
     KEYS: tl.constexpr = C.HK * C.DK
     CHANNELS: tl.constexpr = 2 * KEYS + C.HV * C.DV
     h = tl.program_id(0)
-    for chunk in range(tl.program_id(1), tl.load(work_ptr), tl.num_programs(1)):
+    for chunk in tl.range(tl.program_id(1), tl.load(work_ptr), tl.num_programs(1), disable_licm=True):
         row, left = _chunk(work_ptr, chunk)
         i = tl.arange(0, C.CHUNK)
         inside = i < left
@@ -217,7 +217,7 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
     VALUES: tl.constexpr = C.HV * C.DV
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     h = tl.program_id(1)
-    for prompt in range(tl.program_id(2), tl.load(work_ptr + 1), tl.num_programs(2)):
+    for prompt in tl.range(tl.program_id(2), tl.load(work_ptr + 1), tl.num_programs(2), disable_licm=True):
         b = tl.load(work_ptr + (1 + prompt) * _WORK + 2)
         row = tl.load(sequences.query_starts + b).to(tl.int64)
         count = (tl.load(sequences.query_starts + b + 1) - row).to(tl.int32)
