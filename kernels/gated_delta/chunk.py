@@ -26,7 +26,6 @@ from minirt.device import interpreting
 from minirt.kernels.gated_delta.constants import (
     WIDTH,
     Constants,
-    find_prompts,
     gated_norm,
     gates,
     product,
@@ -47,6 +46,17 @@ _WORK = tl.constexpr(4)  # values of a row of the work list
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
 _SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
+
+
+@triton.jit
+def _find_prompts(sequences, B, C):
+    """Of each sequence: 1 if chunks compute it, else 0, and the number of chunks up to its end."""
+    index = tl.arange(0, C.BLOCK_B)
+    starts = tl.load(sequences.query_starts + index, mask=index < B, other=0)
+    counts = tl.load(sequences.query_starts + index + 1, mask=index < B, other=0) - starts
+    slots = tl.load(sequences.slots + index, mask=index < B, other=-1)
+    prompts = ((counts > C.MOST) & (slots >= 0)).to(tl.int32)
+    return prompts, tl.cumsum(prompts * ((counts + C.CHUNK - 1) // C.CHUNK), 0)
 
 
 @triton.jit
@@ -97,7 +107,7 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     head = tl.program_id(0)
-    prompts, ends = find_prompts(sequences, B, C)
+    prompts, ends = _find_prompts(sequences, B, C)
     chunks = tl.max(ends, 0)
     if (head == 0) & (tl.program_id(1) == 0):
         tl.store(work_ptr, chunks)
@@ -128,7 +138,7 @@ def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x
 
 
 @triton.jit
-def _chunk(work_ptr, chunk):
+def _listed_chunk(work_ptr, chunk):
     """(first row, number of its sequence's tokens from there on) of a chunk in the work list."""
     at = work_ptr + (1 + chunk) * _WORK
     return tl.load(at).to(tl.int64), tl.load(at + 1)
@@ -169,7 +179,7 @@ def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_pt
     CHANNELS: tl.constexpr = 2 * KEYS + C.HV * C.DV
     h = tl.program_id(0)
     for chunk in tl.range(tl.program_id(1), tl.load(work_ptr), tl.num_programs(1), disable_licm=True):
-        row, left = _chunk(work_ptr, chunk)
+        row, left = _listed_chunk(work_ptr, chunk)
         i = tl.arange(0, C.CHUNK)
         inside = i < left
         token = row + i
@@ -284,7 +294,7 @@ def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C, PARTS: tl
     dv = tl.program_id(0) * C.DV + tl.arange(0, C.DV)[None, :]
     norm = tl.load(weights.norm + tl.arange(0, C.DV)).to(tl.float32)[None, :]
     for chunk in range(tl.program_id(1) // PARTS, tl.load(work_ptr), tl.num_programs(1) // PARTS):
-        row, left = _chunk(work_ptr, chunk)
+        row, left = _listed_chunk(work_ptr, chunk)
         inside, token = i < left, row + i
         out_ptrs = out_ptr + token * VALUES + dv
         o = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)

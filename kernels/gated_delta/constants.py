@@ -1,4 +1,4 @@
-"""What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates, the search for prompts."""
+"""What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates."""
 
 from typing import Any, NamedTuple
 
@@ -136,14 +136,3 @@ def product(a, b, C):
         if C.PRECISION == "tf32":
             a, b = _round_to_tf32(a), _round_to_tf32(b)
         return tl.dot(a, b, input_precision=C.PRECISION)
-
-
-@triton.jit
-def find_prompts(sequences, B, C):
-    """Of each sequence: 1 if `chunk` computes it, else 0, and the number of chunks up to its end."""
-    index = tl.arange(0, C.BLOCK_B)
-    starts = tl.load(sequences.query_starts + index, mask=index < B, other=0)
-    counts = tl.load(sequences.query_starts + index + 1, mask=index < B, other=0) - starts
-    slots = tl.load(sequences.slots + index, mask=index < B, other=-1)
-    prompts = ((counts > C.MOST) & (slots >= 0)).to(tl.int32)
-    return prompts, tl.cumsum(prompts * ((counts + C.CHUNK - 1) // C.CHUNK), 0)
