@@ -2,13 +2,18 @@
 
 `reference.chunk_gated_delta_rule` has the formulas. There are four kernels:
 
-- the convolution, with the l2 norm;
+- the convolution, with the l2 norm. It also writes the work list;
 - what a chunk needs of itself: the inverse T of its triangular system, U = T (β V), W = T (β e^G K) and P = Q Kᵀ with its
   decays; all chunks in parallel;
 - outputs and states: the chunks of a sequence one after the other, heads and blocks of Dv in parallel;
 - the gated norm.
 
 They leave out sequences of few new tokens, which `decode` computes.
+
+**The work list** [1 + chunks, 4] int32, for the kernels after the first: row 0 has the numbers of chunks and of prompts. Row
+1 + i has the first row of chunk i, how many tokens its sequence has from there on, and the number of prompt i in the batch. In
+CUDA graphs, most sequences may be padding. So a grid has as many programs as `_PROMPTS` prompts need at most. With more prompts,
+programs loop over chunks, or over prompts. `disable_licm`: what is the same for all of them would fill registers over the loop.
 """
 
 from typing import NamedTuple
@@ -21,11 +26,10 @@ from minirt.device import interpreting
 from minirt.kernels.gated_delta.constants import (
     WIDTH,
     Constants,
-    convolve,
-    find_chunk,
     gated_norm,
     gates,
     product,
+    silu,
     unit,
 )
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
@@ -34,53 +38,110 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
+_PROMPTS = 8  # that all have programs of their own
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
+_PARTS = 4  # of a chunk, for the norm: small programs, of which many share an SM
+_RUN = tl.constexpr(8)  # consecutive tokens of the convolution that a thread computes
+_WORK = tl.constexpr(4)  # values of a row of the work list
 _ROWS = tl.constexpr(_BLOCK)
 _BLOCKS = tl.constexpr(CHUNK // _BLOCK)
 _SNAPSHOTS = tl.constexpr(MAX_SNAPSHOTS)
 
 
 @triton.jit
-def _convolve_tokens(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channels, t, inside, start, scale, C, ALL_NEW: tl.constexpr):
-    """Tokens `t` of one head, where `inside`. scale None: no l2 norm."""
-    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
-    t, inside = t[:, None], inside[:, None]
-    y = convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, start + t, start, inside, C, ALL_NEW)
-    if scale is not None:
-        y = unit(y, 1) * scale
-    tl.store(out_ptr + t.to(tl.int64) * CHANNELS + channels, y.to(out_ptr.dtype.element_ty), mask=inside)
+def _find_prompts(sequences, B, C):
+    """Of each sequence: 1 if chunks compute it, else 0, and the number of chunks up to its end."""
+    index = tl.arange(0, C.BLOCK_B)
+    starts = tl.load(sequences.query_starts + index, mask=index < B, other=0)
+    counts = tl.load(sequences.query_starts + index + 1, mask=index < B, other=0) - starts
+    slots = tl.load(sequences.slots + index, mask=index < B, other=-1)
+    prompts = ((counts > C.MOST) & (slots >= 0)).to(tl.int32)
+    return prompts, tl.cumsum(prompts * ((counts + C.CHUNK - 1) // C.CHUNK), 0)
+
+
+@triton.jit
+def _taps(weight_ptr, channel, D: tl.constexpr):
+    """The weights of D channels from `channel` on, the oldest token's first: four of [1, D]."""
+    channels = channel + tl.arange(0, D)[:, None]
+    weight = tl.load(weight_ptr + channels * WIDTH + tl.arange(0, WIDTH)[None, :]).to(tl.float32)
+    even, odd = tl.split(tl.reshape(weight, (D, WIDTH // 2, 2)))
+    even, odd = tl.split(even), tl.split(odd)
+    return even[0][None, :], odd[0][None, :], even[1][None, :], odd[1][None, :]
 
 
 @triton.jit
 def _convolve_head(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channel, first, start, count, scale, C, D: tl.constexpr):
-    """A chunk of one head's D channels from `channel` on. Only a sequence's first new tokens need inputs of earlier steps."""
+    """A chunk of one head's D channels from `channel` on. scale None: no l2 norm.
+
+    A row of the tile is a run of consecutive tokens, whose inputs are loaded once, with the three before them.
+    """
+    CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     channels = channel + tl.arange(0, D)[None, :]
-    t = first + tl.arange(0, C.CHUNK)
-    inside = (t >= WIDTH - 1) & (t < count)
-    _convolve_tokens(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channels, t, inside, start, scale, C, True)
-    if first == 0:
-        early = tl.arange(0, WIDTH)
-        some = (early < WIDTH - 1) & (early < count)
-        _convolve_tokens(x_ptr, x_stride, ring_ptr, weight_ptr, out_ptr, channels, early, some, start, scale, C, False)
+    taps = _taps(weight_ptr, channel, D)
+    t = first + tl.arange(0, C.CHUNK // _RUN)[:, None] * _RUN
+    x_ptrs, out_ptrs = x_ptr + t.to(tl.int64) * x_stride + channels, out_ptr + t.to(tl.int64) * CHANNELS + channels
+    inputs = ()
+    for j in tl.static_range(1 - WIDTH, _RUN):
+        ptrs, inside = x_ptrs + j * x_stride, t + j < count
+        if j < 0:  # before a sequence's first new token are inputs of earlier steps
+            position = start + t + j
+            ring_ptrs = ring_ptr + (position + C.RING) % C.RING * CHANNELS + channels
+            ptrs, inside = tl.where(t + j < 0, ring_ptrs, ptrs), inside & (position >= 0)
+        inputs += (tl.load(ptrs, mask=inside, other=0.0),)  # type: ignore[assignment]
+    for j in tl.static_range(_RUN):
+        y = inputs[j].to(tl.float32) * taps[0]
+        for tap in tl.static_range(1, WIDTH):
+            y += inputs[j + tap].to(tl.float32) * taps[tap]
+        y = silu(y)
+        if scale is not None:
+            y = unit(y, 1) * scale
+        tl.store(out_ptrs + j * CHANNELS, y.to(out_ptr.dtype.element_ty), mask=t + j < count)
 
 
 @prepared
 @triton.jit(do_not_specialize=["B"])
-def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, B, x_stride, C):
-    """One head (of q, k or v) of a chunk: convolution, SiLU, and of q and k the l2 norm; q is scaled by 1/√Dk."""
+def _delta_conv_kernel(x_ptr, weights, state, sequences, qkv_ptr, work_ptr, B, x_stride, C):
+    """One head (of q, k or v) of a chunk: convolution, SiLU, and of q and k the l2 norm; q is scaled by 1/√Dk.
+
+    The programs of the first head write the work list.
+    """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
-    head = tl.program_id(1)
-    row, count, start, slot, first = find_chunk(tl.program_id(0), sequences, B, C)
-    if first < count:
-        x_ptr += row * x_stride
-        qkv_ptr += row * CHANNELS
-        ring_ptr = state.conv + slot * C.RING * CHANNELS
+    head = tl.program_id(0)
+    prompts, ends = _find_prompts(sequences, B, C)
+    chunks = tl.max(ends, 0)
+    if (head == 0) & (tl.program_id(1) == 0):
+        tl.store(work_ptr, chunks)
+        tl.store(work_ptr + 1, tl.sum(prompts, 0))
+    for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), disable_licm=True):
+        done = ends <= chunk  # sequences whose chunks come before
+        b = tl.sum(done.to(tl.int32), 0)
+        first = (chunk - tl.max(tl.where(done, ends, 0), 0)) * C.CHUNK
+        row = tl.load(sequences.query_starts + b)
+        count = tl.load(sequences.query_starts + b + 1) - row
+        start = tl.load(sequences.seq_lens + b) - count
+        ring_ptr = state.conv + tl.load(sequences.slots + b).to(tl.int64) * C.RING * CHANNELS
+        if head == 0:
+            tl.store(work_ptr + (1 + chunk) * _WORK, row + first)
+            tl.store(work_ptr + (1 + chunk) * _WORK + 1, count - first)
+            if first == 0:
+                prompt = tl.sum(tl.where(done, prompts, 0), 0)
+                tl.store(work_ptr + (1 + prompt) * _WORK + 2, b)
+        inputs, outputs = x_ptr + row.to(tl.int64) * x_stride, qkv_ptr + row.to(tl.int64) * CHANNELS
         if head < 2 * C.HK:
             scale = tl.where(head < C.HK, C.DK**-0.5, 1.0)
-            _convolve_head(x_ptr, x_stride, ring_ptr, weights.conv, qkv_ptr, head * C.DK, first, start, count, scale, C, C.DK)
+            _convolve_head(
+                inputs, x_stride, ring_ptr, weights.conv, outputs, head * C.DK, first, start, count, scale, C, C.DK
+            )
         else:
             channel = 2 * C.HK * C.DK + (head - 2 * C.HK) * C.DV
-            _convolve_head(x_ptr, x_stride, ring_ptr, weights.conv, qkv_ptr, channel, first, start, count, None, C, C.DV)
+            _convolve_head(inputs, x_stride, ring_ptr, weights.conv, outputs, channel, first, start, count, None, C, C.DV)
+
+
+@triton.jit
+def _listed_chunk(work_ptr, chunk):
+    """(first row, number of its sequence's tokens from there on) of a chunk in the work list."""
+    at = work_ptr + (1 + chunk) * _WORK
+    return tl.load(at).to(tl.int64), tl.load(at + 1)
 
 
 @triton.jit
@@ -111,17 +172,17 @@ def _inverse(A, C):
 
 
 @prepared
-@triton.jit(do_not_specialize=["B", "ba_stride"])
-def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, sequences, u_ptr, w_ptr, p_ptr, decay_ptr, B, ba_stride, C):
+@triton.jit(do_not_specialize=["ba_stride"])
+def _delta_prepare_kernel(qkv_ptr, ba_ptr, weights, work_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, ba_stride, C):
     """One value head of a chunk: U, W, P = Q Kᵀ with its decays, and G, the running sums of g."""
     KEYS: tl.constexpr = C.HK * C.DK
     CHANNELS: tl.constexpr = 2 * KEYS + C.HV * C.DV
-    h = tl.program_id(1)
-    row, count, _start, _slot, first = find_chunk(tl.program_id(0), sequences, B, C)
-    if first < count:
+    h = tl.program_id(0)
+    for chunk in tl.range(tl.program_id(1), tl.load(work_ptr), tl.num_programs(1), disable_licm=True):
+        row, left = _listed_chunk(work_ptr, chunk)
         i = tl.arange(0, C.CHUNK)
-        inside = first + i < count
-        token = row + first + i
+        inside = i < left
+        token = row + i
         dk, dv = tl.arange(0, C.DK)[None, :], tl.arange(0, C.DV)[None, :]
         at = qkv_ptr + token[:, None] * CHANNELS
         keys = at + h // (C.HV // C.HK) * C.DK + dk
@@ -159,25 +220,26 @@ def _keep_inputs(x_ptr, x_stride, ring_ptr, channels, start, count, C):
 
 @prepared
 @triton.jit
-def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, out_ptr, x_stride, C):
-    """BLOCK_V channels of one value head of one sequence: its outputs, before the norm, its next state and its snapshots."""
+def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, sequences, work_ptr, out_ptr, x_stride, C):
+    """BLOCK_V channels of one value head of a sequence: its outputs, before the norm, its next state and its snapshots."""
     GROUP: tl.constexpr = C.HV // C.HK
     KEYS: tl.constexpr = C.HK * C.DK
     VALUES: tl.constexpr = C.HV * C.DV
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
-    b, h = tl.program_id(0), tl.program_id(1)
-    row = tl.load(sequences.query_starts + b).to(tl.int64)
-    count = (tl.load(sequences.query_starts + b + 1) - row).to(tl.int32)
-    start = tl.load(sequences.seq_lens + b) - count
-    slot = tl.load(sequences.slots + b).to(tl.int64)
-    if (slot >= 0) & (count > C.MOST):
-        x_ptr += row * x_stride
+    h = tl.program_id(1)
+    for prompt in tl.range(tl.program_id(2), tl.load(work_ptr + 1), tl.num_programs(2), disable_licm=True):
+        b = tl.load(work_ptr + (1 + prompt) * _WORK + 2)
+        row = tl.load(sequences.query_starts + b).to(tl.int64)
+        count = (tl.load(sequences.query_starts + b + 1) - row).to(tl.int32)
+        start = tl.load(sequences.seq_lens + b) - count
+        slot = tl.load(sequences.slots + b).to(tl.int64)
+        inputs = x_ptr + row * x_stride
         begin, num_snapshots = 0, 0
         if sequences.snapshots is not None:
             snapshot_ptr = sequences.snapshots + b * (2 * _SNAPSHOTS)
             for j in tl.static_range(_SNAPSHOTS):
                 num_snapshots += (tl.load(snapshot_ptr + 2 * j) >= 0).to(tl.int32)
-        dk, dv = tl.arange(0, C.DK), tl.program_id(2) * C.BLOCK_V + tl.arange(0, C.BLOCK_V)
+        dk, dv = tl.arange(0, C.DK), tl.program_id(0) * C.BLOCK_V + tl.arange(0, C.BLOCK_V)
         matrix = state.recurrent + (h * C.DK + dk[:, None]) * C.DV + dv[None, :]
         S = tl.load(matrix + slot * C.HV * C.DK * C.DV, mask=dk[:, None] < tl.where(start > 0, C.DK, 0), other=0.0)
         i = tl.arange(0, C.CHUNK)
@@ -212,31 +274,31 @@ def _delta_state_kernel(x_ptr, qkv_ptr, u_ptr, w_ptr, p_ptr, decay_ptr, state, s
                 S = S * tl.exp(now) + product(tl.trans(k), change, C)
             tl.store(matrix + target * C.HV * C.DK * C.DV, S)
             ring_ptr = state.conv + target * C.RING * CHANNELS
-            _keep_inputs(x_ptr, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
-            if tl.program_id(2) == 0:
+            _keep_inputs(inputs, x_stride, ring_ptr, 2 * KEYS + h * C.DV + dv, start, end, C)
+            if tl.program_id(0) == 0:
                 if h % GROUP == 0:
-                    _keep_inputs(x_ptr, x_stride, ring_ptr, q_channels, start, end, C)
-                    _keep_inputs(x_ptr, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
+                    _keep_inputs(inputs, x_stride, ring_ptr, q_channels, start, end, C)
+                    _keep_inputs(inputs, x_stride, ring_ptr, KEYS + q_channels, start, end, C)
                 if C.DRAFTS > 0:
                     tl.store(state.folded + target * C.HV + h, start + end)
             begin = end
 
 
 @prepared
-@triton.jit(do_not_specialize=["B"])
-def _delta_norm_kernel(x_ptr, weights, sequences, out_ptr, B, x_stride, C):
-    """The gated norm of one value head of a chunk, in place."""
+@triton.jit
+def _delta_norm_kernel(x_ptr, weights, work_ptr, out_ptr, x_stride, C, PARTS: tl.constexpr):
+    """The gated norm of one value head of a part of a chunk, in place."""
     VALUES: tl.constexpr = C.HV * C.DV
-    row, count, _start, _slot, first = find_chunk(tl.program_id(0), sequences, B, C)
-    if first < count:
-        t = (first + tl.arange(0, C.CHUNK))[:, None]
-        inside = t < count
-        token = row + t
-        dv = tl.program_id(1) * C.DV + tl.arange(0, C.DV)[None, :]
+    ROWS: tl.constexpr = C.CHUNK // PARTS
+    i = tl.program_id(1) % PARTS * ROWS + tl.arange(0, ROWS)[:, None]
+    dv = tl.program_id(0) * C.DV + tl.arange(0, C.DV)[None, :]
+    norm = tl.load(weights.norm + tl.arange(0, C.DV)).to(tl.float32)[None, :]
+    for chunk in range(tl.program_id(1) // PARTS, tl.load(work_ptr), tl.num_programs(1) // PARTS):
+        row, left = _listed_chunk(work_ptr, chunk)
+        inside, token = i < left, row + i
         out_ptrs = out_ptr + token * VALUES + dv
         o = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
         z = tl.load(x_ptr + token * x_stride + 2 * C.HK * C.DK + VALUES + dv, mask=inside, other=0.0).to(tl.float32)
-        norm = tl.load(weights.norm + tl.arange(0, C.DV)).to(tl.float32)[None, :]
         tl.store(out_ptrs, gated_norm(o, z, norm, weights.eps, 1, C.DV).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -280,14 +342,20 @@ def chunk(a: GatedDeltaInput) -> None:
     qkv = x.new_empty(T, a.state.conv.shape[2])
     u, w, p = x.new_empty(T, Hv, Dv), x.new_empty(T, Hv, Dk), x.new_empty(T, Hv, CHUNK)
     decay = x.new_empty(T, Hv, dtype=torch.float32)
-    chunks, x_stride, ba_stride = T // CHUNK + B, x.stride(0), a.ba.stride(0)
-    _delta_conv_kernel[(chunks, 2 * Hk + Hv)](
-        x, a.weights, a.state, a.sequences, qkv, B, x_stride, C, num_warps=8, enable_fp_fusion=False
+    x_stride, ba_stride = x.stride(0), a.ba.stride(0)
+    work = a.sequences.slots.new_empty(1 + T // CHUNK + B, _WORK.value)
+    prompts = min(B, _PROMPTS)
+    chunks = T // CHUNK + prompts  # the most of so many prompts
+    _delta_conv_kernel[(2 * Hk + Hv, chunks)](
+        x, a.weights, a.state, a.sequences, qkv, work, B, x_stride, C, num_warps=4, enable_fp_fusion=False
     )
-    _delta_prepare_kernel[(chunks, Hv)](
-        qkv, a.ba, a.weights, a.sequences, u, w, p, decay, B, ba_stride, C, num_warps=8 if wide else 4
+    _delta_prepare_kernel[(Hv, chunks)](
+        qkv, a.ba, a.weights, work, u, w, p, decay, ba_stride, C, num_warps=8 if wide else 4
     )
-    _delta_state_kernel[(B, Hv, Dv // C.BLOCK_V)](
-        x, qkv, u, w, p, decay, a.state, a.sequences, a.out, x_stride, C, num_warps=config.num_warps, num_stages=config.num_stages
+    _delta_state_kernel[(Dv // C.BLOCK_V, Hv, prompts)](
+        x, qkv, u, w, p, decay, a.state, a.sequences, work, a.out, x_stride, C,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    _delta_norm_kernel[(Hv, chunks * _PARTS)](
+        x, a.weights, work, a.out, x_stride, C, PARTS=_PARTS, num_warps=4, enable_fp_fusion=False
     )
-    _delta_norm_kernel[(chunks, Hv)](x, a.weights, a.sequences, a.out, B, x_stride, C, num_warps=4, enable_fp_fusion=False)

@@ -1,10 +1,11 @@
-"""What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates, the search for a sequence."""
+"""What the kernels of gated DeltaNet share: compile-time constants, the convolution, the gates."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from minirt.kernels.attention.online_softmax import INTERPRETED, inverse
 from minirt.kernels.gated_delta import operands
 from minirt.kernels.gated_delta.operands import GatedDeltaInput
 from minirt.kernels.prepared import compile_time
@@ -58,26 +59,31 @@ def raw_input(x_ptrs, ring_ptrs, position, start, inside):
 
 
 @triton.jit
-def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C, ALL_NEW: tl.constexpr = False):
+def convolve(x_ptr, x_stride, ring_ptr, weight_ptr, channels, position, start, inside, C):
     """SiLU of the causal convolution at `position`, for `channels`; the two broadcast with each other.
 
     Args:
         x_ptr: the row of the sequence's first new token, which is at position `start`.
         ring_ptr: of the sequence's slot.
-        ALL_NEW: `inside` has only positions from start + WIDTH − 1 on, so the ring is not read.
     """
     CHANNELS: tl.constexpr = 2 * C.HK * C.DK + C.HV * C.DV
     y = position * 0.0 + channels * 0.0
     for j in tl.static_range(WIDTH):
         before = position - (WIDTH - 1 - j)
         x_ptrs = x_ptr + (before - start).to(tl.int64) * x_stride + channels
-        if ALL_NEW:
-            value = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-        else:
-            ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
-            value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
+        ring_ptrs = ring_ptr + (before + C.RING) % C.RING * CHANNELS + channels  # also of a negative position
+        value = raw_input(x_ptrs, ring_ptrs, before, start, inside)
         y += value * tl.load(weight_ptr + channels * WIDTH + j).to(tl.float32)
-    return y * tl.sigmoid(y)
+    return silu(y)
+
+
+@triton.jit
+def silu(x):
+    """x · sigmoid(x); 0 for x below −87. `tl.sigmoid` also handles denormal numbers, which takes twice as many instructions."""
+    if INTERPRETED:
+        return x * tl.sigmoid(x)
+    else:
+        return x * inverse(1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
@@ -102,7 +108,7 @@ def gates(b, a, A_log, dt_bias):
 def gated_norm(o, z, weight, eps, AXIS: tl.constexpr, D: tl.constexpr):
     """RMSNorm of o along an axis, times SiLU of z. All in fp32."""
     normed = o * tl.expand_dims(tl.rsqrt(tl.sum(o * o, AXIS) / D + eps), AXIS)
-    return normed * weight * (z * tl.sigmoid(z))
+    return normed * weight * silu(z)
 
 
 @triton.jit
@@ -130,22 +136,3 @@ def product(a, b, C):
         if C.PRECISION == "tf32":
             a, b = _round_to_tf32(a), _round_to_tf32(b)
         return tl.dot(a, b, input_precision=C.PRECISION)
-
-
-@triton.jit
-def find_chunk(block, sequences, B, C):
-    """A chunk: (first row of its sequence, the sequence's new tokens, position of the first of them, slot, first token).
-
-    The chunks of sequence b have the numbers from query_starts[b] // CHUNK + b on, so the numbers of tokens and sequences alone
-    determine how many numbers there are, and some are not used: their first token is not below the number of new tokens. So is
-    that of sequences that chunks do not compute.
-    """
-    index = tl.arange(0, C.BLOCK_B)
-    starts = tl.load(sequences.query_starts + index, mask=index < B, other=2**30)
-    b = tl.sum((starts // C.CHUNK + index <= block).to(tl.int32), 0) - 1
-    row = tl.load(sequences.query_starts + b)
-    count = tl.load(sequences.query_starts + b + 1) - row
-    slot = tl.load(sequences.slots + b)
-    first = (block - row // C.CHUNK - b) * C.CHUNK
-    count = tl.where((count > C.MOST) & (slot >= 0), count, 0)
-    return row.to(tl.int64), count, tl.load(sequences.seq_lens + b) - count, slot.to(tl.int64), first

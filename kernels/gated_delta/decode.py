@@ -8,7 +8,7 @@ heads that share a key head compute its convolution each.
 import triton
 import triton.language as tl
 
-from minirt.kernels.gated_delta.constants import WIDTH, Constants, convolve, gated_norm, gates, unit
+from minirt.kernels.gated_delta.constants import WIDTH, Constants, convolve, gated_norm, gates, silu, unit
 from minirt.kernels.gated_delta.operands import GatedDeltaInput
 from minirt.kernels.launch import launch_options
 from minirt.kernels.pdl import wait_for_input
@@ -50,8 +50,7 @@ def _older_taps(ring_ptr, weight_ptr, channels, position, inside, C):
 
 @triton.jit
 def _newest_tap(taps, x):
-    y = taps[0] + taps[1] * x.to(tl.float32)
-    return y * tl.sigmoid(y)
+    return silu(taps[0] + taps[1] * x.to(tl.float32))
 
 
 @prepared
@@ -68,6 +67,8 @@ def _delta_decode_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
     position = tl.load(sequences.seq_lens + b) - 1
     slot = tl.load(sequences.slots + b).to(tl.int64)
     live = (slot >= 0) & (count == 1)
+    if not PDL and not live:
+        return
     dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
     S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
     ring_ptr = state.conv + slot * C.RING * CHANNELS
@@ -114,6 +115,8 @@ def _delta_drafts_kernel(x_ptr, ba_ptr, weights, state, sequences, out_ptr, x_st
     start = tl.load(sequences.seq_lens + b) - count
     slot = tl.load(sequences.slots + b).to(tl.int64)
     live = (slot >= 0) & (count > 0)
+    if not PDL and not live:
+        return
     dk, dv = tl.arange(0, C.DK), tl.arange(0, C.DV)
     S_ptrs = state.recurrent + ((slot * C.HV + h) * C.DK + dk[:, None]) * C.DV + dv[None, :]
     S = tl.load(S_ptrs, mask=dk[:, None] < tl.where(live & (start > 0), C.DK, 0), other=0.0)

@@ -6,7 +6,8 @@ each other at every step.
 
 A tile has 128 or 192 rows, so up to 192 tokens take one pass over the weights, and up to 384 take two. Its columns are those of a
 pair of strips of weight rows: two neighbouring strips or, for a gated activation, a strip of gate and the same strip of up. A
-second pair of narrower strips gives widths between the powers of two, with which the last round of tiles is full.
+second pair of narrower strips gives widths between the powers of two, with which the last round of tiles is full. Where there is
+one pair of neighbouring strips, a last round that would have work for at most half of the programs takes single strips as tiles.
 
 K is split in two parts if few tiles would leave SMs idle, or if the tiles would be so narrow that reading from L2 takes longer
 than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to
@@ -64,6 +65,7 @@ class _Constants(NamedTuple):
         COLUMNS: output columns of a tile; FIRST: of its first pair of strips.
         MORE: weight rows of the second pair; 0: there is none. (If gated, it has half as many output columns.)
         SHIFT: see `_first`.
+        STRIPS: whether the tiles from `whole` on are single strips.
         PROMOTE: steps in K after which the sums are set aside, divided by SCALE; 0: never.
     """
 
@@ -75,6 +77,7 @@ class _Constants(NamedTuple):
     MORE: int
     STAGES: int
     SHIFT: bool
+    STRIPS: bool
     PROMOTE: int
     SCALE: float
     SPLIT: int
@@ -112,26 +115,34 @@ def _finish_strip(acc, acc_up, ep, added, t, n, T, N, C):
 
 
 @gluon.jit
+def _store_strip(acc, out, staging, ep, t, n, T, N, C, STRIP: gl.constexpr, GROUP: gl.constexpr):
+    """Finish and store the left (STRIP = 0) or right strip of a pair, from column n on.
+
+    If there is a residual, the group's buffer STRIP holds it.
+    """
+    added = ()
+    if ep.residual is not None:
+        added = (staging.index(2 * GROUP + STRIP).load(acc.type.layout).to(gl.float32),)
+    value = _finish_strip(acc, acc, ep, added, t, n, T, N, C)
+    _store(out, value, t, n, staging, STRIP * (acc.shape[1] // out.block_type.shape[1]), GROUP, C.GROUPS)
+
+
+@gluon.jit
 def _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP: gl.constexpr):
-    """Finish and store a pair of strips. The group's two buffers hold the residual."""
     left, right = halves(acc)
     if C.GATED:
         _store(out, _finish_strip(left, right, ep, (), t, n, T, N, C), t, n, staging, 0, GROUP, C.GROUPS)
     else:
-        STRIP: gl.constexpr = left.shape[1]
-        added, more_added = (), ()
-        if ep.residual is not None:
-            added = (staging.index(2 * GROUP).load(left.type.layout).to(gl.float32),)
-        _store(out, _finish_strip(left, left, ep, added, t, n, T, N, C), t, n, staging, 0, GROUP, C.GROUPS)
-        if ep.residual is not None:
-            more_added = (staging.index(2 * GROUP + 1).load(left.type.layout).to(gl.float32),)
-        right = _finish_strip(right, right, ep, more_added, t, n + STRIP, T, N, C)
-        _store(out, right, t, n + STRIP, staging, STRIP // out.block_type.shape[1], GROUP, C.GROUPS)
+        _store_strip(left, out, staging, ep, t, n, T, N, C, 0, GROUP)
+        _store_strip(right, out, staging, ep, t, n + left.shape[1], T, N, C, 1, GROUP)
 
 
 @gluon.jit
-def _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP: gl.constexpr):
-    _finish_pair(acc, outs[0], buffers[0], ep, t, n, T, N, C, GROUP)
+def _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS: gl.constexpr, GROUP: gl.constexpr):
+    if STRIPS == 1:
+        _store_strip(acc, outs[0], buffers[0], ep, t, n, T, N, C, 0, GROUP)
+    else:
+        _finish_pair(acc, outs[0], buffers[0], ep, t, n, T, N, C, GROUP)
     if C.MORE != 0:
         _finish_pair(more, outs[1], buffers[1], ep, t, n + C.FIRST, T, N, C, GROUP)
 
@@ -182,6 +193,13 @@ def _first(tile, T, tiles_n, C):
     if C.SHIFT:
         t = min(t, max(T - 64 * C.GROUPS, 0))
     return t, n
+
+
+@gluon.jit
+def _first_of_strip(strip, whole, T, tiles_n, C):
+    """The first row and the first column of a strip; its number counts from the first strip of tile `whole` on."""
+    t, n = _first(whole + strip // 2, T, tiles_n, C)
+    return t, n + strip % 2 * (C.COLUMNS // 2)
 
 
 @gluon.jit
@@ -236,10 +254,21 @@ def _fetch_weights(weight, more_weight, ring, stage, n, k, N, C):
 
 
 @gluon.jit
+def _fetch_strip(x, weight, ring, stage, t, n, k, T, C):
+    """Fetch a step of a tile that is a single strip."""
+    x_tiles, w_tiles, _, full, _ = ring
+    STRIP: gl.constexpr = w_tiles.shape[1] // 2
+    bar = full.index(stage)
+    mbarrier.expect(bar, (64 * C.GROUPS + STRIP) * w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8)
+    tma_load(weight, [n, k], bar, w_tiles.index(stage).slice(0, STRIP))
+    _fetch_rows(x, t, k, T, bar, x_tiles, stage, C)
+
+
+@gluon.jit
 def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
     """Task of the fetching warp."""
     x_tiles, w_tiles, _, full, empty = ring
-    T, N, tiles, tiles_n = sizes
+    T, N, tiles, tiles_n, whole = sizes
     BLOCK_K: gl.constexpr = w_tiles.shape[2]
     PART: gl.constexpr = (C.K + C.SPLIT * BLOCK_K - 1) // (C.SPLIT * BLOCK_K) * BLOCK_K
     step = 0
@@ -255,7 +284,7 @@ def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
         for i in range(ahead):
             _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, C)
         step += ahead
-    for part in range(gl.program_id(0), tiles * C.SPLIT, gl.num_programs(0)):
+    for part in range(gl.program_id(0), whole * C.SPLIT, gl.num_programs(0)):
         t, n = _first(part // C.SPLIT, T, tiles_n, C)
         first = part % C.SPLIT * PART
         # Not `ahead = 0` at the loop's end: Triton 3.6 drops it, and every tile would skip steps, which then never arrive.
@@ -265,6 +294,12 @@ def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
             _fetch_weights(weight, more_weight, ring, stage, n, k, N, C)
             _fetch_rows(x, t, k, T, full.index(stage), x_tiles, stage, C)
             step += 1
+    if C.STRIPS:
+        for strip in range(gl.program_id(0), 2 * (tiles - whole), gl.num_programs(0)):
+            t, n = _first_of_strip(strip, whole, T, tiles_n, C)
+            for k in range(0, C.K, BLOCK_K):
+                _fetch_strip(x, weight, ring, wait_empty(empty, step), t, n, k, T, C)
+                step += 1
     if PDL:
         # Not earlier: the next kernel's programs would crowd onto the first idle SMs. They start beside the remaining products.
         gdc_launch_dependents()
@@ -277,7 +312,8 @@ def _add_products(ring, acc, more, step, first, last, C, GROUP: gl.constexpr):
     for i in range(first, last):
         stage = wait_full(full, step)
         x = _group_rows(x_tiles, stage, GROUP, C.GROUPS)
-        acc = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), acc, use_acc=i > first, is_async=True)
+        w = w_tiles.index(stage).slice(0, acc.shape[1])
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=i > first, is_async=True)
         if C.MORE != 0:
             more = warpgroup_mma(x, more_tiles.index(stage).permute((1, 0)), more, use_acc=i > first, is_async=True)
             acc, more = warpgroup_mma_wait(2, deps=[acc, more])
@@ -369,27 +405,37 @@ def _add_other_part(acc, more, workspace, tile, part, C, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_residual(residuals, arrived, buffers, t, n, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr):
-    """Fetch a group's rows of the residual into the buffers through which it stores them later. `arrived`: its barrier."""
+def _fetch_residual(
+    residuals, arrived, buffers, t, n, STRIPS: gl.constexpr, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Fetch a group's rows of the residual into the buffers through which it stores them later. `arrived`: its barrier.
+
+    WIDTH: columns of the first pair, of which a tile has one or both strips.
+    """
     residual, more_residual = residuals
     staging, more_staging = buffers
     tma.store_wait(0)
-    mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
+    mbarrier.expect(arrived, 64 * (STRIPS * (WIDTH // 2) + MORE) * 2)
     tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
-    tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
+    if STRIPS == 2:
+        tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
     if MORE != 0:
         tma_load(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
         tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
 
 
 @gluon.jit
-def _multiply_tiles(
-    ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr
+def _multiply_tile(
+    ring, residuals, arrived, outs, buffers, ep, workspace, sizes, part, t, n, step, phase, needed, C, STRIPS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Task of one group of four warps: 64 rows of each of the program's tiles."""
+    """64 rows of a tile, or with SPLIT of a part of K: a pair of strips, and the second pair, or with STRIPS = 1 a single strip.
+
+    Returns the numbers of the next step and of the next phase of the residual's barrier.
+    """
     x_tiles, w_tiles, _, _, _ = ring
-    T, N, tiles, tiles_n = sizes
-    WIDTH: gl.constexpr = w_tiles.shape[1]
+    T, N, _, _, _ = sizes
+    WIDTH: gl.constexpr = w_tiles.shape[1] // 2 * STRIPS
     STEPS: gl.constexpr = (C.K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
     PART: gl.constexpr = (STEPS + C.SPLIT - 1) // C.SPLIT
     CHUNK: gl.constexpr = C.PROMOTE if C.PROMOTE != 0 else PART
@@ -398,6 +444,55 @@ def _multiply_tiles(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.MORE if C.MORE != 0 else WIDTH, DEPTH])
     ASIDE: gl.constexpr = gl.float32 if C.SCALE == 1 else gl.float16
     RESIDUAL: gl.constexpr = ep.residual is not None
+    t = _group_row(t, T, C, GROUP)
+    steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
+    if RESIDUAL:
+        _fetch_residual(residuals, arrived, buffers, t, n, STRIPS, w_tiles.shape[1], C.MORE, GROUP)
+    acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
+    more = gl.zeros([64, C.MORE], gl.float32, NARROW) if C.MORE != 0 else 0
+    if C.SCALE_ROWS is not None:
+        acc, more, step = _add_blocks(ring, ep, acc, more, step, part % C.SPLIT * PART, steps, t, n, T, N, C, GROUP)
+    elif CHUNK < PART:
+        aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
+        more_aside = aside
+        if C.MORE != 0:
+            more_aside = gl.zeros([64, C.MORE], ASIDE, NARROW)
+        for first in range(0, steps, CHUNK):
+            last = min(first + CHUNK, steps)
+            acc, more, step = _add_products(ring, acc, more, step, first, last, C, GROUP)
+            if first > 0:
+                acc += aside.to(gl.float32) * C.SCALE
+                if C.MORE != 0:
+                    more += more_aside.to(gl.float32) * C.SCALE
+            if last < steps:
+                aside = (acc * (1 / C.SCALE)).to(ASIDE)
+                if C.MORE != 0:
+                    more_aside = (more * (1 / C.SCALE)).to(ASIDE)
+    else:
+        acc, more, step = _add_products(ring, acc, more, step, 0, steps, C, GROUP)
+    if RESIDUAL:
+        mbarrier.wait(arrived, phase)
+        phase ^= 1
+    else:
+        tma.store_wait(0)
+    if C.SPLIT == 2:
+        acc, more, last = _add_other_part(acc, more, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
+        if last:
+            _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
+    else:
+        if ep.row_maxima is not None:
+            _store_row_maxima(acc, more, ep, t, n, T, N, C)
+        if needed != 0:
+            _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
+    return step, phase
+
+
+@gluon.jit
+def _multiply_tiles(
+    ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Task of one group of four warps: 64 rows of each of the program's tiles."""
+    T, _, tiles, tiles_n, whole = sizes
     arrived = residual_full.index(GROUP)
     step = 0
     phase = 0
@@ -406,60 +501,31 @@ def _multiply_tiles(
     needed = 1
     if ep.row_maxima is not None:
         needed = gl.load(ep.logits_needed)
-    for part in range(gl.program_id(0), tiles * C.SPLIT, gl.num_programs(0)):
+    for part in range(gl.program_id(0), whole * C.SPLIT, gl.num_programs(0)):
         t, n = _first(part // C.SPLIT, T, tiles_n, C)
-        t = _group_row(t, T, C, GROUP)
-        steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
-        if RESIDUAL:
-            _fetch_residual(residuals, arrived, buffers, t, n, WIDTH, C.MORE, GROUP)
-        acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
-        more = gl.zeros([64, C.MORE], gl.float32, NARROW) if C.MORE != 0 else 0
-        if C.SCALE_ROWS is not None:
-            acc, more, step = _add_blocks(ring, ep, acc, more, step, part % C.SPLIT * PART, steps, t, n, T, N, C, GROUP)
-        elif CHUNK < PART:
-            aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
-            more_aside = aside
-            if C.MORE != 0:
-                more_aside = gl.zeros([64, C.MORE], ASIDE, NARROW)
-            for first in range(0, steps, CHUNK):
-                last = min(first + CHUNK, steps)
-                acc, more, step = _add_products(ring, acc, more, step, first, last, C, GROUP)
-                if first > 0:
-                    acc += aside.to(gl.float32) * C.SCALE
-                    if C.MORE != 0:
-                        more += more_aside.to(gl.float32) * C.SCALE
-                if last < steps:
-                    aside = (acc * (1 / C.SCALE)).to(ASIDE)
-                    if C.MORE != 0:
-                        more_aside = (more * (1 / C.SCALE)).to(ASIDE)
-        else:
-            acc, more, step = _add_products(ring, acc, more, step, 0, steps, C, GROUP)
-        if RESIDUAL:
-            mbarrier.wait(arrived, phase)
-            phase ^= 1
-        else:
-            tma.store_wait(0)
-        if C.SPLIT == 2:
-            acc, more, last = _add_other_part(acc, more, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
-            if last:
-                _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP)
-        else:
-            if ep.row_maxima is not None:
-                _store_row_maxima(acc, more, ep, t, n, T, N, C)
-            if needed != 0:
-                _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, GROUP)
+        step, phase = _multiply_tile(
+            ring, residuals, arrived, outs, buffers, ep, workspace, sizes, part, t, n, step, phase, needed, C, 2, GROUP
+        )
+    if C.STRIPS:
+        for strip in range(gl.program_id(0), 2 * (tiles - whole), gl.num_programs(0)):
+            t, n = _first_of_strip(strip, whole, T, tiles_n, C)
+            step, phase = _multiply_tile(
+                ring, residuals, arrived, outs, buffers, ep, workspace, sizes, 0, t, n, step, phase, needed, C, 1, GROUP
+            )
     tma.store_wait(0)
 
 
 @prepared
-@gluon.jit(do_not_specialize=["T", "tiles"])
+@gluon.jit(do_not_specialize=["T", "tiles", "whole"])
 def _gemm_sm90_kernel(
-    x, weight, more_weight, residual, more_residual, out, more_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n,
+    x, weight, more_weight, residual, more_residual, out, more_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n, whole,
     C, PDL: gl.constexpr,
 ):  # fmt: skip
     """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has its own descriptors.
 
     With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+
+    With STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
 
     With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
     waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
@@ -481,7 +547,7 @@ def _gemm_sm90_kernel(
     ring = (x_tiles, w_tiles, more_tiles, full, empty)
     residuals, outs, buffers = (residual, more_residual), (out, more_out), (staging, more_staging)  # of each pair of strips
     workspace = (sums_ptr, counters_ptr)
-    sizes = (T, N, tiles, tiles_n)
+    sizes = (T, N, tiles, tiles_n, whole)
     if C.GROUPS == 2:
         gl.warp_specialize(
             [
@@ -618,6 +684,18 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
     return found
 
 
+def whole_tiles(tiles: int, programs: int) -> int:
+    """How many tiles stay pairs of strips. The others would be a last round for at most half of the programs."""
+    rest = tiles % programs
+    return tiles - rest if tiles > programs and 2 * rest <= programs else tiles
+
+
+def _computes_strips(c: GemmSm90Config, facts: ProductFacts) -> bool:
+    """Whether tiles can be halved: two neighbouring strips, wide enough to keep tensor cores busy, of a plain 16-bit output."""
+    plain = not facts.gated and not facts.blocks and facts.out_itemsize == 2
+    return plain and c.width >= 128 and c.more == 0 and c.split == 1 and c.groups == 2
+
+
 def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
     """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
     H200 (docs/decisions/linear-prefill.md).
@@ -633,9 +711,13 @@ def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
         step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
     elif c.groups == 3:
         step = 1.7 * step - 0.055
-    steps, rounds = cdiv(facts.K * facts.itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
+    steps = cdiv(facts.K * facts.itemsize, _ROW_BYTES)
+    whole = whole_tiles(tiles, c.programs) if _computes_strips(c, facts) else tiles
     round_price, split_price = 1.5 if rows <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
-    return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
+    time = cdiv(whole * c.split, c.programs) * (cdiv(steps, c.split) * step + round_price) + split_price
+    if whole < tiles:
+        time += steps * (step - 0.001 * c.width) + round_price / 2  # a round of strips
+    return time
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmSm90Config:
@@ -725,6 +807,8 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     c, columns, few_x_tile, x_tile, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n
+    strips = row_maxima is None and _computes_strips(c, facts)
+    whole = whole_tiles(tiles, c.programs) if strips else tiles
     sums, counters = None, None
     if row_maxima is not None and (gated or residual is not None or c.split > 1 or row_maxima.shape[1] != tiles_n):
         expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.shape[1]} places"
@@ -739,11 +823,11 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
     constants = _Constants(
-        K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.more, c.num_stages, not in_place, c.promote, sums_scale,
-        c.split, c.groups,
+        K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.more, c.num_stages, not in_place, strips, c.promote,
+        sums_scale, c.split, c.groups,
     )  # fmt: skip
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        Tiled(x, x_tile if T > _ROWS else few_x_tile), *operands, ep, sums, counters, T, N, tiles, tiles_n, C=constants,
+        Tiled(x, x_tile if T > _ROWS else few_x_tile), *operands, ep, sums, counters, T, N, tiles, tiles_n, whole, C=constants,
         **launch_options(4, 1, product.pdl),
     )  # fmt: skip
 

@@ -96,6 +96,23 @@ def test_cuda_graphs_change_no_token():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3.5-0.8B"])
+def test_cuda_graphs_change_no_token_beside_prompts(name, kv_cache_dtype):
+    """In CUDA graphs, sequences of one token and prompts have their attention in branches beside each other."""
+    draw = random.Random(3)
+    prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 300, 1, 130, 64, 520, 9)]
+    params = [SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=0) for _ in prompts]
+    found = []
+    for cuda_graphs in (True, False):
+        options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_batched_tokens": 150}
+        with Generator.from_pretrained(
+            name, random_weights=True, kv_cache_dtype=kv_cache_dtype, cuda_graphs=cuda_graphs, max_num_seqs=8, **options
+        ) as generator:
+            found.append([(own.token_ids, own.logprobs) for own in generator.generate(prompts, params)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED, RULED], ids=["greedy", "sampled", "ruled"])
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_decode_steps_neither_wait_nor_allocate(warm, count, options):

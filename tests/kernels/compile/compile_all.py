@@ -288,6 +288,12 @@ def all_attention(calls: Calls) -> None:
                 attention.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
             q = empty(100, Nq, D)
             attention.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
+            heads, where = empty(100, (Nq + 2 * Nkv) * D), ints(100, like=torch.int64)  # prompts beside sequences of one token
+            sequences = Sequences(tables, lens, ints(3), ints(3))
+            attention.attention(AttentionInput(
+                heads, KVPages(pages, pages, scale, scale), sequences, Scores(D**-0.5), q, Rope(cos_sin), where, where,
+                workspace, 2, max_query_len=90, pdl=pdl,
+            ))  # fmt: skip
     if cc == 90:  # FP8 pages, with more heads of 64 channels than a work item has and with fewer heads of 128
         for Nkv, D in ((32, 64), (3, 128)):
             heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)

@@ -1,6 +1,7 @@
 """Gated DeltaNet: references against plain formulas in fp64, kernels against them, states, undone tokens, padding and NaN."""
 
 import math
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from minirt.engine.limits import EngineLimits
 from minirt.engine.warmup import warm_up_steps
 from minirt.errors import InputError
 from minirt.kernels.gated_delta import chunk, dispatch, reference
-from minirt.kernels.gated_delta.operands import GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
+from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
 
 EPS = 1e-6
 
@@ -92,10 +93,10 @@ class Served:
         self.own, self.kernels, self.lengths = own, kernels, {}
         self.state, self.device = own.state(slots, dtype, device, drafts), device
 
-    def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0, snapshots=None) -> list[Tensor]:
+    def step(self, members: list[tuple[int, Tensor, Tensor]], padding: int = 0, snapshots=None, longest=0) -> list[Tensor]:
         """(slot, qkvz, ba) of each sequence's new tokens → their outputs. The kernels' outputs are filled with NaN first.
 
-        `snapshots`: of each sequence, a list of (row, offset).
+        `snapshots`: of each sequence, a list of (row, offset). `longest`: the bound of new tokens of a sequence, if it is higher.
         """
         slots, counts = [m[0] for m in members], [len(m[1]) for m in members]
         starts = [self.lengths.get(slot, 0) for slot in slots]
@@ -112,7 +113,7 @@ class Served:
                 None if snapshots is None else ints([(own + [(-1, -1)] * 2)[:2] for own in snapshots + [[]] * padding]),
             )  # fmt: skip
             out = qkvz.new_full((len(qkvz), self.own.Hv * self.own.Dv), torch.nan)
-            dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(counts), out)
+            dispatch.gated_delta_net(qkvz, ba, self.own.weights, self.state, sequences, max(*counts, longest), out)
             assert out[sum(counts) :].isnan().all()
         else:
             out = reference.gated_delta_net(qkvz, ba, self.own.weights, self.state, counts, lens, slots, snapshots or ())
@@ -256,6 +257,55 @@ def test_a_sequence_does_not_depend_on_its_step(make, device):
         found = beside.step([(0, other[first:80], other_ba[first:80]), (2, *part), (1, other[:1], other_ba[:1])])
         beside.lengths |= {0: last, 1: 0}
         assert torch.equal(found[1], expected)
+
+
+@contextmanager
+def deterministic_algorithms():
+    """In which PyTorch fills uninitialized tensors, of integers with the largest one."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_more_prompts_than_programs(drafts, make, device, dtype):
+    """13 prompts, of more chunks than a grid has, among single tokens and padding: each has the bits that it has alone.
+
+    Catches a chunk or a prompt that no program computes or two do, and one that is computed for a neighbour's slot.
+    """
+    own, counts = net(make, dtype, Hk=1, Hv=2), (5, 70, 1, 6, 64, 65, 5, 1, 130, 7, 66, 5, 1, 9, 8, 64)
+    data = [inputs(make, own, count, dtype) for count in counts]
+    assert sum(-(-count // CHUNK) for count in counts if count > 1) > sum(counts) // CHUNK + chunk._PROMPTS
+    assert sum(count > 3 for count in counts) > chunk._PROMPTS
+    together, alone = (Served(own, dtype, device, len(counts), kernels=True, drafts=drafts) for _ in range(2))
+    slots = [i * 7 % len(counts) for i in range(len(counts))]
+    found = together.step([(slot, *part) for slot, part in zip(slots, data, strict=True)], padding=3)
+    for slot, part, out in zip(slots, data, found, strict=True):
+        (expected,) = alone.step([(slot, *part)])
+        assert torch.equal(out, expected)
+    for ours, theirs in zip(together.state[:2], alone.state[:2], strict=True):
+        assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
+
+
+def test_a_step_without_prompts(make, device):
+    """Of a CUDA graph in which there may be some: single tokens have the bits of a step of single tokens, others are not written.
+
+    Catches a work list that is not written, so that what the memory held before is taken for one.
+    """
+    own = net(make, torch.float32, Hk=1, Hv=2)
+    data = [inputs(make, own, 1, torch.float32) for _ in range(3)]
+    steps = []
+    for longest in (1, 70):
+        served = Served(own, torch.float32, device, 4, kernels=True)
+        with deterministic_algorithms():  # fills new tensors
+            steps.append((served.step([(i, *part) for i, part in enumerate(data)], padding=1, longest=longest), served.state))
+    (found, state), (expected, other) = steps
+    assert all(map(torch.equal, found, expected))
+    for ours, theirs in zip(state[:2], other[:2], strict=True):
+        assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -354,6 +354,34 @@ def test_hopper_of_three_groups_ahead_of_the_kernel_before(T, hopper, make, nan)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize(
+    ("widths", "T", "N", "programs"), [((256, 0), 300, 656, 8), ((256, 0), 1100, 100, 7), ((128, 0), 200, 1400, 20)], ids=str
+)
+def test_hopper_last_round_of_strips(widths, T, N, programs, itemsize, hopper, make, nan, agrees):
+    """Single strips, some of them past the last column: the same bits as pairs, also in place and with PDL."""
+    K = 2112
+    x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, torch.bfloat16)
+    if itemsize == 2:
+        x, weight, x_scale, scale = make(T, K, dtype=torch.bfloat16), make(N, K, dtype=torch.bfloat16, scale=K**-0.5), None, None
+        truth = linear64(x, weight, bias)
+    residual, outs = make(T, N, dtype=torch.bfloat16), []
+    tiles = -(-T // 128) * -(-N // widths[0])
+    assert gemm_sm90.whole_tiles(tiles, programs) < tiles == gemm_sm90.whole_tiles(tiles, 64)
+    for number, pdl, add, out in (
+        (64, False, None, None), (programs, False, None, None), (programs, True, None, None),
+        (64, False, residual, None), (programs, True, residual, None), (programs, False, residual, residual.clone()),
+    ):  # fmt: skip
+        config = gemm_sm90.derive_config(*widths, K, itemsize, add is not None, number)
+        out, add = nan(T, N, dtype=torch.bfloat16) if out is None else out, add if out is None else out
+        outs.append(gemm(x, weight, bias, add, out, scale=scale, x_scale=x_scale, config=config, pdl=pdl))
+    agrees(outs[0], truth.to(torch.bfloat16), truth)
+    agrees(outs[3], (truth + residual).to(torch.bfloat16), truth + residual.double())
+    assert all(torch.equal(out, outs[0]) for out in outs[:3])
+    assert all(torch.equal(out, outs[3]) for out in outs[3:])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [129, 192, 300, 384])
 def test_hopper_as_chosen(T, half_dtype, hopper, make, nan, agrees, device):
     """What the rule takes for a model's layers, the split ones with a workspace; all programs at once and several rounds."""

@@ -93,3 +93,12 @@ def test_hopper_splits_what_leaves_processors_idle():
     assert all(split(T, 3584, 18944) == 2 for T in (128, 192, 256, 384))
     assert split(512, 3584, 18944) == split(256, 18944, 3584, True) == split(256, 3584, 1024) == 1
     assert split(256, 3584, 18944, itemsize=1) == split(256, 4608, 3584) == split(384, 3584, 3584) == 1  # measured slower
+
+
+def test_whole_tiles():
+    """The rest of the tiles is halved where its halves are one round: not without a whole round, nor where the rest is more."""
+    for tiles, whole in ((320, 264), (330, 264), (331, 331), (264, 264), (60, 60), (132, 132), (133, 132), (199, 199)):
+        assert gemm_sm90.whole_tiles(tiles, 132) == whole
+    wide = gemm_sm90.derive_config(256, 0, 17408, 1, True, 132)
+    times = [gemm_sm90.predicted(wide, ProductFacts(T, 5120, 17408, 1, residual=True)) for T in (1664, 1792, 2048, 2176)]
+    assert times[0] < times[1] == times[2] < times[3]  # 260, 280, 320 and 340 tiles: 2, 2.5 and 3 rounds
