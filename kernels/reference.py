@@ -7,6 +7,7 @@ cast to the activation dtype, then scale; rotary embedding rotates halves in the
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
-FEW_TOKENS = 4  # of a step: up to so many, experts of FP8 weights multiply activations that are not quantized
+FEW_TOKENS = 8  # the most that `few_tokens` calls few
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -253,6 +254,44 @@ def expert_tiles(experts: Tensor, num_experts: int, block_t: int) -> tuple[Tenso
     return flat.argsort(stable=True).int(), rows.T.contiguous()
 
 
+def few_tokens(T: int, k: int, E: int) -> bool:
+    """Whether T tokens are so few that hardly two of them use the same of E experts, k each. Their activations are not quantized.
+
+    T counts as the next power of two, so that steps of one size of kernels are alike.
+    """
+    return T <= 1 or (T <= FEW_TOKENS and 2 * k << (T - 1).bit_length() <= E)
+
+
+class SharedExpert(NamedTuple):
+    """An expert that every token of a mixture uses, a gated MLP without biases.
+
+    Attributes:
+        gate_up: [2S, H], gate rows first. down: [H, S]. gate: [1, H], of the activations' dtype.
+        gate_up_scale, down_scale: of quantized weights, as those of `linear`.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate: Tensor
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+
+def shared_expert(h: Tensor, own: SharedExpert, activation: str, quantize: bool | None = None) -> Tensor:
+    """sigmoid(gate · h) · down · gated(gate_up · h): h [T, H] → [T, H]. `quantize`: see `linear`."""
+    y = gated(linear(h, own.gate_up, scale=own.gate_up_scale, quantize=quantize), activation)
+    return linear(h, own.gate).sigmoid() * linear(y, own.down, scale=own.down_scale, quantize=quantize)
+
+
+def computes_shared(T: int, top_k: int, gate_up: Tensor, gate_up_scale: Tensor | None, shared: SharedExpert) -> bool:
+    """Whether a mixture computes this shared expert like one more expert of each token, in 16 or 32 bits: of few tokens, with
+    weights in the form of the experts' `gate_up` [E, 2I, H] and `gate_up_scale`."""
+    scale, of_experts = shared.gate_up_scale, gate_up_scale
+    alike = shared.gate_up.dtype == gate_up.dtype != torch.int16 and shared.gate_up.shape == gate_up.shape[1:]
+    alike &= scale is None or (of_experts is not None and scale.shape == of_experts.shape[1:])
+    return alike and few_tokens(T, top_k, gate_up.shape[0])
+
+
 def mixture(
     x: Tensor,
     weights: Tensor,
@@ -267,7 +306,8 @@ def mixture(
     """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
 
     Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
-    in transformers. With FP8 weights, activations are quantized if T > `FEW_TOKENS`, whatever the number of tokens of one expert.
+    in transformers. With FP8 weights, activations are quantized unless these are `few_tokens`, whatever the number of tokens
+    of one expert.
 
     Args:
         x: [T, H].
@@ -278,7 +318,7 @@ def mixture(
         quantize: overrides whether activations are quantized: these may be some tokens of a step.
     """
     T, k = experts.shape
-    out, quantize = torch.zeros_like(x), T > FEW_TOKENS if quantize is None else quantize
+    out, quantize = torch.zeros_like(x), not few_tokens(T, k, gate_up.shape[0]) if quantize is None else quantize
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
     start = 0

@@ -56,7 +56,7 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
         blocks = quantization == "fp8_blocks"
         (gate_up, up_scale), (down, down_scale) = _quantized(gate_up, inter, blocks), _quantized(down, H, blocks)
         scales = up_scale, down_scale
-    eight = fp8 and T > reference.FEW_TOKENS  # those of few tokens are not quantized
+    eight = fp8 and not reference.few_tokens(T, k, E)
     touched = int(reference.route(logits, k, moe.normalize)[1].unique().numel())
 
     def compute(h: Tensor, logits: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

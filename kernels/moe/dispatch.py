@@ -1,8 +1,8 @@
 """`mixture_residual`: the experts of a mixture, for any number of tokens.
 
-`REGIMES` says which kernels compute them. One to four tokens: `few_tokens`, which also normalizes them. More tokens: they are
-sorted by expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90`
-on Hopper, else by `products`. `logits` is the router's product before that.
+`REGIMES` says which kernels compute them. Few tokens: `few_tokens`, which also normalizes them. More tokens: they are sorted by
+expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
+Hopper, else by `products`. `logits` is the router's product before that.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels import reference
 from minirt.kernels.checks import check_activations, check_mixture, check_tensor
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Norm, Product
 from minirt.kernels.moe import experts_sm90, few_tokens, products, products_int4, router
-from minirt.kernels.moe.mixture import Mixture
+from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
+from minirt.kernels.reference import SharedExpert
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering, up_to
 from minirt.kernels.side_stream import SideStream
 
@@ -56,10 +58,11 @@ class MixtureRegime(Regime):
 def _few_tokens(m: Mixture) -> None:
     T, _, inter = m.sizes
     logits = cast("Tensor", m.logits)  # as `few_tokens.suits` says
-    inner = few_tokens.gate_up(m.first_product(m.h, m.h.new_empty(T * m.top_k, inter), m.norm), logits)
+    own = m.shared if isinstance(m.shared, SharedExpert) else None
+    inner = m.h.new_empty(T * (m.top_k + (own is not None)), inter)
+    gate = few_tokens.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, own)
     down = m.second_product(inner, m.out, residual=m.residual)
-    m.join()
-    few_tokens.down(down, logits, m.normalize, m.shared, m.shared_gate)
+    few_tokens.down(down, logits, m.top_k, m.normalize, m.shared_output() if own is None else own, gate)
 
 
 def _sm90(m: Mixture) -> None:
@@ -71,8 +74,7 @@ def _sm90(m: Mixture) -> None:
     # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
     h, h_scale = _quantized(m, h, early=True)
     rows = experts_sm90.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
-    m.join()
-    products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
+    products.combine(m.residual, rows, routing.weights, m.out, m.shared_output(), pdl=m.pdl)
 
 
 def _tiles(m: Mixture, kernels: ModuleType = products) -> None:
@@ -82,8 +84,7 @@ def _tiles(m: Mixture, kernels: ModuleType = products) -> None:
     h = kernels.launch(m.first_product(x, m.h.new_empty(T * m.top_k, inter), x_scale=x_scale), routing)
     h, h_scale = _quantized(m, h)
     rows = kernels.launch(m.second_product(h, m.h.new_empty(T * m.top_k, H), h_scale), routing)
-    m.join()
-    products.combine(m.residual, rows, routing.weights, m.out, m.shared, m.shared_gate, pdl=m.pdl)
+    products.combine(m.residual, rows, routing.weights, m.out, m.shared_output(), pdl=m.pdl)
 
 
 def _quantized(m: Mixture, h: Tensor, early: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -133,20 +134,21 @@ ROUTER = (
 
 
 def router_logits(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, four_bits: bool = False, pdl: bool = False
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, top_k: int, *, four_bits: bool = False, pdl: bool = False
 ) -> Tensor | LogitParts:
     """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
-    With more tokens than `few_tokens.MOST`, K is split and the partial sums are not added yet (`LogitParts`).
+    Of more than `few_tokens`, K is split and the partial sums are not added yet (`LogitParts`).
 
     Args:
+        top_k: experts of a token.
         four_bits: whether the experts have 4 bits. Their kernels take partial sums from two tokens on.
         pdl: as for the linear layers.
     """
-    T = x.shape[0]
-    if T > few_tokens.MOST or (four_bits and T > 1):
+    T, E = x.shape[0], weight.shape[0]
+    if not reference.few_tokens(T, top_k, E) or (four_bits and T > 1):
         return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)
-    logits = x.new_empty(T, weight.shape[0])
+    logits = x.new_empty(T, E)
     if T:
         gemv(Product(x, weight, logits, None if norm_weight is None else Norm(norm_weight, eps), pdl=pdl))
     return logits
@@ -166,13 +168,12 @@ def mixture_residual(
     eps: float = 0.0,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
+    shared: SharedExpert | SharedOutput | None = None,
     side: SideStream | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]: `mixture` of separate operands.
+    """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands.
 
     Args:
         norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized.
@@ -182,7 +183,7 @@ def mixture_residual(
     return mixture(
         Mixture(
             h, logits, gate_up, down, residual, torch.empty_like(residual), top_k, normalize, activation, norm, gate_up_scale,
-            down_scale, shared, shared_gate, side, pdl,
+            down_scale, shared, side, pdl,
         ),
         check=check,
     )  # fmt: skip
@@ -191,9 +192,9 @@ def mixture_residual(
 def mixture(m: Mixture, *, check: bool = True) -> Tensor:
     """Compute a mixture of experts, see `reference.route` and `reference.mixture`. Returns `m.out`.
 
-    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of more tokens than
-    `few_tokens.MOST` are quantized, each token with a separate scale or, if the weights have scales of blocks, with one for each
-    128 channels.
+    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of more than
+    `reference.few_tokens` are quantized, each token with a separate scale or, if the weights have scales of blocks, with one for
+    each 128 channels.
 
     Raises:
         InputError: the operands do not fit each other. Only with `check`.
@@ -227,11 +228,11 @@ def _check(m: Mixture) -> None:
         m.down_scale,
     )  # fmt: skip
     check_tensor("out", m.out, (T, H), dtype, device)
-    if (m.shared is None) != (m.shared_gate is None):
-        raise InputError("a shared expert has an output and a gate", where="shared, shared_gate", found="one of them")
-    if m.shared is not None and m.shared_gate is not None:
-        check_tensor("shared", m.shared, (T, H), dtype, device)
-        check_tensor("shared_gate", m.shared_gate, (T, 1), dtype, device)
+    if isinstance(m.shared, SharedOutput):
+        check_tensor("shared.values", m.shared.values, (T, H), dtype, device)
+        check_tensor("shared.gate", m.shared.gate, (T, 1), dtype, device)
+    elif m.shared is not None and not reference.computes_shared(T, m.top_k, m.gate_up, m.gate_up_scale, m.shared):
+        raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
 
 
 def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:

@@ -25,10 +25,10 @@ from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
-from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.moe.mixture import Mixture
+from minirt.kernels.linear.product import Epilogue, Product, ProductFacts
+from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import FEW_TOKENS
+from minirt.kernels.reference import FEW_TOKENS, SharedExpert, few_tokens
 
 MOST = FEW_TOKENS  # tokens; with more of them, pairs have too many experts in common
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -119,6 +119,7 @@ class _Constants(NamedTuple):
         TILES: tiles of BLOCK_K columns in flight.
         ROUNDS: of a program, in a loop. The blocks of a round are unrolled.
         MANY: whether there are several tokens.
+        SHARED: 1 if these kernels compute a shared expert, which is then the last one of each token; else 0.
     """
 
     K: int
@@ -133,6 +134,7 @@ class _Constants(NamedTuple):
     TILES: int
     ROUNDS: int
     MANY: bool
+    SHARED: int
 
 
 @triton.jit
@@ -209,29 +211,14 @@ def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert
             up_sums = gate_sums
 
 
-@prepared
 @triton.jit
-def _few_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, C, PDL: tl.constexpr):
-    """ROUNDS · BLOCKS · BLOCK_N values of out [T · k, N]: act(gate) · up of norm(x) by the j-th expert of token t.
+def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
+    """A pair's values of out, from n0 on, from its token's tiles `raw`.
 
-    t = program_id(0), j = program_id(2). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
-    of each chunk of products.
+    Returns the tiles times the norm's weight, and the token's inverse root mean square.
     """
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    t = tl.program_id(0) if C.MANY else 0
-    j = tl.program_id(2)
-    n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    raw = ()  # loaded while the program looks for its expert
-    for i in tl.static_range(COUNT):
-        raw += (_load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
-    experts, _ = _chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
-    expert = experts[0]
-    for i in tl.static_range(1, C.TOP_K):
-        expert = tl.where(j == i, experts[i], expert)
     tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
     squares = tl.zeros((C.BLOCK_K,), tl.float32)
     xs = ()
@@ -244,37 +231,109 @@ def _few_gate_up_kernel(x_ptr, norm, logits_ptr, weight_ptr, ep, out_ptr, E, N, 
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
-    _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, t * C.TOP_K + j, expert, n0, N, C)
+    _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
     if C.ROUNDS > 1:
         for _ in range(1, C.ROUNDS):
             n0 += C.BLOCKS * C.BLOCK_N
             tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
-            _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, t * C.TOP_K + j, expert, n0, N, C)
+            _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
+    return xs, inverse_rms
 
 
 @triton.jit
-def _down_tiles(weight_ptr, ep, experts, n0, N, C):
-    """The first TILES tiles of a round's blocks, from output n0 on, in flight, and their scales."""
-    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
-    COUNT: tl.constexpr = C.TOP_K * PARTS
+def _expert(logits_ptr, E, j, C):
+    """A token's j-th expert."""
+    experts, _ = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
+    expert = experts[0]
+    for i in tl.static_range(1, C.TOP_K):
+        expert = tl.where(j == i, experts[i], expert)
+    return expert
+
+
+@triton.jit
+def _store_gate(xs, inverse_rms, weight_ptr, out_ptr, C):
+    """The gate of the shared expert of one token, before its sigmoid."""
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    sums = tl.zeros((C.BLOCK_K,), tl.float32)
+    for i in tl.static_range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
+        sums += xs[i] * _load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
+    tl.store(out_ptr, (tl.sum(sums, 0) * inverse_rms).to(out_ptr.dtype.element_ty))
+
+
+@prepared
+@triton.jit
+def _few_gate_up_kernel(
+    x_ptr, norm, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_weight_ptr, gate_ptr, out_ptr, E, N, C,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROUNDS · BLOCKS · BLOCK_N values of out [T · (k + SHARED), N]: act(gate) · up of norm(x) by the j-th expert of token t.
+
+    t = program_id(0), j = program_id(1). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
+    of each chunk of products. With SHARED, expert k is the shared one; the gate [T] of it is computed, too.
+    """
+    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    t = tl.program_id(0) if C.MANY else 0
+    j = tl.program_id(1)
+    n0 = tl.program_id(2) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    raw = ()  # loaded while the program looks for its expert
+    for i in tl.static_range(COUNT):
+        raw += (_load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
+    pair = t * (C.TOP_K + C.SHARED) + j
+    if C.SHARED == 1:
+        if j == C.TOP_K:
+            xs, inverse_rms = _gate_up(raw, norm, shared_ptr, shared_ep, out_ptr, pair, j - C.TOP_K, n0, N, C)
+            if n0 == 0:
+                _store_gate(xs, inverse_rms, gate_weight_ptr, gate_ptr + t, C)
+        else:
+            expert = _expert(logits_ptr + t * E, E, j, C)
+            _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
+    else:
+        expert = _expert(logits_ptr + t * E, E, j, C)
+        _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
+
+
+@triton.jit
+def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
+    """Tile i of a round's blocks, from output n0 on, and its scales, or 0."""
+    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
+    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * PARTS
+    J: tl.constexpr = i % COUNT // PARTS
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
+    expert = experts[J]
+    scales = 0.0
+    if J == C.TOP_K:
+        ptrs = shared[0] + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
+        if C.SCALE_ROWS is not None:
+            scales = _scales(shared[1], expert, 0, n0, N, i // COUNT, i % PARTS, C)
+    else:
+        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
+        if C.SCALE_ROWS is not None:
+            scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C)
+    return _load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
+
+
+@triton.jit
+def _down_tiles(weight_ptr, ep, shared, experts, n0, N, C):
+    """The first TILES tiles of a round's blocks, in flight, and their scales."""
     w = ()
     scales = ()
     for i in tl.static_range(C.TILES):
-        expert = experts[i % COUNT // PARTS]
-        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
-        w += (_load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"),)
-        if C.SCALE_ROWS is not None:
-            scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C),)
+        tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
+        w += (tile,)
+        scales += (own,)
     return w, scales
 
 
 @triton.jit
-def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C):
+def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C):
     """BLOCKS · BLOCK_N values of token t's out [N], from n0 on. `tiles`: `_down_tiles`."""
-    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K  # tiles of one expert
-    COUNT: tl.constexpr = C.TOP_K * PARTS
+    PARTS: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
+    COUNT: tl.constexpr = (C.TOP_K + C.SHARED) * PARTS
     SCALED: tl.constexpr = C.SCALE_ROWS is not None
     n = n0 + tl.arange(0, C.BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
@@ -286,15 +345,15 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_
             row_scales = ()
             for j in tl.static_range(C.TOP_K):
                 row_scales += (tl.load(ep.scale + _rows(experts[j], n, N, i // COUNT, C)),)
+            if C.SHARED == 1:
+                row_scales += (tl.load(shared[1].scale + _rows(experts[C.TOP_K], n, N, i // COUNT, C)),)
         x = _load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
         products = chunk_products(w[i], x, C.CHUNK)
         sums += products * scales[i] if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            expert = experts[(i + C.TILES) % COUNT // PARTS]
-            ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
-            w += (_load_tile(ptrs, k[None, :], (i + C.TILES) % PARTS, C, "evict_first"),)
-            if SCALED:
-                scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % PARTS, C),)
+            tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
+            w += (tile,)
+            scales += (own,)
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]
@@ -304,9 +363,9 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_
             column = n + i // COUNT * C.BLOCK_N
             valid = column < N
             value = tl.sum(out, 1)
-            if shared_ptr is not None:
-                shared = tl.load(shared_ptr + t * N + column, mask=valid, other=0.0).to(tl.float32)
-                value += tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)) * shared
+            if output is not None:
+                values = tl.load(output.values + t * N + column, mask=valid, other=0.0).to(tl.float32)
+                value += tl.sigmoid(tl.load(output.gate + t).to(tl.float32)) * values
             value += load_residual(ep, t * N + column, valid)[0]
             tl.store(out_ptr + t * N + column, value.to(out_ptr.dtype.element_ty), mask=valid)
             out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
@@ -315,18 +374,23 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_
 @prepared
 @triton.jit
 def _few_down_kernel(
-    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, E, N, C, NORMALIZE: tl.constexpr, PDL: tl.constexpr
+    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_ptr, output, out_ptr, E, N, C, NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROUNDS · BLOCKS · BLOCK_N values of out [T, N], x [T · k, K], of token t = program_id(0):
+    """ROUNDS · BLOCKS · BLOCK_N values of out [T, N], x [T · (k + SHARED), K], of token t = program_id(0):
 
-    out[t] = residual[t] + Σ_j w_j · (weight[e_j] · x[t · k + j]) + sigmoid(gate[t]) · shared[t].
+    out[t] = residual[t] + Σ_j w_j · (weight[e_j] · x[t, j]) + sigmoid(gate[t]) · the shared expert's: computed here from x[t, k],
+    with SHARED, or `output`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) if C.MANY else 0
     n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
     experts, weights = _chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
-    tiles = _down_tiles(weight_ptr, ep, experts, n0, N, C)
+    if C.SHARED == 1:
+        experts += (experts[0] * 0,)
+    shared = (shared_ptr, shared_ep)
+    tiles = _down_tiles(weight_ptr, ep, shared, experts, n0, N, C)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = 0.0
@@ -338,13 +402,15 @@ def _few_down_kernel(
         if NORMALIZE:
             share = tl.div_rn(share, total)
         shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
-    x_ptr += t * C.TOP_K * C.K
-    _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C)
+    if C.SHARED == 1:
+        shares += (tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)),)
+    x_ptr += t * (C.TOP_K + C.SHARED) * C.K
+    _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C)
     if C.ROUNDS > 1:
         for _ in range(1, C.ROUNDS):
             n0 += C.BLOCKS * C.BLOCK_N
-            tiles = _down_tiles(weight_ptr, ep, experts, n0, N, C)
-            _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared_ptr, gate_ptr, out_ptr, t, n0, N, C)
+            tiles = _down_tiles(weight_ptr, ep, shared, experts, n0, N, C)
+            _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C)
 
 
 def last_tokens(T: int) -> int:
@@ -402,60 +468,73 @@ def _registers(c: FewTokensConfig, device: torch.device, programs: int) -> int:
     return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
 
 
-def suits(mixture: Mixture) -> bool:
-    """Whether the logits are whole: every program chooses the experts by itself."""
-    return isinstance(mixture.logits, Tensor)
+def suits(m: Mixture) -> bool:
+    """Whether there are few tokens for this number of experts. The logits must be whole: every program chooses by itself."""
+    return isinstance(m.logits, Tensor) and few_tokens(m.h.shape[0], m.top_k, m.logits.shape[1])
 
 
-def _constants(product: Product, c: FewTokensConfig, top_k: int, tiles: int, T: int) -> _Constants:
-    """`tiles`: of a round in all."""
+def _constants(product: Product, c: FewTokensConfig, top_k: int, shared: bool, T: int) -> _Constants:
     weight = product.weight
+    tiles = c.blocks * cdiv(weight.shape[2], c.block_k) * (1 if product.gated else top_k + shared)  # of a round in all
     return _Constants(
         weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
-        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles),
-        c.rounds, T > 1,
+        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles), c.rounds, T > 1, int(shared),
     )  # fmt: skip
 
 
-def gate_up(product: Product, logits: Tensor, config: FewTokensConfig | None = None) -> Tensor:
+def gate_up(
+    product: Product, logits: Tensor, top_k: int, shared: SharedExpert | None = None, config: FewTokensConfig | None = None
+) -> Tensor | None:
     """act(gate) · up of norm(x) by each token's experts: x [T, H], weight [E, 2I, H] → out [T · k, I], a token's rows together.
+
+    With a shared expert, `out` is [T · (k + 1), I], and the gate [T] of it, before its sigmoid, is returned.
 
     Args:
         product: with an activation. Its scales, of FP8 weights, are [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
         logits: [T, E].
+        shared: one of which `reference.computes_shared` is true.
     """
     weight, out = product.weight, product.out
-    (E, _, K), (pairs, N), T = weight.shape, out.shape, len(logits)
-    top_k, c = pairs // T, config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, pairs // T))
+    E, (pairs, N), T = weight.shape[0], out.shape, len(logits)
+    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, pairs // T))
     programs = cdiv(N, c.block_n * c.blocks * c.rounds)
-    constants = _constants(product, c, top_k, c.blocks * cdiv(K, c.block_k), T)
-    _few_gate_up_kernel[(T, programs, top_k)](
-        product.x, product.norm, logits, weight, product.epilogue, out, E, N, C=constants,
-        maxnreg=_registers(c, out.device, programs * top_k * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
+    constants = _constants(product, c, top_k, shared is not None, T)
+    gate = None if shared is None else out.new_empty(T)
+    weights = (None,) * 3
+    if shared is not None:
+        weights = shared.gate_up, Epilogue(shared.gate_up_scale, activation=product.epilogue.activation), shared.gate
+    _few_gate_up_kernel[(T, pairs // T, programs)](
+        product.x, product.norm, logits, weight, product.epilogue, *weights, gate, out, E, N, C=constants,
+        maxnreg=_registers(c, out.device, programs * pairs // T * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
-    return out
+    return gate
 
 
 def down(
-    product: Product, logits: Tensor, normalize: bool, shared: Tensor | None = None, shared_gate: Tensor | None = None,
-    config: FewTokensConfig | None = None,
+    product: Product, logits: Tensor, top_k: int, normalize: bool,
+    shared: SharedExpert | SharedOutput | None = None, gate: Tensor | None = None, config: FewTokensConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [T · k, I], weight [E, H, I] → [T, H].
+    """residual + Σ_j w_j · expert_j's down projection + sigmoid(gate) · shared: x of `gate_up`, weight [E, H, I] → out [T, H].
 
     With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
 
     Args:
         product: with a residual. Its scales, of FP8 weights, are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉].
         logits: [T, E].
+        shared: the expert that `gate_up` took, with the `gate` that it returned; or what other kernels have computed.
     """
     x, weight, out = product.x, product.weight, product.out
-    (E, N, K), T = weight.shape, len(logits)
-    top_k = x.shape[0] // T
-    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, top_k))
+    (E, N, _), T = weight.shape, len(logits)
+    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, x.shape[0] // T))
     programs = cdiv(N, c.block_n * c.blocks * c.rounds)
-    constants = _constants(product, c, top_k, c.blocks * top_k * cdiv(K, c.block_k), T)
+    own = shared if isinstance(shared, SharedExpert) else None
+    weights = (None,) * 3 if own is None else (own.down, Epilogue(own.down_scale), gate)
+    constants = _constants(product, c, top_k, own is not None, T)
     _few_down_kernel[(T, programs)](
-        x, logits, weight, product.epilogue, shared, shared_gate, out, E, N, C=constants, NORMALIZE=normalize,
-        maxnreg=_registers(c, out.device, programs * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
+        x, logits, weight, product.epilogue, *weights, shared if own is None else None, out, E, N, C=constants,
+        NORMALIZE=normalize, maxnreg=_registers(c, out.device, programs * last_tokens(T)),
+        **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
+
+

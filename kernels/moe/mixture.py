@@ -5,13 +5,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minirt.errors import InputError
 from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe.router import LogitParts
+from minirt.kernels.reference import SharedExpert
 from minirt.kernels.side_stream import SideStream
 
 
+class SharedOutput(NamedTuple):
+    """What an expert that every token uses has computed: `values` [T, H], and `gate` [T, 1], before its sigmoid."""
+
+    values: Tensor
+    gate: Tensor
+
+
 class Mixture(NamedTuple):
-    """out = residual + Σ_j w_j · expert_j(norm(h)) + sigmoid(shared_gate) · shared, over a token's `top_k` experts j.
+    """out = residual + Σ_j w_j · expert_j(norm(h)) + sigmoid(gate) · shared, over a token's `top_k` experts j.
 
     Attributes:
         h: [T, H]. residual, out: [T, H]; they may be the same tensor.
@@ -24,8 +33,8 @@ class Mixture(NamedTuple):
         gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
             [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has a separate g, a power of two up to 128. Of 4-bit weights
             scale words [E, groups, 2I] and [E, groups, H] int32, only the last dimension contiguous.
-        shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
-        side: the stream that computes `shared` and its gate, to be joined before they are read; None: this one.
+        shared: an expert that every token uses, where `reference.computes_shared` says so, or its output; or None.
+        side: the stream that computes `SharedOutput`, to be joined before it is read; None: this one.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
 
@@ -41,8 +50,7 @@ class Mixture(NamedTuple):
     norm: Norm | None = None
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
-    shared: Tensor | None = None
-    shared_gate: Tensor | None = None
+    shared: SharedExpert | SharedOutput | None = None
     side: SideStream | None = None
     pdl: bool = False
 
@@ -51,10 +59,13 @@ class Mixture(NamedTuple):
         """(T, H, I)."""
         return *self.h.shape, self.gate_up.shape[1] // 2
 
-    def join(self) -> None:
-        """Before the launch of a kernel that reads `shared`."""
+    def shared_output(self) -> SharedOutput | None:
+        """To be called right before the launch of the kernel that reads it."""
+        if isinstance(self.shared, SharedExpert):
+            raise InputError("these kernels take its output", where="shared", found="a SharedExpert")
         if self.side is not None:
             self.side.join()
+        return self.shared
 
     @property
     def format(self) -> str:

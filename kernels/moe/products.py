@@ -19,6 +19,7 @@ from minirt.kernels.launch import Gpu, cdiv, fit_stages, launch_options, next_po
 from minirt.kernels.linear.epilogue import finish, load_rows, load_tokens
 from minirt.kernels.linear.gemm import PROMOTE_AFTER, tile_sums
 from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.moe.route import FEW, Routing, token_regime
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
@@ -117,8 +118,8 @@ def _experts_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, N, C):
 @prepared
 @triton.jit
 def _sum_experts_kernel(
-    x_ptr, rows_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, rows_ptr, weights_ptr, shared, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = x + the sum of a token's rows times their weights, in order, + sigmoid(gate) · shared, for some of its channels."""
     t = tl.program_id(0).to(tl.int64)
@@ -130,9 +131,9 @@ def _sum_experts_kernel(
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + t * TOP_K + j).to(tl.float32)
         total += weight * tl.load(rows_ptr + (t * TOP_K + j) * H + h, mask=inside, other=0.0).to(tl.float32)
-    if shared_ptr is not None:
-        gate = tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32))
-        total += gate * tl.load(shared_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
+    if shared is not None:
+        gate = tl.sigmoid(tl.load(shared.gate + t).to(tl.float32))
+        total += gate * tl.load(shared.values + t * H + h, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(x_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -160,17 +161,16 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
 
 
 def combine(
-    x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, *,
-    pdl: bool = False,
-) -> Tensor:  # fmt: skip
-    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(gate) · shared.
+    x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: SharedOutput | None = None, *, pdl: bool = False
+) -> Tensor:
+    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.values.
 
-    x, shared, out: [T, H]. rows: [T · k, H]. weights: [T, k]. gate: [T, 1].
+    x, out: [T, H]. rows: [T · k, H]. weights: [T, k].
     """
     T, H = x.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](
-        x, rows, weights, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, EARLY=T <= FEW,
+        x, rows, weights, shared, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, EARLY=T <= FEW,
         **launch_options(max(1, block // 256), 1, pdl),
     )  # fmt: skip
     return out

@@ -25,6 +25,8 @@ def few_tokens_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
     """Steps of few tokens, one case for each compiled variant."""
     variants = sorted({few_tokens.last_tokens(T) for T in tokens if T <= few_tokens.MOST})
     for T, (shape, (E, k)) in itertools.product(variants, _of_experts(shapes)):
+        if not reference.few_tokens(T, k, E):
+            continue
         case = few_tokens.FAMILY.case(shape_facts(shape, T), device, partial(_prepare_few, shape, T, E, k, device))
         if case is not None:
             yield case
@@ -34,10 +36,10 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
     """Steps of more tokens on Hopper, one case for each regime. The height of tiles is the rule's: both products share it."""
     if capability(device) != 90:
         return
-    regimes = sorted({token_regime(T) for T in tokens if T > few_tokens.MOST})
+    regimes = sorted({token_regime(T) for T in tokens if T > 1})
     for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
         facts = shape_facts(shape, T)
-        if facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # its regime refuses them
+        if reference.few_tokens(T, k, E) or facts.itemsize > 2 or (shape.blocks and shape.N % 64):  # its regime refuses them
             continue
         rows = experts_sm90.block_t(T, shape.K, facts.itemsize, shape.blocks)
         case = experts_sm90.FAMILY.case(facts._replace(rows=rows), device, partial(_prepare, shape, T, E, k, rows, device))
@@ -85,10 +87,10 @@ def _prepare_few(shape: LinearShape, T: int, E: int, k: int, device: torch.devic
     def run(logits: Tensor, config: Any) -> None:
         if shape.gated:
             epilogue = Epilogue(inputs.scale, activation="silu")
-            few_tokens.gate_up(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, config)
+            few_tokens.gate_up(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, k, config=config)
         else:
             epilogue = Epilogue(inputs.scale, residual=residual)
-            few_tokens.down(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, True, config=config)
+            few_tokens.down(Product(x, inputs.weight, out, epilogue=epilogue, pdl=pdl), logits, k, True, config=config)
 
     weights, experts = reference.route(inputs.logits[0], k, True)
     rows = x.repeat_interleave(k, 0) if shape.gated else x

@@ -1,17 +1,22 @@
 """`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minirt.errors import ConfigError
 from minirt.kernels import reference
+from minirt.kernels.reference import SharedExpert
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerKV
+
+if TYPE_CHECKING:
+    from minirt.kernels.side_stream import SideStream
 
 
 class MoE(Layer):
@@ -86,63 +91,67 @@ def _unquantized(linear: PackedLinear) -> PackedLinear:
     return linear
 
 
-def _shared(layer: MoE) -> Callable[[Tensor], Tensor] | None:
-    """The eager shared expert, its gate applied: norm(x) [T, H] → [T, H]; None if there is none."""
-    gate_up, down, gate, activation = layer.shared_gate_up, layer.shared_down, layer.shared_gate, layer.config.hidden_act
+def _shared_expert(layer: MoE) -> SharedExpert | None:
+    gate_up, down, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
     if gate_up is None or down is None or gate is None:
         return None
-
-    def shared(h: Tensor) -> Tensor:
-        y = reference.gated(reference.linear(h, gate_up.weight, scale=gate_up.scale), activation)
-        y = reference.linear(y, down.weight, scale=down.scale)
-        return reference.linear(h, gate.weight).sigmoid() * y
-
-    return shared
+    return SharedExpert(gate_up.weight, down.weight, gate.weight, gate_up.scale, down.scale)
 
 
 @register("moe", "eager")
 def eager(layer: MoE) -> Forward:
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
-    norm, router, shared = layer.norm, layer.router, _shared(layer)
+    norm, router, shared = layer.norm, layer.router, _shared_expert(layer)
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
-        return x + (y if shared is None else y + shared(h))
+        if shared is not None:
+            quantize = None
+            if reference.computes_shared(x.shape[0], moe.experts_per_token, gate_up, gate_up_scale, shared):
+                quantize = False
+            y = y + reference.shared_expert(h, shared, activation, quantize)
+        return x + y
 
     return forward
 
 
 @register("moe", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MoE) -> Forward:
-    """Norm · router · the experts, with the residual. Beside them, in CUDA graphs, the shared expert and its gate: products like
-    those of `MLP`."""
+    """Norm · router · the experts, with the residual. Few tokens have a shared expert as one more. Of more tokens, it and its
+    gate are products like those of `MLP`, in CUDA graphs beside the experts."""
     from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
     from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+    from minirt.kernels.moe.mixture import SharedOutput
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
     norm, router, pdl = layer.norm, layer.router, layer.context.pdl
-    side = None if layer.shared_gate is None else layer.context.side_stream
-    first, last, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
+    own = _shared_expert(layer)
+    side, top_k = None if own is None else layer.context.side_stream, moe.experts_per_token
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
     four_bits = gate_up.dtype == torch.int16
 
+    def output(x: Tensor, own: SharedExpert, side: "SideStream") -> SharedOutput:
+        """The shared expert's, beside the kernels that follow."""
+        with side.fork():
+            inner = norm_gate_up(x, norm.weight, eps, own.gate_up, activation, scale=own.gate_up_scale, pdl=pdl, check=False)
+            y = norm_linear(
+                inner, None, 0.0, own.down, scale=own.down_scale, workspace=side.workspace, pdl=pdl, check=False
+            )
+            return SharedOutput(
+                y, norm_linear(x, norm.weight, eps, own.gate, workspace=side.workspace, pdl=pdl, check=False)
+            )
+
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
-        shared = shared_gate = None
-        if side is not None and first is not None and last is not None and gate is not None:
-            with side.fork():
-                own = norm_gate_up(x, norm.weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
-                shared = norm_linear(
-                    own, None, 0.0, last.weight, scale=last.scale, workspace=side.workspace, pdl=pdl, check=False
-                )
-                shared_gate = norm_linear(x, norm.weight, eps, gate.weight, workspace=side.workspace, pdl=pdl, check=False)
-        logits = router_logits(x, norm.weight, eps, router.weight, four_bits=four_bits, pdl=pdl)
+        shared: SharedExpert | SharedOutput | None = own
+        if own is not None and side is not None and not reference.computes_shared(len(x), top_k, gate_up, gate_up_scale, own):
+            shared = output(x, own, side)
+        logits = router_logits(x, norm.weight, eps, router.weight, top_k, four_bits=four_bits, pdl=pdl)
         return mixture_residual(
-            x, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
-            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, side=side, pdl=pdl,
-            check=False,
+            x, logits, gate_up, down, x, top_k, moe.normalize, activation, norm_weight=norm.weight, eps=eps,
+            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, side=side, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

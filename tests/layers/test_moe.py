@@ -181,7 +181,7 @@ def test_fp8_outputs() -> None:
     assert (alone - truth).norm() < 3e-6 * truth.norm()  # 16- or 32-bit activations
     assert 1e-3 * truth.norm() < (together - truth).norm() < 0.05 * truth.norm()
     # A row does not depend on how many tokens its experts have.
-    count = reference.FEW_TOKENS + 1
+    count = 5  # more than few of 11 experts
     fewer = layer(x[:count], NO_BATCH) - x[:count]
     assert (fewer - together[:count]).norm() < 1e-5 * fewer.norm()
 

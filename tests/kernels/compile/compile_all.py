@@ -29,6 +29,8 @@ from minirt.kernels.linear import gemm, gemm_sm90
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
+from minirt.kernels.moe.mixture import SharedOutput
+from minirt.kernels.reference import SharedExpert, computes_shared
 from minirt.kernels.speculative import draft_model, ngram
 from minirt.kernels.speculative.draft_input import draft_input
 from minirt.kernels.speculative.draft_model_reference import DraftTokens
@@ -343,7 +345,7 @@ def experts_16(calls: Calls) -> None:
         gate_up, down, norm_weight = empty(many, 2 * inter, hidden), empty(many, hidden, inter), empty(hidden)
         for T in steps:
             h = empty(T, hidden)
-            parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), pdl=pdl)
+            parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), 8, pdl=pdl)
             moe.mixture_residual(h, parts, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
 
 
@@ -355,8 +357,11 @@ def experts_fp8(calls: Calls) -> None:
         scales["down_scale"] = calls.empty(many, hidden, like=torch.float32)
         for T in steps:
             h, logits = calls.empty(T, hidden), calls.empty(T, many)
-            shared = {"shared": h, "shared_gate": calls.empty(T, 1)}
-            moe.mixture_residual(h, logits, up, down, h, 8, False, "gelu", pdl=calls.pdl, **scales, **shared)
+            first, last = (calls.empty(*shape, like=torch.float8_e4m3fn) for shape in ((2 * inter, hidden), (hidden, inter)))
+            own = SharedExpert(first, last, calls.empty(1, hidden), scales["gate_up_scale"][0], scales["down_scale"][0])
+            computed = computes_shared(T, 8, up, scales["gate_up_scale"], own)
+            shared = own if computed else SharedOutput(h, calls.empty(T, 1))
+            moe.mixture_residual(h, logits, up, down, h, 8, False, "gelu", pdl=calls.pdl, shared=shared, **scales)
 
 
 def experts_blocks(calls: Calls) -> None:
@@ -370,7 +375,7 @@ def experts_blocks(calls: Calls) -> None:
             scales[name] = empty(many, *blocks, like=torch.float32)
         for T in steps:
             h = empty(T, hidden)
-            parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), pdl=pdl)
+            parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), 8, pdl=pdl)
             moe.mixture_residual(h, parts, up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl, **scales)
 
 

@@ -29,18 +29,18 @@ def mixture(T, stored, H=256, inter=192, parts=False, shift=0):
     """A mixture of two experts without memory; only the weights are real, and miss aligned addresses by `shift` values."""
     dtype = torch.float32 if "fp32" in stored else torch.bfloat16
     kept = torch.float8_e4m3fn if stored.startswith("fp8") else torch.int16 if "int4" in stored else dtype
-    sizes = (2, 2 * inter, H), (2, H, inter)
+    sizes = (16, 2 * inter, H), (16, H, inter)
     with DEVICE:
-        up, down = (torch.empty(2 * n * k + 16, dtype=kept)[shift : shift + 2 * n * k].view(2, n, k) for _, n, k in sizes)
+        up, down = (torch.empty(E * n * k + 16, dtype=kept)[shift : shift + E * n * k].view(E, n, k) for E, n, k in sizes)
         scales = None, None
         if "blocks" in stored:
-            scales = torch.empty(2, -(-2 * inter // 64), -(-H // 128)), torch.empty(2, -(-H // 128), -(-inter // 128))
+            scales = torch.empty(16, -(-2 * inter // 64), -(-H // 128)), torch.empty(16, -(-H // 128), -(-inter // 128))
         elif "fp8" in stored:
-            scales = torch.empty(2, 2 * inter), torch.empty(2, H)
+            scales = torch.empty(16, 2 * inter), torch.empty(16, H)
         elif "int4" in stored:
-            scales = torch.empty(2, 4, 2 * inter, dtype=torch.int32), torch.empty(2, 3, H, dtype=torch.int32)
+            scales = torch.empty(16, 4, 2 * inter, dtype=torch.int32), torch.empty(16, 3, H, dtype=torch.int32)
         h = torch.empty(T, H, dtype=dtype)
-    logits = router_logits(h, None, 1e-6, h.new_zeros(2, H)) if parts else h.new_empty(T, 2)
+    logits = router_logits(h, None, 1e-6, h.new_zeros(16, H)) if parts else h.new_empty(T, 16)
     return Mixture(h, logits, up, down, h, h, 1, True, "silu", None, *scales)
 
 

@@ -12,6 +12,7 @@ from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
 from minirt.kernels.moe import few_tokens
 from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 from minirt.kernels.moe.few_tokens import CASES, MOST
+from minirt.kernels.moe.mixture import SharedOutput
 
 EPS = 1e-6
 
@@ -25,34 +26,46 @@ def operands(make, case, dtype, T=1):
 
 def expected(x, norm, residual, logits, gate_up, down, k, normalize, activation, scales=(None, None)):
     h = x if norm is None else reference.rms_norm(x, norm, EPS)
-    return residual + reference.mixture(h, *reference.route(logits, k, normalize), gate_up, down, activation, *scales)
+    chosen = reference.route(logits, k, normalize)
+    return residual + reference.mixture(h, *chosen, gate_up, down, activation, *scales, quantize=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("T", [1, MOST - 1])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_few_tokens(case, T, fp8, make, nan, dtype):
-    """Each token with its experts, shares, residual and shared expert, also where a variant has more rounds than T tokens need.
-    FP8 weights multiply activations that are not quantized."""
+@pytest.mark.parametrize("computed", [False, True])
+def test_few_tokens(case, T, fp8, computed, make, nan, dtype):
+    """Each token with its experts, shares, residual and shared expert, which is computed here or before, also where a variant has
+    more rounds than T tokens need. FP8 weights multiply activations that are not quantized."""
     if fp8 and dtype == torch.float32:
         pytest.skip("the other dtypes show it")
     x, norm, residual, logits, gate_up, down = operands(make, case, dtype, T)
-    shared, gate = make(T, case["H"], dtype=dtype), make(T, 1, dtype=dtype)
+    H, inter = case["H"], case["I"]
+    own = make(2 * inter, H, dtype=dtype, scale=H**-0.5), make(H, inter, dtype=dtype, scale=inter**-0.5)
+    shared, gate, own_gate = make(T, H, dtype=dtype), make(T, 1, dtype=dtype), make(1, H, dtype=dtype, scale=H**-0.5)
     k, normalize, activation = case["k"], case["E"] % 2 == 1, "silu" if case["k"] > 1 else "gelu_tanh"
     scales = (None, None)
     if fp8:
         (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
         scales = (up_scale, down_scale)
-    inner = nan(T * k, case["I"], dtype=dtype)
-    few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(scales[0], activation=activation)), logits)
-    second = Product(inner, down, nan(T, case["H"], dtype=dtype), None, Epilogue(scales[1], residual=residual))
-    out = few_tokens.down(second, logits, normalize, shared, gate)
+    own_scales = (None, None)
+    if fp8:
+        own, own_scales = zip(*map(reference.quantize_fp8, own), strict=True)
+    expert = reference.SharedExpert(*own, own_gate, *own_scales) if computed else None
+    inner = nan(T * (k + computed), inter, dtype=dtype)
+    first = Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(scales[0], activation=activation))
+    gates = few_tokens.gate_up(first, logits, k, expert)
+    second = Product(inner, down, nan(T, H, dtype=dtype), None, Epilogue(scales[1], residual=residual))
+    out = few_tokens.down(second, logits, k, normalize, expert if computed else SharedOutput(shared, gate), gates)
 
-    def whole(x, norm, residual, logits, gate_up, down, shared, gate):
+    def whole(x, norm, residual, logits, gate_up, down, shared, gate, first, last, own_gate):
         mixed = expected(x, norm, residual, logits, gate_up, down, k, normalize, activation, scales)
-        return mixed + gate.sigmoid() * shared
+        if not computed:
+            return mixed + gate.sigmoid() * shared
+        one = reference.SharedExpert(first, last, own_gate, *own_scales)
+        return mixed + reference.shared_expert(reference.rms_norm(x, norm, EPS), one, activation, quantize=False)
 
-    given = (x, norm, residual, logits, gate_up, down, shared, gate)
+    given = (x, norm, residual, logits, gate_up, down, shared, gate, *own, own_gate)
     truth = whole(*(t if t.dtype == torch.float8_e4m3fn else t.double() for t in given))
     assert bounds.fault(bounds.errors(out, truth), bounds.errors(whole(*given), truth), bounds.floor(dtype)) is None
 
@@ -85,7 +98,7 @@ def test_the_same_experts_as_with_more_tokens(name, T, make):
 @pytest.mark.parametrize("stored", ["", "rows", "blocks"])
 def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
     """Bit by bit, from the router's logits on: alone, and among others, at any place. Two tokens are equal."""
-    E, k, H, inter = 9, 2, 144, 24
+    E, k, H, inter = 37, 2, 144, 24
     x, norm, _, _, gate_up, down = operands(make, {"E": E, "k": k, "H": H, "I": inter}, half_dtype, MOST)
     x[-1] = x[0]
     router, scales = make(E, H, dtype=half_dtype), {}
@@ -101,7 +114,7 @@ def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
     gate_up, down = gate_up.contiguous(), down.contiguous()
 
     def run(x):
-        logits = router_logits(x, norm, EPS, router)
+        logits = router_logits(x, norm, EPS, router, k)
         out = mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
         return torch.cat([logits, out], 1)
 
@@ -121,8 +134,8 @@ def test_every_configuration_gives_the_same(make, nan):
         block_n, block_k, tiles, blocks = sizes
         config = few_tokens.FewTokensConfig(block_n, 2, block_k, tiles, blocks, rounds)
         inner, out = nan(4, 40, dtype=torch.float32), nan(2, 72, dtype=torch.float32)
-        few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(activation="silu")), logits, config)
-        few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, True, config=config)
+        few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(activation="silu")), logits, 2, config=config)
+        few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, 2, True, config=config)
         truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
         torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
 

@@ -110,8 +110,8 @@ def test_few_tokens(T, sizes, config, make, nan, agrees):
     norm, config = 1 + make(H, dtype=torch.float16, scale=0.3), config and few_tokens.FewTokensConfig(*config)
     inner, out = nan(T * k, inter, dtype=torch.float16), nan(T, H, dtype=torch.float16)
     up = Product(x, gate_up[0], inner, Norm(norm, EPS), Epilogue(gate_up[1], activation="silu"))
-    few_tokens.gate_up(up, logits, config)
-    few_tokens.down(Product(inner, down[0], out, None, Epilogue(down[1], residual=residual)), logits, True, config=config)
+    few_tokens.gate_up(up, logits, k, config=config)
+    few_tokens.down(Product(inner, down[0], out, None, Epilogue(down[1], residual=residual)), logits, k, True, config=config)
     weights, chosen = reference.route(logits.double(), k, True)
     h, pairs = reference.rms_norm(x.double(), norm.double(), EPS), [(t, e) for t in range(T) for e in chosen[t]]
     truth = reference.gated(torch.stack([gate_up[2][e] @ h[t] for t, e in pairs]), "silu")
@@ -136,7 +136,7 @@ def test_the_eager_layers_compute_the_same(T, sizes, make):
 
     out = mixture_residual(h, logits, gate_up, down, residual, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
     same, truth = expected(h, norm, logits, residual), expected(*(t.double() for t in (h, norm, logits, residual)))
-    many = T > reference.FEW_TOKENS
+    many = not reference.few_tokens(T, k, E)
     least = bounds.floor(torch.bfloat16 if out.is_cuda and many else torch.float32, quantized_activations=many)
     assert bounds.fault(bounds.errors(out, truth), bounds.errors(same, truth), least) is None
 

@@ -9,7 +9,7 @@ from minirt.kernels import reference
 from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import experts_sm90, products
 from minirt.kernels.moe.dispatch import REGIMES, mixture, mixture_residual
-from minirt.kernels.moe.mixture import Mixture
+from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.products import CASES
 from minirt.kernels.moe.route import FEW, route
 
@@ -34,7 +34,7 @@ def test_mixture(case, dtype, make, agrees):
     experts = weights(make, E, H, inter, dtype)
     shared, gate = (make(T, H, dtype=dtype), make(T, 1, dtype=dtype)) if E % 2 else (None, None)
     operands = (h, logits, *experts, residual)
-    out = mixture_residual(*operands, k, True, activation, shared=shared, shared_gate=gate)
+    out = mixture_residual(*operands, k, True, activation, shared=None if shared is None else SharedOutput(shared, gate))
     same = expected(*operands, k, True, activation, shared=shared, gate=gate)
     wide = [None if t is None else t.double() for t in (*operands, shared, gate)]
     truth = expected(*wide[:5], k, True, activation, shared=wide[5], gate=wide[6])
@@ -51,7 +51,7 @@ def test_fp8_experts(T, make):
     same = expected(*operands, k, True, scales=(up_scale, down_scale))
     wide = (h.double(), logits.double(), gate_up, down, residual.double())
     truth = expected(*wide, k, True, scales=(up_scale, down_scale))
-    least = bounds.floor(torch.float32, quantized_activations=T > 1)
+    least = bounds.floor(torch.float32, quantized_activations=not reference.few_tokens(T, k, E))
     assert bounds.fault(bounds.errors(out, truth), bounds.errors(same, truth), least) is None
 
 
@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_the_others(make):
 def test_regimes_follow_the_tiles():
     """A step's compiled kernels depend only on its regime and variant."""
     one, sm90, int4, generic = REGIMES
-    assert (one.first, one.last) == (1, 1)
+    assert (one.first, one.last) == (1, reference.FEW_TOKENS)
     tiles = products.block_t
     for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (int4, tiles), (generic, tiles)):
         ends = [regime.variant_end(T) for T in range(2, 1500)]
@@ -136,5 +136,9 @@ def test_no_tokens_and_wrong_arguments(make):
     ):
         with pytest.raises(InputError, match=f"^{where}"):
             mixture_residual(*arguments)
-    with pytest.raises(InputError, match="one of them"):
-        mixture_residual(h, logits, gate_up, down, h, 2, True, "silu", shared=h)
+    for shared, where in (
+        (SharedOutput(h, h), "shared.gate"), (SharedOutput(h[:, 1:], h[:, :1]), "shared.values"),
+        (reference.SharedExpert(gate_up[0, 2:], down[0], h[:1]), "shared: these experts do not compute it"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=where):
+            mixture_residual(h, logits, gate_up, down, h, 2, True, "silu", shared=shared)

@@ -85,28 +85,32 @@ def test_few_tokens_have_whole_logits(dtype, make):
     T, E, H = few_tokens.MOST, 37, 328
     x, norm, weight = operands(make, {"T": T + 1, "E": E, "H": H}, dtype)
     for n in (0, 1, 2, T):
-        logits = dispatch.router_logits(x[:n], norm, EPS, weight)
+        logits = dispatch.router_logits(x[:n], norm, EPS, weight, 2)
         truth = reference.rms_norm(x[:n].double(), norm.double(), EPS) @ weight.double().T
         assert logits.dtype == dtype
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(logits.double(), truth, rtol=2 * eps, atol=20 * eps)
-        assert isinstance(dispatch.router_logits(x[:n], norm, EPS, weight, four_bits=True), LogitParts) == (n > 1)
-    assert isinstance(dispatch.router_logits(x, norm, EPS, weight), LogitParts)
+        assert isinstance(dispatch.router_logits(x[:n], norm, EPS, weight, 2, four_bits=True), LogitParts) == (n > 1)
+    assert isinstance(dispatch.router_logits(x, norm, EPS, weight, 2), LogitParts)
+    assert isinstance(dispatch.router_logits(x[:T], norm, EPS, weight, 3), LogitParts)  # too many experts in common
 
 
 def test_few_tokens_and_more_agree(make):
     """Tokens alone and in twos, with whole logits and with parts, and among others."""
-    E, H, inter, k = 9, 96, 40, 2
+    E, H, inter, k = 19, 96, 40, 2
     x, norm, weight = operands(make, {"T": 6, "E": E, "H": H}, torch.float32)
     gate_up, down = make(E, 2 * inter, H, dtype=torch.float32, scale=H**-0.5), make(E, H, inter, dtype=torch.float32)
 
-    def run(x, logits_of=dispatch.router_logits):
+    def whole(*args):
+        return dispatch.router_logits(*args, k)
+
+    def run(x, logits_of=whole):
         logits = logits_of(x, norm, EPS, weight)
         return mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS)
 
     together = run(x)
     for rows in (slice(0, 1), slice(5, 6), slice(2, 4)):
-        for logits_of in (dispatch.router_logits, router_logits):
+        for logits_of in (whole, router_logits):
             torch.testing.assert_close(run(x[rows], logits_of), together[rows], rtol=1e-4, atol=1e-4)
 
 

@@ -16,8 +16,8 @@ from minirt.kernels.moe.route import token_regime
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
-UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(5, 2))
-DOWN = LinearShape(24, 12, False, False, torch.float16, False, experts=(5, 2))
+UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(35, 2))
+DOWN = LinearShape(24, 12, False, False, torch.float16, False, experts=(35, 2))
 
 
 @pytest.mark.parametrize("stored", [{}, {"fp8": True}, {"fp8": True, "blocks": True}], ids=str)
@@ -34,7 +34,7 @@ def test_cases_of_few_tokens(stored, T, device, monkeypatch):
         other = few_tokens.FewTokensConfig(2, 1, 32, 1, 2, 3)
         check(other)
         with override_config(case.family, case.bucket, other):
-            facts = ProductFacts(T, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=5, k=2)
+            facts = ProductFacts(T, shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, blocks=shape.blocks, E=35, k=2)
             found = few_tokens.FAMILY.lookup(device, facts)
         assert found == other
     original = few_tokens.down
@@ -53,7 +53,7 @@ def test_cases_on_hopper(device, monkeypatch):
     for case in cases:
         assert {c.block_t for c in case.candidates} == {case.default.block_t}
         assert case.default in case.candidates
-    facts = ProductFacts(16, 12, 24, 2, True, E=5, k=2, rows=8)
+    facts = ProductFacts(16, 12, 24, 2, True, E=35, k=2, rows=8)
     with override_config(cases[0].family, cases[0].bucket, cases[0].candidates[-1]):
         found = experts_sm90.FAMILY.lookup(device, facts)
         assert experts_sm90.FAMILY.lookup(device, facts._replace(rows=16)) == experts_sm90.derive_config(16, 64, 2)
