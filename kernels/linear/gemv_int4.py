@@ -58,7 +58,7 @@ class _Constants(NamedTuple):
 
 @triton.jit
 def load_words(ptrs, at, WIDTH: tl.constexpr, END: tl.constexpr):
-    """A tile of pairs of words, at places `at` of rows of WIDTH pairs, which ends before END. Masked only if END is past WIDTH."""
+    """A tile of pairs of words, at places `at` of rows of WIDTH pairs. It ends before END, and is masked if END is past WIDTH."""
     if END <= WIDTH:
         return tl.load(ptrs, eviction_policy="evict_first")
     else:

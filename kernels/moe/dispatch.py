@@ -2,8 +2,8 @@
 
 `REGIMES` says which kernels compute them. One to four tokens: `few_tokens`, which also normalizes them. More tokens: they are
 sorted by expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90`
-on Hopper, else by `products`. With weights of 4 bits, by `few_tokens_int4` and `products_int4`. `logits` is the router's product before
-that.
+on Hopper, else by `products`. With weights of 4 bits: `few_tokens_int4`, and `products_int4`. `logits` is the router's product
+before that.
 """
 
 from collections.abc import Callable

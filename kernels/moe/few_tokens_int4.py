@@ -260,15 +260,15 @@ def _rows(most: int, outputs: int, gpu: Gpu) -> int:
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
     """For N outputs of each of k experts of a token, and rows of K columns. It does not depend on T.
 
-    A program of gate/up has one tile where 8 warps suffice, as it keeps x in registers; its words are in flight at once. Those of
-    down are, too, up to 64 registers of each thread.
+    A program of gate/up keeps x in registers, so a row is one tile where 8 warps suffice. Those of down have about three. Words
+    in flight have up to 64 registers of a thread: all words of such a program.
     """
     pairs = cdiv(facts.K, INT4_CHUNK) * 16
     if facts.gated:
         warps = min(8, next_power_of_2(cdiv(pairs, _WARP_PAIRS)))
         return FewTokensInt4Config(_rows(8, facts.k * facts.N, gpu), warps, 1)
-    rows = _rows(4, facts.N, gpu)
-    return FewTokensInt4Config(rows, 2 if facts.k * pairs >= 2 * _WARP_PAIRS else 1, 16 // rows)
+    rows, warps = _rows(4, facts.N, gpu), min(8, next_power_of_2(cdiv(facts.k * pairs, 3 * _WARP_PAIRS)))
+    return FewTokensInt4Config(rows, warps, 16 // rows)
 
 
 FAMILY = Family(
@@ -292,9 +292,13 @@ def _scale_words(product: Product) -> Tensor:
     return product.epilogue.scale
 
 
-def _registers(c: FewTokensInt4Config, device: torch.device, programs: int) -> int:
-    """The most registers of a thread, with which all programs of one token fit on the SMs at once. At least 128."""
-    return max(128, most_registers(32 * c.num_warps * cdiv(programs, sm_count(device))))
+def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, programs: int) -> int:
+    """The most registers of a thread, with which all programs of one token fit on the SMs at once.
+
+    At least what it needs: for the words in flight, for a tile of x, and 64 others.
+    """
+    needed = 4 * c.rows * (2 if gated else 1) * c.tiles + 32 + 64
+    return max(min(needed, 255), most_registers(32 * c.num_warps * cdiv(programs, sm_count(device))))
 
 
 def gate_up(product: Product, logits: Tensor, config: FewTokensInt4Config | None = None) -> Tensor:
@@ -310,7 +314,7 @@ def gate_up(product: Product, logits: Tensor, config: FewTokensInt4Config | None
     programs = cdiv(N, c.rows)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), maxnreg=_registers(c, out.device, programs * top_k),
+        C=_constants(product, c, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
@@ -332,7 +336,7 @@ def down(
     programs = cdiv(N, c.rows)
     _few_down_int4_kernel[(T, programs)](
         x, logits, weight.view(torch.int32), product.epilogue, shared, shared_gate, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, out.device, programs),
+        C=_constants(product, c, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out
