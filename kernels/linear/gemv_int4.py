@@ -57,32 +57,31 @@ class _Constants(NamedTuple):
 
 
 @triton.jit
-def _words(ptr, row, word, i: tl.constexpr, C):
-    """Tile i of a row of pairs of words. Masked only if it may reach past the row's end."""
-    WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
-    ptrs = ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
-    if (i + 1) * C.BLOCK <= WIDTH:
+def load_words(ptrs, at, WIDTH: tl.constexpr, END: tl.constexpr):
+    """A tile of pairs of words, at places `at` of rows of WIDTH pairs. It ends before END, and is masked if END is past WIDTH."""
+    if END <= WIDTH:
         return tl.load(ptrs, eviction_policy="evict_first")
     else:
-        return tl.load(ptrs, mask=i * C.BLOCK + word < WIDTH, other=0, eviction_policy="evict_first")
+        return tl.load(ptrs, mask=at < WIDTH, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _columns(ptr, word, i: tl.constexpr, j: tl.constexpr, C):
-    """The columns of x, or of the norm's weight, that nibble j of the two words of each pair multiplies, in fp32."""
-    pair = (i * C.BLOCK + word) // 16 * 64 + 16 * j + word % 16
+def _columns(ptr, chunk, word, start, j: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
+    """The columns that nibble j of the two words of each pair multiplies, in fp32. The other arguments: as for `load_x`."""
+    pair = tl.max_contiguous(tl.multiple_of(chunk * 64 + 16 * j + word % 16, 4), 4)
     k = 2 * pair
-    if ptr.dtype.element_ty.primitive_bitwidth == 16 and C.K % 8 == 0:
+    if ptr.dtype.element_ty.primitive_bitwidth == 16 and K % 8 == 0:
         # Two neighbours in one load of 32 bits.
-        pairs = ptr.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(tl.multiple_of(pair, 4), 4)
-        both = tl.load(pairs) if 8 * (i + 1) * C.BLOCK <= C.K else tl.load(pairs, mask=k < C.K, other=0)
+        pairs = ptr.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(tl.multiple_of((start >> 1) + pair, 4), 4)
+        both = tl.load(pairs) if WHOLE else tl.load(pairs, mask=k < K, other=0)
         if ptr.dtype.element_ty == tl.bfloat16:
             return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
         else:
             low, high = both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
             return low.to(tl.float32), high.to(tl.float32)
     else:
-        low, high = tl.load(ptr + k, mask=k < C.K, other=0.0), tl.load(ptr + k + 1, mask=k + 1 < C.K, other=0.0)
+        ptrs = ptr + (start + k)
+        low, high = tl.load(ptrs, mask=k < K, other=0.0), tl.load(ptrs + 1, mask=k + 1 < K, other=0.0)
         return low.to(tl.float32), high.to(tl.float32)
 
 
@@ -93,8 +92,32 @@ def _per_thread(x):
 
 
 @triton.jit
-def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
-    """acc + 2^−53 · the products of each thread's words of a tile.
+def load_x(x_ptr, norm, chunk, word, start, squares, K: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr):
+    """What `row_sum` takes of a tile of the row of x that begins at x_ptr + start, and `squares` with each thread's x² added.
+
+    The row is normalized but for its root mean square. chunk: of the row, for each pair of words of the tile. word: number of
+    the pair in the tile. WHOLE: whether K has all of the tile's columns, so that no load is masked.
+    """
+    low, high, totals = (), (), ()
+    for g in tl.static_range(4 // GROUP):
+        total = tl.zeros(word.shape, tl.float32)
+        for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
+            first, second = _columns(x_ptr, chunk, word, start, j, K, WHOLE)
+            if norm is not None:
+                squares += _per_thread(first * first + second * second)
+                first_norm, second_norm = _columns(norm.weight, chunk, word, 0, j, K, WHOLE)
+                first *= first_norm
+                second *= second_norm
+            total += first + second
+            low += (first * 2.0 ** (96 - 4 * j),)
+            high += (second * 2.0 ** (96 - 4 * j),)
+        totals += (_per_thread(total) * 2.0**-53,)
+    return low, high, totals, squares
+
+
+@triton.jit
+def row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr, share=1.0):
+    """acc + 2^−53 · share · the products of each thread's words of a tile.
 
     low, high: four tiles of columns each, for the two words of a pair, times 2^(96 − 4j). totals: 2^−53 · sums of groups of x.
     """
@@ -104,8 +127,16 @@ def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
         for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
             products += (w & (15 << 4 * j)).to(tl.float32, bitcast=True) * low[j]
             products += (other & (15 << 4 * j)).to(tl.float32, bitcast=True) * high[j]
-        acc += factor(scales[g]) * (_per_thread(products) - zero_point(scales[g]) * totals[g])
+        acc += factor(scales[g]) * share * (_per_thread(products) - zero_point(scales[g]) * totals[g])
     return acc
+
+
+@triton.jit
+def _words(ptr, row, word, i: tl.constexpr, C):
+    """Tile i of a row of pairs of words."""
+    WIDTH: tl.constexpr = (C.K + 127) // 128 * 16
+    ptrs = ptr + row.to(tl.int64) * WIDTH + i * C.BLOCK + word
+    return load_words(ptrs, i * C.BLOCK + word, WIDTH, (i + 1) * C.BLOCK)
 
 
 @triton.jit
@@ -141,27 +172,15 @@ def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.conste
         sums += (tl.zeros((C.BLOCK // 4,), tl.float32),)
     squares = tl.zeros((C.BLOCK // 4,), tl.float32)
     for i in tl.static_range(COUNT):
-        low, high, totals = (), (), ()
-        for g in tl.static_range(4 // C.GROUP):
-            total = tl.zeros((C.BLOCK,), tl.float32)
-            for j in tl.static_range(C.GROUP * g, C.GROUP * g + C.GROUP):
-                first_x, second_x = _columns(x_ptr, word, i, j, C)
-                if norm is not None:
-                    # The root mean square divides the finished sums, so it is not needed before the loop ends.
-                    squares += _per_thread(first_x * first_x + second_x * second_x)
-                    first_norm, second_norm = _columns(norm.weight, word, i, j, C)
-                    first_x *= first_norm
-                    second_x *= second_norm
-                total += first_x + second_x
-                low += (first_x * 2.0 ** (96 - 4 * j),)
-                high += (second_x * 2.0 ** (96 - 4 * j),)
-            totals += (_per_thread(total) * 2.0**-53,)
+        chunk = (i * C.BLOCK + word) // 16
+        # The root mean square divides the finished sums, so it is not needed before the loop ends.
+        low, high, totals, squares = load_x(x_ptr, norm, chunk, word, 0, squares, C.K, C.GROUP, 8 * (i + 1) * C.BLOCK <= C.K)
         chunk = (i * C.BLOCK + 4 * tl.arange(0, C.BLOCK // 4)) // 16  # of each thread
         added = ()
         for r in tl.static_range(BOTH):
             row = tl.minimum(first + r % C.ROWS, N - 1) + (N if r >= C.ROWS else 0)
             scales = group_words(ep.scale, all_rows, chunk, C.K, C.GROUP, row)
-            added += (_row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, C.GROUP),)
+            added += (row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, C.GROUP),)
             if i + C.TILES < COUNT:
                 loaded += (_words(weight_ptr, row, word, i + C.TILES, C),)
         sums = added

@@ -2,7 +2,8 @@
 
 `REGIMES` says which kernels compute them. Few tokens: `few_tokens`, which also normalizes them. More tokens: they are sorted by
 expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
-Hopper, else by `products`. `logits` is the router's product before that.
+Hopper, else by `products`. With weights of 4 bits: `few_tokens_int4`, and `products_int4`. `logits` is the router's product
+before that.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from minirt.kernels.checks import check_activations, check_mixture, check_tensor
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.gemv import gemv
 from minirt.kernels.linear.product import Norm, Product
-from minirt.kernels.moe import experts_sm90, few_tokens, products, products_int4, router
+from minirt.kernels.moe import experts_sm90, few_tokens, few_tokens_int4, products, products_int4, router
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.route import gather, last_tokens, route
 from minirt.kernels.moe.router import LogitParts
@@ -55,14 +56,14 @@ class MixtureRegime(Regime):
         return m.format in limits.formats and (limits.alignment == 1 or m.aligned(limits.alignment)) and self.suits(m)
 
 
-def _few_tokens(m: Mixture) -> None:
+def _few_tokens(m: Mixture, kernels: ModuleType = few_tokens) -> None:
     T, _, inter = m.sizes
     logits = cast("Tensor", m.logits)  # as `few_tokens.suits` says
     own = m.shared if isinstance(m.shared, SharedExpert) else None
     inner = m.h.new_empty(T * (m.top_k + (own is not None)), inter)
-    gate = few_tokens.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, own)
+    gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, own)
     down = m.second_product(inner, m.out, residual=m.residual)
-    few_tokens.down(down, logits, m.top_k, m.normalize, m.shared_output() if own is None else own, gate)
+    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if own is None else own, gate)
 
 
 def _sm90(m: Mixture) -> None:
@@ -103,10 +104,16 @@ def _normalized(m: Mixture) -> tuple[Tensor, Tensor | None]:
 
 # The first regime that covers the tokens and accepts the mixture computes it.
 _ALL = ("fp16", "fp32", "fp8", "fp8_fp32", "fp8_blocks", "fp8_blocks_fp32")
+_INT4 = ("int4", "int4_fp32")
 REGIMES = (
     MixtureRegime(
         "experts_few_tokens", "tokens", 1, few_tokens.MOST, variant=few_tokens.last_tokens, launch=_few_tokens,
         suits=few_tokens.suits, limits=Limits(_ALL, norm=True), sums=SumOrder("threads"),
+    ),
+    MixtureRegime(
+        "experts_few_tokens_int4", "tokens", 1, few_tokens_int4.MOST, variant=few_tokens_int4.last_tokens,
+        launch=partial(_few_tokens, kernels=few_tokens_int4), suits=few_tokens.suits,
+        limits=Limits(_INT4, norm=True, alignment=16), sums=SumOrder("threads"),
     ),
     MixtureRegime(
         "experts_sm90", "tokens", 2, variant=last_tokens, capability=90, launch=_sm90, suits=experts_sm90.suits,
@@ -114,7 +121,7 @@ REGIMES = (
     ),
     MixtureRegime(
         "experts_int4", "tokens", 1, variant=last_tokens, launch=partial(_tiles, kernels=products_int4),
-        limits=Limits(("int4", "int4_fp32")), sums=SumOrder("steps"),
+        limits=Limits(_INT4), sums=SumOrder("steps"),
     ),
     MixtureRegime(
         "experts", "tokens", 1, variant=last_tokens, launch=_tiles, limits=Limits(_ALL),
@@ -138,15 +145,15 @@ def router_logits(
 ) -> Tensor | LogitParts:
     """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
-    Of more than `few_tokens`, K is split and the partial sums are not added yet (`LogitParts`).
+    Of more tokens than the kernels of few tokens take, K is split and the partial sums are not added yet (`LogitParts`).
 
     Args:
         top_k: experts of a token.
-        four_bits: whether the experts have 4 bits. Their kernels take partial sums from two tokens on.
+        four_bits: whether the experts have 4 bits.
         pdl: as for the linear layers.
     """
     T, E = x.shape[0], weight.shape[0]
-    if not reference.few_tokens(T, top_k, E) or (four_bits and T > 1):
+    if not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
         return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)
     logits = x.new_empty(T, E)
     if T:

@@ -63,7 +63,7 @@ class FewTokensConfig:
 
 
 @triton.jit
-def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
+def chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
     """The token's TOP_K experts and their shares, as `route` orders them: by share, equal ones by expert."""
     PIECE: tl.constexpr = min(BLOCK_E, 32)
     PIECES: tl.constexpr = BLOCK_E // PIECE
@@ -106,6 +106,31 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
         experts += (expert,)
         weights += (tl.where(total == total, best.to(tl.float32, bitcast=True), total),)
     return experts, weights
+
+
+@triton.jit
+def expert_shares(weights, DTYPE: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr):
+    """The shares that `chosen` found, divided by their sum if NORMALIZE, rounded as `route` stores them. fp32."""
+    total = 0.0
+    for j in tl.static_range(TOP_K):
+        total += weights[j]
+    shares = ()
+    for j in tl.static_range(TOP_K):
+        share = weights[j]
+        if NORMALIZE:
+            share = tl.div_rn(share, total)
+        shares += (share.to(DTYPE).to(tl.float32),)
+    return shares
+
+
+@triton.jit
+def finish_down(value, ep, shared, t, n, N):
+    """Outputs n of token t, from the sums over its experts: with what a shared expert has computed, if any, and the residual."""
+    at, valid = t * N + n, n < N
+    if shared is not None:
+        values = tl.load(shared.values + at, mask=valid, other=0.0).to(tl.float32)
+        value += tl.sigmoid(tl.load(shared.gate + t).to(tl.float32)) * values
+    return value + load_residual(ep, at, valid)[0]
 
 
 @compile_time
@@ -243,7 +268,7 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
 @triton.jit
 def _expert(logits_ptr, E, j, C):
     """A token's j-th expert."""
-    experts, _ = _chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
+    experts, _ = chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
     expert = experts[0]
     for i in tl.static_range(1, C.TOP_K):
         expert = tl.where(j == i, experts[i], expert)
@@ -361,13 +386,8 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
             sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
             column = n + i // COUNT * C.BLOCK_N
-            valid = column < N
-            value = tl.sum(out, 1)
-            if output is not None:
-                values = tl.load(output.values + t * N + column, mask=valid, other=0.0).to(tl.float32)
-                value += tl.sigmoid(tl.load(output.gate + t).to(tl.float32)) * values
-            value += load_residual(ep, t * N + column, valid)[0]
-            tl.store(out_ptr + t * N + column, value.to(out_ptr.dtype.element_ty), mask=valid)
+            value = finish_down(tl.sum(out, 1), ep, output, t, column, N)
+            tl.store(out_ptr + t * N + column, value.to(out_ptr.dtype.element_ty), mask=column < N)
             out = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
 
 
@@ -386,22 +406,14 @@ def _few_down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) if C.MANY else 0
     n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
-    experts, weights = _chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
+    experts, weights = chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
     if C.SHARED == 1:
         experts += (experts[0] * 0,)
     shared = (shared_ptr, shared_ep)
     tiles = _down_tiles(weight_ptr, ep, shared, experts, n0, N, C)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total = 0.0
-    for j in tl.static_range(C.TOP_K):
-        total += weights[j]
-    shares = ()
-    for j in tl.static_range(C.TOP_K):
-        share = weights[j]
-        if NORMALIZE:
-            share = tl.div_rn(share, total)
-        shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
+    shares = expert_shares(weights, logits_ptr.dtype.element_ty, C.TOP_K, NORMALIZE)
     if C.SHARED == 1:
         shares += (tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)),)
     x_ptr += t * (C.TOP_K + C.SHARED) * C.K

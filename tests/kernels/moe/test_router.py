@@ -5,7 +5,7 @@ import torch
 
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import dispatch, few_tokens, router
+from minirt.kernels.moe import dispatch, few_tokens, few_tokens_int4, router
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.route import gather, route
 from minirt.kernels.moe.router import CASES, LogitParts, router_logits
@@ -81,7 +81,7 @@ def test_gather_normalizes(quantized, dtype, make):
 
 
 def test_few_tokens_have_whole_logits(dtype, make):
-    """By the linear layers' kernel of one token. Experts of 4 bits take parts."""
+    """By the linear layers' kernel of one token. Experts of 4 bits too."""
     T, E, H = few_tokens.MOST, 37, 328
     x, norm, weight = operands(make, {"T": T + 1, "E": E, "H": H}, dtype)
     for n in (0, 1, 2, T):
@@ -90,7 +90,8 @@ def test_few_tokens_have_whole_logits(dtype, make):
         assert logits.dtype == dtype
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(logits.double(), truth, rtol=2 * eps, atol=20 * eps)
-        assert isinstance(dispatch.router_logits(x[:n], norm, EPS, weight, 2, four_bits=True), LogitParts) == (n > 1)
+        four_bits = dispatch.router_logits(x[:n], norm, EPS, weight, 2, four_bits=True)
+        assert isinstance(four_bits, LogitParts) == (n > few_tokens_int4.MOST)
     assert isinstance(dispatch.router_logits(x, norm, EPS, weight, 2), LogitParts)
     assert isinstance(dispatch.router_logits(x[:T], norm, EPS, weight, 3), LogitParts)  # too many experts in common
 

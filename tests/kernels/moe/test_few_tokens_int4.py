@@ -1,0 +1,163 @@
+"""The experts of few tokens with 4-bit weights, against the reference in fp64.
+
+Catches the scale, share or words of a neighbouring expert, group or row, gate for up, a wrong place where a tile of `down` goes
+from one expert to the next, columns past K, rows of another token.
+"""
+
+import pytest
+import torch
+from support.experts import four_bits
+
+from minirt.kernels import reference
+from minirt.kernels.launch import Gpu
+from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
+from minirt.kernels.moe import few_tokens_int4
+from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe.few_tokens_int4 import CASES, MOST, FewTokensInt4Config
+from minirt.kernels.moe.mixture import SharedOutput
+
+EPS = 1e-6
+
+
+def operands(make, case, dtype, T):
+    E, _, H, inter, group = case.values()
+    x, residual, logits, shared, gate = (make(T, n, dtype=dtype) for n in (H, H, E, H, 1))
+    up, down = (four_bits(make(E, *size, dtype=torch.float32) / size[1] ** 0.5, group) for size in ((2 * inter, H), (H, inter)))
+    return x, 1 + make(H, dtype=dtype, scale=0.3), residual, logits, shared, gate, up, down
+
+
+def expected(x, norm, residual, logits, shared, gate, up, down, k, normalize, activation):
+    h = reference.rms_norm(x, norm, EPS)
+    mixed = reference.mixture(h, *reference.route(logits, k, normalize), up, down, activation)
+    return residual + mixed + gate.sigmoid() * shared
+
+
+def run(given, k, normalize, activation, nan):
+    x, norm, residual, logits, shared, gate, up, down = given
+    (T, H), inter = x.shape, down[2].shape[2]
+    inner, out = nan(T * k, inter, dtype=x.dtype), nan(T, H, dtype=x.dtype)
+    first = Product(x, up[0], inner, Norm(norm, EPS), Epilogue(up[1], activation=activation))
+    few_tokens_int4.gate_up(first, logits, k)
+    second = Product(inner, down[0], out, None, Epilogue(down[1], residual=residual))
+    return few_tokens_int4.down(second, logits, k, normalize, SharedOutput(shared, gate))
+
+
+def check(given, k, normalize, activation, out, agrees):
+    *rest, up, down = given
+    dtype = given[0].dtype
+    options = (k, normalize, activation)
+    same = expected(*rest, *(w[2].to(dtype) for w in (up, down)), *options)
+    truth = expected(*(t.double() for t in rest), up[2], down[2], *options)
+    agrees(out, same, truth)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+def test_few_tokens(case, T, dtype, make, nan, agrees):
+    """Each token with its experts, shares, residual and shared expert."""
+    given, k, normalize = operands(make, case, dtype, T), case["k"], case["E"] % 2 == 1
+    activation = "silu" if k > 1 else "gelu_tanh"
+    check(given, k, normalize, activation, run(given, k, normalize, activation, nan), agrees)
+
+
+CONFIGS = [FewTokensInt4Config(*sizes) for sizes in ((1, 1, 1), (2, 2, 1), (4, 1, 2), (8, 1, 1))]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gate_up(config, dtype, make, nan, agrees):
+    """Programs of 1 to 8 outputs, of which the last have fewer; two tiles, the second with an end of K that is ragged, in flight
+    together or not; with a norm and without."""
+    E, k, K, N, T = 5, 2, 1400, 9, 2
+    group = 32 if config.rows in (1, 4) else 128
+    words, scales, exact = four_bits(make(E, 2 * N, K, dtype=torch.float32) / K**0.5, group)
+    x, logits, norm, out = make(T, K, dtype=dtype), make(T, E, dtype=dtype), 1 + make(K, dtype=dtype), nan(T * k, N, dtype=dtype)
+    weight = None if config.rows == 2 else Norm(norm, EPS)
+    few_tokens_int4.gate_up(Product(x, words, out, weight, Epilogue(scales, activation="silu")), logits, k, config=config)
+    experts = reference.route(logits, k, True)[1].flatten()
+
+    def each(x, norm, weights):
+        h = x if weight is None else reference.rms_norm(x, norm, EPS)
+        rows = zip(h.repeat_interleave(k, 0), experts.tolist(), strict=True)
+        return torch.stack([reference.gated((weights[e] @ row)[None], "silu")[0] for row, e in rows])
+
+    agrees(out, each(x, norm, exact.to(dtype)), each(x.double(), norm.double(), exact))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("k", "K"), [(5, 300), (3, 1056), (4, 61)])
+def test_down(config, k, K, dtype, make, nan, agrees):
+    """The same; tiles that begin in one expert and end in the second or fifth next."""
+    E, N, T = 7, 9, 2
+    words, scales, exact = four_bits(make(E, N, K, dtype=torch.float32) / K**0.5, 32 if config.rows in (1, 4) else 128)
+    x, logits, residual = (make(*sizes, dtype=dtype) for sizes in ((T * k, K), (T, E), (T, N)))
+    out = nan(T, N, dtype=dtype)
+    product = Product(x, words, out, None, Epilogue(scales, residual=residual))
+    few_tokens_int4.down(product, logits, k, True, config=config)
+
+    def total(x, logits, residual, weights):
+        shares, experts = reference.route(logits, k, True)
+        rows = torch.einsum("tjnk,tjk->tjn", weights[experts], x.unflatten(0, (T, k)))
+        return residual + (rows * shares[:, :, None]).sum(1)
+
+    agrees(out, total(x, logits, residual, exact.to(dtype)), total(x.double(), logits.double(), residual.double(), exact))
+
+
+@pytest.mark.parametrize("name", ["ties", "nan", "underflow"])
+def test_the_same_experts_as_with_more_tokens(name, make):
+    """Equal shares, shares that are 0, and NaN, as `route` decides: others' scales are NaN. NaN stays with its token."""
+    case, k, T = {"E": 70, "k": 4, "H": 40, "I": 24, "group": 32}, 4, 2
+    x, norm, residual, logits, *_, up, down = operands(make, case, torch.float32, T)
+    if name == "ties":
+        logits[-1] = 0.0
+        logits[-1, [69, 31]] = 2.0
+    elif name == "nan":
+        logits[-1, 9] = torch.nan
+    else:
+        logits[-1] = torch.arange(70.0, device=x.device) * 60
+    weights, chosen = reference.route(logits, k, True)
+    others = torch.ones(70, dtype=torch.bool, device=x.device)
+    others[chosen.flatten()] = False
+    for words in (up[1], down[1]):
+        words[others] = 0x7FC00000
+    scales = {"gate_up_scale": up[1], "down_scale": down[1]}
+    out = mixture_residual(x, logits, up[0], down[0], residual, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
+    finite = T - 1 if name == "nan" else T
+    assert bool(out[finite:].isnan().all())
+    truth = residual + reference.mixture(
+        reference.rms_norm(x, norm, EPS), weights, chosen, up[2].float(), down[2].float(), "silu"
+    )
+    torch.testing.assert_close(out[:finite], truth[:finite], rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_does_not_depend_on_the_others(make, half_dtype):
+    """Bit by bit, from the router's logits on: alone, and in steps of up to `MOST` tokens, at any place. Two tokens are equal."""
+    case, k = {"E": 37, "k": 2, "H": 136, "I": 24, "group": 64}, 2
+    x, norm, *_, up, down = operands(make, case, half_dtype, MOST)
+    x[-1] = x[0]
+    router = make(37, 136, dtype=half_dtype)
+
+    def rows(x):
+        logits = router_logits(x, norm, EPS, router, k, four_bits=True)
+        scales = {"gate_up_scale": up[1], "down_scale": down[1]}
+        out = mixture_residual(x, logits, up[0], down[0], x, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
+        return torch.cat([logits, out], 1)
+
+    alone = torch.cat([rows(x[t : t + 1]) for t in range(MOST)])
+    assert alone.isfinite().all()
+    assert torch.equal(alone[-1], alone[0])
+    assert not torch.equal(alone[1], alone[0])
+    for T in range(2, MOST + 1):
+        assert torch.equal(rows(x[:T]), alone[:T])
+
+
+@pytest.mark.parametrize("sms", [132, 20])
+def test_configurations(sms):
+    """A thread's words in flight fit in its registers, x of gate and up too, and the tokens decide nothing."""
+    shapes = ((768, 2048, True), (2048, 768, False), (512, 4096, True), (7168, 2048, False), (2048, 7168, True), (9, 40, True))
+    for N, K, gated in shapes:
+        found = {few_tokens_int4.rule(ProductFacts(T, N, K, 2, gated, E=128, k=8), Gpu(90, sms)) for T in range(1, MOST + 1)}
+        (c,) = found
+        rows = c.rows * (2 if gated else 1)
+        assert c.rows in (1, 2, 4, 8)
+        assert 4 * rows * c.tiles <= 64
+        assert not gated or c.num_warps >= K / 8 / 128
