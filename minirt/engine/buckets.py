@@ -51,10 +51,10 @@ class Bucket(NamedTuple):
 
 
 def batch_bucket(count: int) -> int:
-    """The bucket of `count` sequences. Buckets end at 1, 2, 4, 8, then at multiples of 8, 16 and 32, and wherever a kernel's
-    regime ends."""
+    """The bucket of `count` sequences. Each number up to 8 has one, because a mixture reads experts for padding, too. Further
+    buckets end at multiples of 8, 16 and 32, and wherever a kernel's regime ends."""
     if count <= 8:
-        size = 1 << (count - 1).bit_length()
+        size = count
     else:
         step = 8 if count <= 64 else 16 if count <= 128 else 32
         size = -(-count // step) * step
