@@ -128,8 +128,8 @@ def finish_down(value, ep, shared, t, n, N):
     """Outputs n of token t, from the sums over its experts: with what a shared expert has computed, if any, and the residual."""
     at, valid = t * N + n, n < N
     if shared is not None:
-        values = tl.load(shared.values + at, mask=valid, other=0.0).to(tl.float32)
-        value += tl.sigmoid(tl.load(shared.gate + t).to(tl.float32)) * values
+        output = tl.load(shared.output + at, mask=valid, other=0.0).to(tl.float32)
+        value += tl.sigmoid(tl.load(shared.gate + t).to(tl.float32)) * output
     return value + load_residual(ep, at, valid)[0]
 
 

@@ -13,9 +13,9 @@ from minirt.kernels.side_stream import SideStream
 
 
 class SharedOutput(NamedTuple):
-    """What an expert that every token uses has computed: `values` [T, H], and `gate` [T, 1], before its sigmoid."""
+    """What an expert that every token uses has computed: `output` [T, H], and `gate` [T, 1], before its sigmoid."""
 
-    values: Tensor
+    output: Tensor
     gate: Tensor
 
 

@@ -133,7 +133,7 @@ def _sum_experts_kernel(
         total += weight * tl.load(rows_ptr + (t * TOP_K + j) * H + h, mask=inside, other=0.0).to(tl.float32)
     if shared is not None:
         gate = tl.sigmoid(tl.load(shared.gate + t).to(tl.float32))
-        total += gate * tl.load(shared.values + t * H + h, mask=inside, other=0.0).to(tl.float32)
+        total += gate * tl.load(shared.output + t * H + h, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(x_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -163,7 +163,7 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
 def combine(
     x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: SharedOutput | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.values.
+    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.output.
 
     x, out: [T, H]. rows: [T · k, H]. weights: [T, k].
     """

@@ -137,7 +137,7 @@ def test_no_tokens_and_wrong_arguments(make):
         with pytest.raises(InputError, match=f"^{where}"):
             mixture_residual(*arguments)
     for shared, where in (
-        (SharedOutput(h, h), "shared.gate"), (SharedOutput(h[:, 1:], h[:, :1]), "shared.values"),
+        (SharedOutput(h, h), "shared.gate"), (SharedOutput(h[:, 1:], h[:, :1]), "shared.output"),
         (reference.SharedExpert(gate_up[0, 2:], down[0], h[:1]), "shared: these experts do not compute it"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=where):
