@@ -388,6 +388,8 @@ def experts_int4(calls: Calls) -> None:
             shapes = {"gate_up_scale": (-(-hidden // group), 2 * inter), "down_scale": (-(-inter // group), hidden)}
             scales = {name: calls.ints(shape[0], many, shape[1]).movedim(1, 0) for name, shape in shapes.items()}
             h, logits = empty(T, hidden), empty(T, many)
+            if T == 1:
+                scales |= {"norm_weight": empty(hidden), "shared": SharedOutput(h, empty(T, 1))}
             moe.mixture_residual(h, logits, up, down, h, 8, True, "silu", pdl=calls.pdl, **scales)
 
 
