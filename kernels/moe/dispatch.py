@@ -111,7 +111,7 @@ REGIMES = (
         suits=few_tokens.suits, limits=Limits(_ALL, norm=True), sums=SumOrder("threads"),
     ),
     MixtureRegime(
-        "experts_few_tokens_int4", "tokens", 1, few_tokens_int4.MOST, variant=few_tokens_int4.last_tokens,
+        "experts_few_tokens_int4", "tokens", 1, few_tokens_int4.MOST, variant=up_to(1, few_tokens_int4.MOST),
         launch=partial(_few_tokens, kernels=few_tokens_int4), suits=few_tokens.suits,
         limits=Limits(_INT4, norm=True, alignment=16), sums=SumOrder("threads"),
     ),

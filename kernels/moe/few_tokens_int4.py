@@ -23,12 +23,12 @@ from minirt.kernels.linear.epilogue import finish, load_rows
 from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
 from minirt.kernels.linear.int4_words import group_words
 from minirt.kernels.linear.product import Product, ProductFacts
-from minirt.kernels.moe.few_tokens import chosen, expert_shares, finish_down, last_tokens
+from minirt.kernels.moe.few_tokens import chosen, expert_shares, finish_down
 from minirt.kernels.moe.mixture import SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, SharedExpert, int4_group
 
-MOST = 4  # tokens, as predicted; with more of them, tiles of tensor cores unpack each expert's weights once for all
+MOST = 3  # tokens; with more of them, tiles of tensor cores unpack each expert's weights once for all
 _WARP_PAIRS = 128  # pairs of words of a row in one load of a warp
 
 CASES = [  # group: columns of a scale
@@ -260,20 +260,19 @@ def _rows(most: int, outputs: int, gpu: Gpu) -> int:
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
     """For N outputs of each of k experts of a token, and rows of K columns. It does not depend on T.
 
-    A program of gate/up keeps x in registers, so a row is one tile where 8 warps suffice. Those of down have about three. Words
-    in flight have up to 64 registers of a thread: all words of such a program.
+    A program of gate/up keeps x in registers, so a row is two tiles where 8 warps suffice. Those of down have about three. Words
+    in flight have up to 64 registers of a thread.
     """
     pairs = cdiv(facts.K, INT4_CHUNK) * 16
     if facts.gated:
-        warps = min(8, next_power_of_2(cdiv(pairs, _WARP_PAIRS)))
-        return FewTokensInt4Config(_rows(8, facts.k * facts.N, gpu), warps, 1)
+        warps = min(8, next_power_of_2(cdiv(pairs, 2 * _WARP_PAIRS)))
+        return FewTokensInt4Config(_rows(4, facts.k * facts.N, gpu), warps, 1)
     rows, warps = _rows(4, facts.N, gpu), min(8, next_power_of_2(cdiv(facts.k * pairs, 3 * _WARP_PAIRS)))
     return FewTokensInt4Config(rows, warps, 16 // rows)
 
 
 FAMILY = Family(
-    "experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule,
-    tokens=last_tokens,
+    "experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule
 )  # fmt: skip
 
 
@@ -315,7 +314,7 @@ def gate_up(
         raise InputError("its kernels are those of linear layers", where="shared", expected="None", found="an expert")
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
     E, scale = weight.shape[0], _scale_words(product)
-    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, top_k))
+    c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,
@@ -336,7 +335,7 @@ def down(
     """
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
     E, scale = weight.shape[0], _scale_words(product)
-    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, top_k))
+    c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_down_int4_kernel[(T, programs)](
         x, logits, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,

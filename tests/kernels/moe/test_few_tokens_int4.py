@@ -160,4 +160,4 @@ def test_configurations(sms):
         rows = c.rows * (2 if gated else 1)
         assert c.rows in (1, 2, 4, 8)
         assert 4 * rows * c.tiles <= 64
-        assert not gated or c.num_warps >= K / 8 / 128
+        assert not gated or c.num_warps >= K / 16 / 128

@@ -7,7 +7,7 @@ from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Epilogue, Product
-from minirt.kernels.moe import experts_sm90, products
+from minirt.kernels.moe import experts_sm90, few_tokens_int4, products
 from minirt.kernels.moe.dispatch import REGIMES, mixture, mixture_residual
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.products import CASES
@@ -112,8 +112,8 @@ def test_a_row_does_not_depend_on_the_others(make):
 
 def test_regimes_follow_the_tiles():
     """A step's compiled kernels depend only on its regime and variant."""
-    one, sm90, int4, generic = REGIMES
-    assert (one.first, one.last) == (1, reference.FEW_TOKENS)
+    one, few_int4, sm90, int4, generic = REGIMES
+    assert (one.first, one.last, few_int4.first, few_int4.last) == (1, reference.FEW_TOKENS, 1, few_tokens_int4.MOST)
     tiles = products.block_t
     for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (int4, tiles), (generic, tiles)):
         ends = [regime.variant_end(T) for T in range(2, 1500)]
