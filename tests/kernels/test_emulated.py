@@ -58,11 +58,12 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
         (["gated_delta/test_gated_delta.py"], "against_reference and bfloat16 and 70 and 64 and not 129", 1),
         (["moe/test_products_int4.py"], f"{FP16} and test_one_product and (70 or 96)", 4),
+        (["moe/test_few_tokens_int4.py"], "bfloat16 and ((test_down and 300 and 2-2-1) or (test_gate_up and 4-1-2))", 2),
         (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140))", 6),
     ],
     ids=[
         "decode", "decode of long sequences", "decode in 16 bits", "settings", "prompts", "experts", "experts in blocks",
-        "linear", "gated delta", "experts of 4 bits", "int4",
+        "linear", "gated delta", "experts of 4 bits", "few tokens' experts of 4 bits", "int4",
     ],
 )
 def test_kernels(files, selection, count):

@@ -63,7 +63,7 @@ def test_few_tokens(case, T, dtype, make, nan, agrees):
 CONFIGS = [FewTokensInt4Config(*sizes) for sizes in ((1, 1, 1), (2, 2, 1), (4, 1, 2), (8, 1, 1))]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.rows}-{c.num_warps}-{c.tiles}")
 def test_gate_up(config, dtype, make, nan, agrees):
     """Programs of 1 to 8 outputs, of which the last have fewer; two tiles, the second with an end of K that is ragged, in flight
     together or not; with a norm and without."""
@@ -83,7 +83,7 @@ def test_gate_up(config, dtype, make, nan, agrees):
     agrees(out, each(x, norm, exact.to(dtype)), each(x.double(), norm.double(), exact))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.rows}-{c.num_warps}-{c.tiles}")
 @pytest.mark.parametrize(("k", "K"), [(5, 300), (3, 1056), (4, 61)])
 def test_down(config, k, K, dtype, make, nan, agrees):
     """The same; tiles that begin in one expert and end in the second or fifth next."""
