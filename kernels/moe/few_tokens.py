@@ -433,14 +433,17 @@ def last_tokens(T: int) -> int:
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
     """For N outputs of each of k experts of T tokens, and rows of K values. Only `rounds` depends on T, and no sum on `rounds`.
 
-    A program looks for its experts before it loads weights. So all programs of gate/up run at once, and each computes several
-    blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's weights in flight,
-    or with FP8 all of them. With more tokens it computes more outputs: to look for experts takes as many instructions as one.
+    A program looks for its experts before it loads weights. So all programs of gate/up for one token run at once, and each
+    computes several blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's
+    weights in flight, or with FP8 half of those of two. With more tokens it computes more outputs: to look for experts takes as
+    many instructions as one of them. With more than two rounds, the last programs would run alone for too long.
     """
+    rounds = min(facts.T, 2)
     if facts.gated:
         block_k, blocks = min(512, next_power_of_2(facts.K)), cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
-        return FewTokensConfig(2, 2, block_k, 4, min(8, blocks), facts.T)
-    return FewTokensConfig(1, 1, min(256, next_power_of_2(facts.K)), 24 // facts.itemsize, 1, facts.T)
+        return FewTokensConfig(2, 2, block_k, 4, min(8, blocks), rounds)
+    outputs, tiles = max(1, 2 // facts.itemsize), min(12, 24 // facts.itemsize)
+    return FewTokensConfig(outputs, 1, min(256, next_power_of_2(facts.K)), tiles, 1, rounds)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
