@@ -18,7 +18,7 @@ FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
-FEW_TOKENS = 8  # the most that `few_tokens` calls few
+FEW_TOKENS = 4  # the most that `few_tokens` calls few
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 

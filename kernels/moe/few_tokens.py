@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.compile.tuning import Family, around
+from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
@@ -51,7 +51,6 @@ class FewTokensConfig:
         block_k: elements of K in one load of a program's rows.
         tiles: loads in flight.
         blocks: how many times `block_n` outputs a program computes, one after the other.
-        rounds: how often it does so. Rounds are a loop, and blocks are unrolled.
     """
 
     block_n: int
@@ -59,7 +58,6 @@ class FewTokensConfig:
     block_k: int
     tiles: int
     blocks: int = 1
-    rounds: int = 1
 
 
 @triton.jit
@@ -142,7 +140,6 @@ class _Constants(NamedTuple):
         ROWS: rows of an expert's weight for each output: 2 of gate and up, else 1.
         BLOCKS: blocks of BLOCK_N outputs of a round.
         TILES: tiles of BLOCK_K columns in flight.
-        ROUNDS: of a program, in a loop. The blocks of a round are unrolled.
         MANY: whether there are several tokens.
         SHARED: 1 if these kernels compute a shared expert, which is then the last one of each token; else 0.
     """
@@ -157,7 +154,6 @@ class _Constants(NamedTuple):
     CHUNK: int
     BLOCKS: int
     TILES: int
-    ROUNDS: int
     MANY: bool
     SHARED: int
 
@@ -237,7 +233,7 @@ def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert
 
 
 @triton.jit
-def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
+def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C):
     """A pair's values of out, from n0 on, from its token's tiles `raw`.
 
     Returns the tiles times the norm's weight, and the token's inverse root mean square.
@@ -257,8 +253,8 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C):
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
     _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
-    if C.ROUNDS > 1:
-        for _ in range(1, C.ROUNDS):
+    if C.MANY:
+        for _ in range(1, rounds):
             n0 += C.BLOCKS * C.BLOCK_N
             tiles = _gate_up_tiles(weight_ptr, ep, expert, n0, N, C)
             _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
@@ -286,12 +282,12 @@ def _store_gate(xs, inverse_rms, weight_ptr, out_ptr, C):
 
 
 @prepared
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def _few_gate_up_kernel(
-    x_ptr, norm, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_weight_ptr, gate_ptr, out_ptr, E, N, C,
+    x_ptr, norm, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_weight_ptr, gate_ptr, out_ptr, E, N, rounds, C,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROUNDS · BLOCKS · BLOCK_N values of out [T · (k + SHARED), N]: act(gate) · up of norm(x) by the j-th expert of token t.
+    """rounds · BLOCKS · BLOCK_N values of out [T · (k + SHARED), N]: act(gate) · up of norm(x) by the j-th expert of token t.
 
     t = program_id(0), j = program_id(1). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
     of each chunk of products. With SHARED, expert k is the shared one; the gate [T] of it is computed, too.
@@ -299,7 +295,7 @@ def _few_gate_up_kernel(
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     t = tl.program_id(0) if C.MANY else 0
     j = tl.program_id(1)
-    n0 = tl.program_id(2) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
+    n0 = tl.program_id(2) * rounds * C.BLOCKS * C.BLOCK_N
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -310,15 +306,15 @@ def _few_gate_up_kernel(
     pair = t * (C.TOP_K + C.SHARED) + j
     if C.SHARED == 1:
         if j == C.TOP_K:
-            xs, inverse_rms = _gate_up(raw, norm, shared_ptr, shared_ep, out_ptr, pair, j - C.TOP_K, n0, N, C)
+            xs, inverse_rms = _gate_up(raw, norm, shared_ptr, shared_ep, out_ptr, pair, j - C.TOP_K, n0, rounds, N, C)
             if n0 == 0:
                 _store_gate(xs, inverse_rms, gate_weight_ptr, gate_ptr + t, C)
         else:
             expert = _expert(logits_ptr + t * E, E, j, C)
-            _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
+            _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
     else:
         expert = _expert(logits_ptr + t * E, E, j, C)
-        _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, N, C)
+        _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
 
 
 @triton.jit
@@ -392,12 +388,12 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
 
 
 @prepared
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def _few_down_kernel(
-    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_ptr, output, out_ptr, E, N, C, NORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, logits_ptr, weight_ptr, ep, shared_ptr, shared_ep, gate_ptr, output, out_ptr, E, N, rounds, C,
+    NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROUNDS · BLOCKS · BLOCK_N values of out [T, N], x [T · (k + SHARED), K], of token t = program_id(0):
+    """rounds · BLOCKS · BLOCK_N values of out [T, N], x [T · (k + SHARED), K], of token t = program_id(0):
 
     out[t] = residual[t] + Σ_j w_j · (weight[e_j] · x[t, j]) + sigmoid(gate[t]) · the shared expert's: computed here from x[t, k],
     with SHARED, or `output`.
@@ -405,7 +401,7 @@ def _few_down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) if C.MANY else 0
-    n0 = tl.program_id(1) * C.ROUNDS * C.BLOCKS * C.BLOCK_N
+    n0 = tl.program_id(1) * rounds * C.BLOCKS * C.BLOCK_N
     experts, weights = chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
     if C.SHARED == 1:
         experts += (experts[0] * 0,)
@@ -418,32 +414,29 @@ def _few_down_kernel(
         shares += (tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32)),)
     x_ptr += t * (C.TOP_K + C.SHARED) * C.K
     _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C)
-    if C.ROUNDS > 1:
-        for _ in range(1, C.ROUNDS):
+    if C.MANY:
+        for _ in range(1, rounds):
             n0 += C.BLOCKS * C.BLOCK_N
             tiles = _down_tiles(weight_ptr, ep, shared, experts, n0, N, C)
             _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, out_ptr, t, n0, N, C)
 
 
 def last_tokens(T: int) -> int:
-    """The largest step that launches the same compiled kernels: T rounded up to a power of two, or to `MOST`."""
+    """The largest step that takes these kernels where one of T tokens does: T rounded up to a power of two, or to `MOST`."""
     return min(MOST, next_power_of_2(T))
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
-    """For N outputs of each of k experts of T tokens, and rows of K values. Only `rounds` depends on T, and no sum on `rounds`.
+    """For N outputs of each of k experts, and rows of K values. It does not depend on the tokens, so no order of sums does.
 
     A program looks for its experts before it loads weights. So all programs of gate/up for one token run at once, and each
     computes several blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's
-    weights in flight, or with FP8 half of those of two. With more tokens it computes more outputs: to look for experts takes as
-    many instructions as one of them. With more than two rounds, the last programs would run alone for too long.
+    weights in flight, or with FP8 all of them.
     """
-    rounds = min(facts.T, 2)
     if facts.gated:
         block_k, blocks = min(512, next_power_of_2(facts.K)), cdiv(facts.k * facts.N, 4 * 4 * gpu.sms)
-        return FewTokensConfig(2, 2, block_k, 4, min(8, blocks), rounds)
-    outputs, tiles = max(1, 2 // facts.itemsize), min(12, 24 // facts.itemsize)
-    return FewTokensConfig(outputs, 1, min(256, next_power_of_2(facts.K)), tiles, 1, rounds)
+        return FewTokensConfig(2, 2, block_k, 4, min(8, blocks))
+    return FewTokensConfig(1, 1, min(256, next_power_of_2(facts.K)), 24 // facts.itemsize)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
@@ -454,17 +447,21 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
         if block_k >= 2 * K or elements < 8:
             continue
-        for blocks, rounds in itertools.product((1, 2, 3, 4) if gated else (1,), around(facts.T, 8)):
+        for blocks in (1, 2, 3, 4) if gated else (1,):
             most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
-            for tiles in sorted({most, most // 2} - {0}):
-                found.append(FewTokensConfig(block_n, num_warps, block_k, tiles, blocks, rounds))
+            found += [FewTokensConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
     return found
 
 
 FAMILY = Family(
-    "experts_few_tokens", FewTokensConfig, (__file__,), ("T", "E", "k", "N", "K", "itemsize", "gated", "blocks"), rule,
-    candidates, last_tokens,
+    "experts_few_tokens", FewTokensConfig, (__file__,), ("E", "k", "N", "K", "itemsize", "gated", "blocks"), rule, candidates
 )
+
+
+def _rounds(c: FewTokensConfig, N: int, T: int, rows: int, device: torch.device) -> int:
+    """How often a program computes `blocks` outputs, so that all programs run at once. `rows`: rows of out, of N values each."""
+    at_once = 16 // c.num_warps * sm_count(device)
+    return 1 if T == 1 else cdiv(cdiv(N, c.block_n * c.blocks), max(1, at_once // rows))
 
 
 def _chunk(weight: Tensor, c: FewTokensConfig) -> int:
@@ -477,10 +474,10 @@ def _chunk(weight: Tensor, c: FewTokensConfig) -> int:
     return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
 
 
-def _registers(c: FewTokensConfig, device: torch.device, programs: int) -> int:
-    """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
+def _registers(c: FewTokensConfig, device: torch.device, T: int, programs: int) -> int:
+    """The most registers of a thread. Programs of one warp get more for a single token, if all fit on the SMs at once."""
     at_once = most_registers(32 * cdiv(programs, sm_count(device)))
-    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, at_once)
+    return _REGISTERS if T > 1 or c.num_warps > 1 else max(_REGISTERS, at_once)
 
 
 def suits(m: Mixture) -> bool:
@@ -493,7 +490,7 @@ def _constants(product: Product, c: FewTokensConfig, top_k: int, shared: bool, T
     tiles = c.blocks * cdiv(weight.shape[2], c.block_k) * (1 if product.gated else top_k + shared)  # of a round in all
     return _Constants(
         weight.shape[2], top_k, product.scale_rows, 2 if product.gated else 1, next_power_of_2(weight.shape[0]),
-        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles), c.rounds, T > 1, int(shared),
+        c.block_n, c.block_k, _chunk(weight, c), c.blocks, min(c.tiles, tiles), T > 1, int(shared),
     )  # fmt: skip
 
 
@@ -511,16 +508,17 @@ def gate_up(
     """
     weight, out = product.weight, product.out
     E, (pairs, N), T = weight.shape[0], out.shape, len(logits)
-    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, pairs // T))
-    programs = cdiv(N, c.block_n * c.blocks * c.rounds)
+    c = config or FAMILY.lookup(out.device, product.facts(1, E, pairs // T))
+    rounds = _rounds(c, N, T, pairs, out.device)
+    programs = cdiv(N, c.block_n * c.blocks * rounds)
     constants = _constants(product, c, top_k, shared is not None, T)
     gate = None if shared is None else out.new_empty(T)
     weights = (None,) * 3
     if shared is not None:
         weights = shared.gate_up, Epilogue(shared.gate_up_scale, activation=product.epilogue.activation), shared.gate
     _few_gate_up_kernel[(T, pairs // T, programs)](
-        product.x, product.norm, logits, weight, product.epilogue, *weights, gate, out, E, N, C=constants,
-        maxnreg=_registers(c, out.device, programs * pairs // T * last_tokens(T)), **launch_options(c.num_warps, 1, product.pdl),
+        product.x, product.norm, logits, weight, product.epilogue, *weights, gate, out, E, N, rounds, C=constants,
+        maxnreg=_registers(c, out.device, T, programs * pairs), **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return gate
 
@@ -540,14 +538,15 @@ def down(
     """
     x, weight, out = product.x, product.weight, product.out
     (E, N, _), T = weight.shape, len(logits)
-    c = config or FAMILY.lookup(out.device, product.facts(last_tokens(T), E, x.shape[0] // T))
-    programs = cdiv(N, c.block_n * c.blocks * c.rounds)
+    c = config or FAMILY.lookup(out.device, product.facts(1, E, x.shape[0] // T))
+    rounds = _rounds(c, N, T, T, out.device)
+    programs = cdiv(N, c.block_n * c.blocks * rounds)
     own = shared if isinstance(shared, SharedExpert) else None
     weights = (None,) * 3 if own is None else (own.down, Epilogue(own.down_scale), gate)
     constants = _constants(product, c, top_k, own is not None, T)
     _few_down_kernel[(T, programs)](
-        x, logits, weight, product.epilogue, *weights, shared if own is None else None, out, E, N, C=constants,
-        NORMALIZE=normalize, maxnreg=_registers(c, out.device, programs * last_tokens(T)),
+        x, logits, weight, product.epilogue, *weights, shared if own is None else None, out, E, N, rounds,
+        C=constants, NORMALIZE=normalize, maxnreg=_registers(c, out.device, T, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out

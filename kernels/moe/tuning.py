@@ -22,12 +22,9 @@ Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
 
 
 def few_tokens_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of few tokens, one case for each compiled variant."""
-    variants = sorted({few_tokens.last_tokens(T) for T in tokens if T <= few_tokens.MOST})
-    for T, (shape, (E, k)) in itertools.product(variants, _of_experts(shapes)):
-        if not reference.few_tokens(T, k, E):
-            continue
-        case = few_tokens.FAMILY.case(shape_facts(shape, T), device, partial(_prepare_few, shape, T, E, k, device))
+    """Steps of few tokens, which have the configurations of one."""
+    for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
+        case = few_tokens.FAMILY.case(shape_facts(shape, 1), device, partial(_prepare_few, shape, 1, E, k, device))
         if case is not None:
             yield case
 

@@ -1,6 +1,5 @@
 """The experts of few tokens, against the reference in fp64."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -35,8 +34,8 @@ def expected(x, norm, residual, logits, gate_up, down, k, normalize, activation,
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("computed", [False, True])
 def test_few_tokens(case, T, fp8, computed, make, nan, dtype):
-    """Each token with its experts, shares, residual and shared expert, which is computed here or before, also where a variant has
-    more rounds than T tokens need. FP8 weights multiply activations that are not quantized."""
+    """Each token with its experts, shares, residual and shared expert, which is computed here or before. FP8 weights multiply
+    activations that are not quantized."""
     if fp8 and dtype == torch.float32:
         pytest.skip("the other dtypes show it")
     x, norm, residual, logits, gate_up, down = operands(make, case, dtype, T)
@@ -126,13 +125,13 @@ def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
         assert torch.equal(run(x[:T]), alone[:T])
 
 
-def test_every_configuration_gives_the_same(make, nan):
+def test_every_configuration_gives_the_same(make, nan, monkeypatch):
     """Rows per program, loads in flight, the step in K, blocks and rounds change no result by more than rounding."""
+    monkeypatch.setattr(few_tokens, "sm_count", lambda device: 1)  # several rounds
     case = {"E": 5, "k": 2, "H": 72, "I": 40}
     x, norm, residual, logits, gate_up, down = operands(make, case, torch.float32, 2)
-    for *sizes, rounds in ((4, 32, 1, 1, 1), (8, 64, 2, 3, 2), (16, 128, 9, 2, 4), (1, 32, 3, 2, 7)):
-        block_n, block_k, tiles, blocks = sizes
-        config = few_tokens.FewTokensConfig(block_n, 2, block_k, tiles, blocks, rounds)
+    for block_n, block_k, tiles, blocks in ((4, 32, 1, 1), (8, 64, 2, 3), (16, 128, 9, 2), (1, 32, 3, 2)):
+        config = few_tokens.FewTokensConfig(block_n, 2, block_k, tiles, blocks)
         inner, out = nan(4, 40, dtype=torch.float32), nan(2, 72, dtype=torch.float32)
         few_tokens.gate_up(Product(x, gate_up, inner, Norm(norm, EPS), Epilogue(activation="silu")), logits, 2, config=config)
         few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, 2, True, config=config)
@@ -140,14 +139,15 @@ def test_every_configuration_gives_the_same(make, nan):
         torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
 
 
-def test_only_rounds_depend_on_the_tokens():
-    """Else the order of sums, and so the bits, would. A step launches the kernel of its variant's last step."""
-    for gated in (False, True):
-        for itemsize in (1, 2, 4):
-            facts = [
-                ProductFacts(few_tokens.last_tokens(T), 768, 2048, itemsize, gated, E=128, k=8) for T in range(1, MOST + 1)
-            ]
-            assert len({replace(few_tokens.rule(one, Gpu(90, 132)), rounds=1) for one in facts}) == 1
-            assert few_tokens.rule(facts[0], Gpu(90, 132)).rounds == 1
+def test_a_step_of_any_size_runs_at_once(device, monkeypatch):
+    """So no program is left for a second wave. The last step of a regime's part is few tokens, too."""
+    monkeypatch.setattr(few_tokens, "sm_count", lambda device: 132)
+    for N, K, rows, gated in ((768, 2048, 8, True), (512, 2048, 9, True), (2048, 768, 1, False), (7168, 2048, 1, False)):
+        c = few_tokens.rule(ProductFacts(1, N, K, 1, gated, E=256, k=8), Gpu(90, 132))
+        for T in range(2, MOST + 1):
+            rounds = few_tokens._rounds(c, N, T, rows * T, device)
+            programs = -(-N // (c.block_n * c.blocks * rounds)) * rows * T
+            assert 0.6 * 16 * 132 < programs * c.num_warps <= 1.01 * 16 * 132
+        assert few_tokens._rounds(c, N, 1, rows, device) == 1
     ends = [few_tokens.last_tokens(T) for T in range(1, MOST + 1)]
     assert all(T <= end <= MOST and few_tokens.last_tokens(end) == end for T, end in enumerate(ends, 1))
