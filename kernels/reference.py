@@ -283,12 +283,14 @@ def shared_expert(h: Tensor, own: SharedExpert, activation: str, quantize: bool 
     return linear(h, own.gate).sigmoid() * linear(y, own.down, scale=own.down_scale, quantize=quantize)
 
 
-def computes_shared(T: int, top_k: int, gate_up: Tensor, gate_up_scale: Tensor | None, shared: SharedExpert) -> bool:
+def computes_shared(
+    T: int, top_k: int, gate_up: Tensor, gate_up_scale: Tensor | None, down_scale: Tensor | None, shared: SharedExpert
+) -> bool:
     """Whether a mixture computes this shared expert like one more expert of each token, in 16 or 32 bits: of few tokens, with
-    weights in the form of the experts' `gate_up` [E, 2I, H] and `gate_up_scale`."""
-    scale, of_experts = shared.gate_up_scale, gate_up_scale
+    weights in the form of the experts' `gate_up` [E, 2I, H] and of their scales."""
     alike = shared.gate_up.dtype == gate_up.dtype != torch.int16 and shared.gate_up.shape == gate_up.shape[1:]
-    alike &= scale is None or (of_experts is not None and scale.shape == of_experts.shape[1:])
+    for own, of_experts in ((shared.gate_up_scale, gate_up_scale), (shared.down_scale, down_scale)):
+        alike &= own is None or (of_experts is not None and own.shape == of_experts.shape[1:])
     return alike and few_tokens(T, top_k, gate_up.shape[0])
 
 

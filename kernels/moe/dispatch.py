@@ -238,7 +238,9 @@ def _check(m: Mixture) -> None:
     if isinstance(m.shared, SharedOutput):
         check_tensor("shared.output", m.shared.output, (T, H), dtype, device)
         check_tensor("shared.gate", m.shared.gate, (T, 1), dtype, device)
-    elif m.shared is not None and not reference.computes_shared(T, m.top_k, m.gate_up, m.gate_up_scale, m.shared):
+    elif m.shared is not None and not reference.computes_shared(
+        T, m.top_k, m.gate_up, m.gate_up_scale, m.down_scale, m.shared
+    ):
         raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
 
 

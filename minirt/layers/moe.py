@@ -110,7 +110,7 @@ def eager(layer: MoE) -> Forward:
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
         if shared is not None:
             quantize = None
-            if reference.computes_shared(x.shape[0], moe.experts_per_token, gate_up, gate_up_scale, shared):
+            if reference.computes_shared(len(x), moe.experts_per_token, gate_up, gate_up_scale, down_scale, shared):
                 quantize = False
             y = y + reference.shared_expert(h, shared, activation, quantize)
         return x + y
@@ -133,6 +133,9 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
     four_bits = gate_up.dtype == torch.int16
 
+    def joins_experts(T: int, own: SharedExpert) -> bool:
+        return reference.computes_shared(T, top_k, gate_up, gate_up_scale, down_scale, own)
+
     def output(x: Tensor, own: SharedExpert, side: "SideStream") -> SharedOutput:
         """The shared expert's, beside the kernels that follow."""
         with side.fork():
@@ -146,7 +149,7 @@ def triton(layer: MoE) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
         shared: SharedExpert | SharedOutput | None = own
-        if own is not None and side is not None and not reference.computes_shared(len(x), top_k, gate_up, gate_up_scale, own):
+        if own is not None and side is not None and not joins_experts(len(x), own):
             shared = output(x, own, side)
         logits = router_logits(x, norm.weight, eps, router.weight, top_k, four_bits=four_bits, pdl=pdl)
         return mixture_residual(

@@ -77,13 +77,13 @@ def token_counts(limit):
 
 def test_token_counts():
     """A number for each regime of the products, small beyond 512, so that the steps take little memory."""
-    assert token_counts(8192) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
+    assert token_counts(8192) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
     assert token_counts(8193)[-1] == 8193
     assert token_counts(4300)[-2:] == [2176, 4224]
     assert token_counts(2100)[-2:] == [1152, 2100]
-    assert token_counts(300) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 300]
-    assert token_counts(100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert token_counts(7) == [1, 2, 4, 7]
+    assert token_counts(300) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 192, 256, 300]
+    assert token_counts(100) == [1, 2, 3, 4, 8, 16, 32, 64, 100]
+    assert token_counts(7) == [1, 2, 3, 4, 7]
 
 
 def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):

@@ -256,12 +256,14 @@ class InBlocks(FormatChoice):
 
 
 WIDE = {"hidden_size": 144, "moe_intermediate_size": 136, "shared_expert_intermediate_size": 132}  # blocks of 16, 8 and 4 rows
+ALIKE = WIDE | {"shared_expert_intermediate_size": 136, "num_experts_per_tok": 2}  # but down has blocks of 16 and of 128 rows
 
 
 @pytest.mark.parametrize("T", [0, 1, 9])
 @pytest.mark.parametrize(
-    ("quantization", "options"), [(None, {}), (Quantization("fp8"), {}), (InBlocks(), {}), (InBlocks(), WIDE)],
-    ids=["plain", "fp8", "blocks", "wide blocks"],
+    ("quantization", "options"),
+    [(None, {}), (Quantization("fp8"), {}), (InBlocks(), {}), (InBlocks(), WIDE), (InBlocks(), ALIKE)],
+    ids=["plain", "fp8", "blocks", "wide blocks", "blocks of other rows"],
 )  # fmt: skip
 def test_triton_is_eager(T: int, quantization: Any, options: dict[str, Any]) -> None:
     """In Triton's interpreter, or on a GPU: with a shared expert, sizes that are no multiple of a tile."""
@@ -271,6 +273,25 @@ def test_triton_is_eager(T: int, quantization: Any, options: dict[str, Any]) -> 
     out, expected = forward(x, NO_BATCH, None), layer(x, NO_BATCH)
     assert out.shape == x.shape
     assert (out - expected).norm() <= (1e-2 if quantization and T > 1 else 2e-6) * (expected - x).norm()
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize(
+    ("quantization", "options"), [(None, {}), (Quantization("fp8"), {}), (InBlocks(), ALIKE | {"hidden_size": 128})],
+    ids=["plain", "fp8", "blocks"],
+)  # fmt: skip
+def test_few_tokens_have_the_shared_expert_as_one_more(
+    T: int, quantization: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the experts' width and format: no linear layer computes it, and activations are not rounded to FP8."""
+    layer = mixture(quantization, device=DEVICE, **{"shared_expert_intermediate_size": 37, "num_experts_per_tok": 2, **options})
+    monkeypatch.setattr("minirt.kernels.linear.dispatch.norm_gate_up", None)
+    x = values(T, layer.config.hidden_size).to(DEVICE)
+    out, expected = implementation("moe", "triton").factory(layer)(x, NO_BATCH, None), layer(x, NO_BATCH)
+    assert (out - expected).norm() <= 2e-6 * (expected - x).norm()
+    assert layer.shared_down is not None
+    layer.shared_down.weight.zero_()
+    assert (out - layer(x, NO_BATCH)).norm() > 0.02 * (expected - x).norm()
 
 
 class WithoutKernels(InBlocks):

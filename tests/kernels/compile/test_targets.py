@@ -121,7 +121,8 @@ def test_compiles_as_meant(cc, dtype, families):
             assert r["tiles_before_wait"] or not r["pdl"], r
         if name in ("_few_gate_up_int4_kernel", "_few_down_int4_kernel"):
             assert not r["flushes_denormals"], r
-            assert r["stack"] <= (64 if r["options"]["GROUP"] == 4 else 384), r  # of four times as many scale words
+            # Some of x, with Triton 3.9; and what four times as many scale words take.
+            assert r["stack"] <= (128 if r["options"]["GROUP"] == 4 else 384), r
         if name == "_gemv_int4_kernel":
             assert not r["flushes_denormals"], r  # its weights are denormal numbers
             # On later GPUs than Hopper, the kernel of one token with 4-bit weights keeps a few values in local memory.
