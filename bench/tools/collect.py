@@ -23,7 +23,8 @@ _BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "
 _STEP_LIMITS = (8448, 2048, 512)
 # Models with other shapes than the one to which the kernels' rules were fitted.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
-_FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B")
+_FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B", "Qwen3-30B-A3B")
+_EIGHT_BITS = ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")  # of `steps.py`, which leaves out Python's part of a step
 # Formats that only a checkpoint has.
 _STORED_FORMATS = {
     "fp8-blocks": ["fp8-blocks", "Qwen2.5-7B"],
@@ -64,6 +65,8 @@ def _runs() -> dict[str, list[str]]:
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
     for model in _FOUR_BITS:
         runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
+    for model in _EIGHT_BITS:
+        runs[f"steps-fp8-{model.lower()}"] = ["steps.py", model, "fp8"]
     for name, words in _STORED_FORMATS.items():
         runs[f"steps-{name}"] = ["stored_format.py", *words, "steps"]
     for limit in _STEP_LIMITS:

@@ -359,8 +359,8 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
-def int4_table(records: Records) -> str:
-    """Decode steps and prompts with 4-bit weights, a column for each model."""
+def replays_table(records: Records) -> str:
+    """Decode steps as replays of CUDA graphs, and prompts, a column for each model, or for each of its formats."""
     found: dict[str, list[str]] = {}
     for record in records.values():
         for row in record["results"]:
@@ -371,7 +371,9 @@ def int4_table(records: Records) -> str:
                 cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
             found.setdefault(name, []).append(cell)
     rows = [[name, *cells] for name, cells in found.items()]
-    return table(["ms (% of memory bandwidth)", *(record["model"] + mark(record) for record in records.values())], rows)
+    several = len({record["quantization"] for record in records.values()}) > 1
+    heads = [r["model"] + (f" {r['quantization']}" if several else "") + mark(r) for r in records.values()]
+    return table(["ms (% of memory bandwidth)", *heads], rows)
 
 
 def formats_table(records: Records) -> str:
@@ -1036,9 +1038,15 @@ BLOCKS = {
         "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
     ),
     "int4": Block(
-        tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
+        tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), replays_table, _MODELS,
         "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
         "context of 128 tokens:",
+    ),
+    "experts-steps": Block(
+        tuple(f"h100-80gb-hbm3-steps-{name}" for name in ("fp8-qwen3.5-35b-a3b", "fp8-qwen3-30b-a3b", "int4-qwen3-30b-a3b")),
+        replays_table, _MODELS,
+        "Mixtures of experts on an H100, random weights. A decode step is its CUDA graph alone, at a context of 128 tokens. The "
+        "share counts the weights of the experts that uniform routing uses:",
     ),
     "formats": Block(
         tuple(f"h200-steps-{name}" for name in _STORED_FORMATS), formats_table, _MODELS,
