@@ -151,7 +151,7 @@ OPERATIONS = {
         Operation(
             "router_logits", "moe.dispatch", "RMSNorm and the logits of a mixture's router", ("moe.dispatch:ROUTER",),
             ("rms_norm", "linear"), "moe.router:cost", "moe.router:CASES", exported=False,
-            no_op="with two or more tokens, its result is partial sums for `mixture_residual`",
+            no_op="with more than few tokens, its result is partial sums for `mixture_residual`",
         ),
         Operation(
             "route", "moe.route", "a mixture's choice of experts; tokens sorted by expert",

@@ -284,13 +284,19 @@ def shared_expert(h: Tensor, own: SharedExpert, activation: str, quantize: bool 
 
 
 def computes_shared(
-    T: int, top_k: int, gate_up: Tensor, gate_up_scale: Tensor | None, down_scale: Tensor | None, shared: SharedExpert
-) -> bool:
-    """Whether a mixture computes this shared expert like one more expert of each token, in 16 or 32 bits: of few tokens, with
-    weights in the form of the experts' `gate_up` [E, 2I, H] and of their scales."""
-    alike = shared.gate_up.dtype == gate_up.dtype != torch.int16 and shared.gate_up.shape == gate_up.shape[1:]
-    for own, of_experts in ((shared.gate_up_scale, gate_up_scale), (shared.down_scale, down_scale)):
-        alike &= own is None or (of_experts is not None and own.shape == of_experts.shape[1:])
+    T: int, top_k: int, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    shared: SharedExpert,
+) -> bool:  # fmt: skip
+    """Whether a mixture computes this shared expert like one more expert of each token, with activations that are not quantized:
+    of few tokens, with weights and scales in the form of each expert's, but not of 4 bits."""
+    alike = gate_up.dtype != torch.int16
+    for own, of_experts in (
+        (shared.gate_up, gate_up), (shared.down, down), (shared.gate_up_scale, gate_up_scale), (shared.down_scale, down_scale)
+    ):  # fmt: skip
+        if own is None or of_experts is None:
+            alike &= own is of_experts
+        else:
+            alike &= own.dtype == of_experts.dtype and own.shape == of_experts.shape[1:]
     return alike and few_tokens(T, top_k, gate_up.shape[0])
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of one token (matrix times vector), limited by the time to read the weights.
+"""Linear layers of one token (matrix times vector), limited by the time to read the weights; of few tokens, one by one.
 
 Products are fp32 FMAs. RMSNorm of the input is fused; gated activation, bias and residual are the epilogue. A program computes a
 few whole rows, so no sum spans several programs and the same input gives the same bits.

@@ -94,10 +94,10 @@ class Product(NamedTuple):
     """out = epilogue(norm(x) · weightᵀ).
 
     Attributes:
-        x: [T, K]. In FP8 if the weight is and T > 1.
+        x: [T, K]. In FP8 if the weight is, but for the kernels of one token, or of few.
         weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or words (`int4_words`).
         out: [T, N]; may be the residual.
-        norm: applied to x; only kernels of one token take it. None: no norm.
+        norm: applied to x; only kernels of one token, or of few, take it. None: no norm.
         workspace: without one, K is not split.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """

@@ -112,7 +112,7 @@ REGIMES = (
     ),
     MixtureRegime(
         "experts_few_tokens_int4", "tokens", 1, few_tokens_int4.MOST, variant=up_to(1, few_tokens_int4.MOST),
-        launch=partial(_few_tokens, kernels=few_tokens_int4), suits=few_tokens.suits,
+        launch=partial(_few_tokens, kernels=few_tokens_int4), suits=few_tokens_int4.suits,
         limits=Limits(_INT4, norm=True, alignment=16), sums=SumOrder("threads"),
     ),
     MixtureRegime(
@@ -238,10 +238,14 @@ def _check(m: Mixture) -> None:
     if isinstance(m.shared, SharedOutput):
         check_tensor("shared.output", m.shared.output, (T, H), dtype, device)
         check_tensor("shared.gate", m.shared.gate, (T, 1), dtype, device)
-    elif m.shared is not None and not reference.computes_shared(
-        T, m.top_k, m.gate_up, m.gate_up_scale, m.down_scale, m.shared
-    ):
-        raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
+    elif m.shared is not None:
+        weights = m.gate_up, m.down, m.gate_up_scale, m.down_scale
+        if not reference.computes_shared(T, m.top_k, *weights, m.shared):
+            raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
+        check_tensor("shared.gate", m.shared.gate, (1, H), dtype, device)
+        for name, own in m.shared._asdict().items():
+            if own is not None:
+                check_tensor(f"shared.{name}", own, own.shape, own.dtype, device)
 
 
 def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:

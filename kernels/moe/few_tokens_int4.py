@@ -23,8 +23,9 @@ from minirt.kernels.linear.epilogue import finish, load_rows
 from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
 from minirt.kernels.linear.int4_words import group_words
 from minirt.kernels.linear.product import Product, ProductFacts
+from minirt.kernels.moe import few_tokens
 from minirt.kernels.moe.few_tokens import chosen, expert_shares, finish_down
-from minirt.kernels.moe.mixture import SharedOutput
+from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, SharedExpert, int4_group
 
@@ -274,6 +275,12 @@ def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
 FAMILY = Family(
     "experts_few_tokens_int4", FewTokensInt4Config, (__file__,), ("E", "k", "N", "K", "itemsize", "gated"), rule
 )  # fmt: skip
+
+
+def suits(m: Mixture) -> bool:
+    """As `few_tokens.suits`. Activations and norm weights of 16 bits are also loaded in pairs."""
+    addresses = m.h.data_ptr() | (0 if m.norm is None else m.norm.weight.data_ptr())
+    return addresses % 4 == 0 and few_tokens.suits(m)
 
 
 def _constants(product: Product, c: FewTokensInt4Config, top_k: int, T: int) -> _Constants:

@@ -212,7 +212,7 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     if drafted and tokens > accepted:
         text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
     if any(name.startswith("fp8") for name in generator.plan.formats):
-        text += " · fp8: a single token has 16-bit activations, a step with drafts fp8 ones"
+        text += " · fp8: a single token has 16-bit activations, a step with drafts mostly fp8 ones"
     return text
 
 

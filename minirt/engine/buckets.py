@@ -15,7 +15,7 @@ from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
 from minirt.step.plan import StepPlan
 
-SHORT_SEQS = 8  # decode steps of at least this many sequences have a CUDA graph for short sequences, too
+SHORT_SEQS = 5  # decode steps of at least this many sequences have a CUDA graph for short sequences, too
 # In larger steps with prompts, the GPU takes longer than the host, also in FP8; they are not captured. With small layers, the
 # host is slower up to more tokens: it launches at most 5 kernels for a residual layer, in some 0.2 ms on a slow host.
 MAX_PROMPT_TOKENS = 2048

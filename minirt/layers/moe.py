@@ -110,7 +110,8 @@ def eager(layer: MoE) -> Forward:
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
         if shared is not None:
             quantize = None
-            if reference.computes_shared(len(x), moe.experts_per_token, gate_up, gate_up_scale, down_scale, shared):
+            stored = gate_up, down, gate_up_scale, down_scale
+            if reference.computes_shared(len(x), moe.experts_per_token, *stored, shared):
                 quantize = False
             y = y + reference.shared_expert(h, shared, activation, quantize)
         return x + y
@@ -134,7 +135,7 @@ def triton(layer: MoE) -> Forward:
     four_bits = gate_up.dtype == torch.int16
 
     def joins_experts(T: int, own: SharedExpert) -> bool:
-        return reference.computes_shared(T, top_k, gate_up, gate_up_scale, down_scale, own)
+        return reference.computes_shared(T, top_k, gate_up, down, gate_up_scale, down_scale, own)
 
     def output(x: Tensor, own: SharedExpert, side: "SideStream") -> SharedOutput:
         """The shared expert's, beside the kernels that follow."""

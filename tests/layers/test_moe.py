@@ -11,6 +11,7 @@ from minirt.bench.compare.truth import settled
 from minirt.bench.read_bytes import expected_experts, layer_read_bytes
 from minirt.errors import ConfigError
 from minirt.kernels import reference
+from minirt.kernels.reference import SharedExpert
 from minirt.layers import MoE, implementation, register
 from minirt.layers.base import triton_unsupported
 from minirt.loading import checkpoint
@@ -292,6 +293,24 @@ def test_few_tokens_have_the_shared_expert_as_one_more(
     assert layer.shared_down is not None
     layer.shared_down.weight.zero_()
     assert (out - layer(x, NO_BATCH)).norm() > 0.02 * (expected - x).norm()
+
+
+def test_a_shared_expert_of_another_form_has_its_own_kernels() -> None:
+    """Of another width or format, also of `down` alone, or of scales of other rows."""
+    e, h, inter = 16, 32, 24
+    up, down, scales = torch.zeros(e, 2 * inter, h), torch.zeros(e, h, inter), (torch.ones(e, 2 * inter), torch.ones(e, h))
+    eight, gate = torch.float8_e4m3fn, torch.zeros(1, h)
+    fp8 = SharedExpert(up[0].to(eight), down[0].to(eight), gate, scales[0][0], scales[1][0])
+    whole = SharedExpert(up[0], down[0], gate)
+    experts, stored = (up, down, None, None), (up.to(eight), down.to(eight), *scales)
+    for T, weights, own, joins in (
+        (1, experts, whole, True), (4, experts, whole, True), (5, experts, whole, False), (1, stored, fp8, True),
+        (1, experts, fp8, False), (1, stored, whole, False),
+        (1, stored, fp8._replace(down=down[0], down_scale=None), False),
+        (1, experts, whole._replace(gate_up=up[0, 2:], down=down[0, :, 1:]), False),
+        (1, stored, fp8._replace(down_scale=torch.ones(h // 2)), False),
+    ):  # fmt: skip
+        assert reference.computes_shared(T, 2, *weights, own) == joins
 
 
 class WithoutKernels(InBlocks):

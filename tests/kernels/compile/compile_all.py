@@ -359,7 +359,7 @@ def experts_fp8(calls: Calls) -> None:
             h, logits = calls.empty(T, hidden), calls.empty(T, many)
             first, last = (calls.empty(*shape, like=torch.float8_e4m3fn) for shape in ((2 * inter, hidden), (hidden, inter)))
             own = SharedExpert(first, last, calls.empty(1, hidden), scales["gate_up_scale"][0], scales["down_scale"][0])
-            computed = computes_shared(T, 8, up, scales["gate_up_scale"], scales["down_scale"], own)
+            computed = computes_shared(T, 8, up, down, scales["gate_up_scale"], scales["down_scale"], own)
             shared = own if computed else SharedOutput(h, calls.empty(T, 1))
             moe.mixture_residual(h, logits, up, down, h, 8, False, "gelu", pdl=calls.pdl, shared=shared, **scales)
 

@@ -356,7 +356,7 @@ def test_hopper_of_three_groups_ahead_of_the_kernel_before(T, hopper, make, nan)
 @pytest.mark.gpu
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize(
-    ("widths", "T", "N", "programs"), [((256, 0), 300, 656, 8), ((256, 0), 1100, 100, 7), ((128, 0), 200, 1400, 20)], ids=str
+    ("widths", "T", "N", "programs"), [((256, 0), 300, 656, 8), ((256, 0), 1100, 104, 7), ((128, 0), 200, 1400, 20)], ids=str
 )
 def test_hopper_last_round_of_strips(widths, T, N, programs, itemsize, hopper, make, nan, agrees):
     """Single strips, some of them past the last column: the same bits as pairs, also in place and with PDL."""
