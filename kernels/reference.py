@@ -288,7 +288,7 @@ def computes_shared(
     shared: SharedExpert,
 ) -> bool:  # fmt: skip
     """Whether a mixture computes this shared expert like one more expert of each token, with activations that are not quantized:
-    of few tokens, with weights and scales in the form of each expert's, but not of 4 bits."""
+    there are `few_tokens`, and weights and scales have the form of an expert's, which is not 4 bits."""
     alike = gate_up.dtype != torch.int16
     for own, of_experts in (
         (shared.gate_up, gate_up), (shared.down, down), (shared.gate_up_scale, gate_up_scale), (shared.down_scale, down_scale)

@@ -145,7 +145,7 @@ def router_logits(
 ) -> Tensor | LogitParts:
     """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
-    Of more tokens than the kernels of few tokens take, K is split and the partial sums are not added yet (`LogitParts`).
+    If the kernels of few tokens do not take the step, K is split, and the partial sums are not added yet (`LogitParts`).
 
     Args:
         top_k: experts of a token.

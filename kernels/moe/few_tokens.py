@@ -1,8 +1,8 @@
 """The experts of few tokens, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
 
-Every pair of a token and one of its experts reads the expert's weights. So few tokens rarely have an expert in common that tiles
-of tokens would read once less: 4 tokens with 8 of 256 experts each use 31 on average. Where they do, the programs of both run at
-the same time, and the second read finds the weights in L2. A token's result does not depend on the other tokens, nor on T.
+Every pair of a token and one of its experts reads the expert's weights. Few tokens rarely have an expert in common: 4 tokens with
+8 of 256 experts each use 31 on average. If two have, the programs of both run at the same time, and the second one to read finds
+the weights in L2. A token's result does not depend on the other tokens, nor on T.
 
 Which experts these are follows from the router's logits. Every program finds it out by itself, and so does each of its warps: the
 logits are loaded in pieces of 32, of which each warp has a copy, so no maximum over them needs another warp. That takes less time
@@ -262,7 +262,7 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
 
 
 @triton.jit
-def _expert(logits_ptr, E, j, C):
+def expert_of(logits_ptr, E, j, C):
     """A token's j-th expert."""
     experts, _ = chosen(logits_ptr, E, C.TOP_K, C.BLOCK_E)
     expert = experts[0]
@@ -290,7 +290,7 @@ def _few_gate_up_kernel(
     """rounds · BLOCKS · BLOCK_N values of out [T · (k + SHARED), N]: act(gate) · up of norm(x) by the j-th expert of token t.
 
     t = program_id(0), j = program_id(1). With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum
-    of each chunk of products. With SHARED, expert k is the shared one; the gate [T] of it is computed, too.
+    of each chunk of products. With SHARED, expert k is the shared one, and its gate [T] is computed, too.
     """
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     t = tl.program_id(0) if C.MANY else 0
@@ -310,10 +310,10 @@ def _few_gate_up_kernel(
             if n0 == 0:
                 _store_gate(xs, inverse_rms, gate_weight_ptr, gate_ptr + t, C)
         else:
-            expert = _expert(logits_ptr + t * E, E, j, C)
+            expert = expert_of(logits_ptr + t * E, E, j, C)
             _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
     else:
-        expert = _expert(logits_ptr + t * E, E, j, C)
+        expert = expert_of(logits_ptr + t * E, E, j, C)
         _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
 
 

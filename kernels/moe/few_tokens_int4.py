@@ -24,7 +24,7 @@ from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
 from minirt.kernels.linear.int4_words import group_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import few_tokens
-from minirt.kernels.moe.few_tokens import chosen, expert_shares, finish_down
+from minirt.kernels.moe.few_tokens import chosen, expert_of, expert_shares, finish_down
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, SharedExpert, int4_group
@@ -128,10 +128,7 @@ def _few_gate_up_int4_kernel(
             x_ptr, norm, chunk, word, t * C.K, squares, C.K, C.GROUP, 8 * (i + 1) * C.BLOCK <= C.K
         )  # fmt: skip
         xs += ((low, high, totals),)
-    experts, _ = chosen(logits_ptr + t * E, E, C.TOP_K, C.BLOCK_E)
-    expert = experts[0]
-    for i in tl.static_range(1, C.TOP_K):
-        expert = tl.where(j == i, experts[i], expert)
+    expert = expert_of(logits_ptr + t * E, E, j, C)
     weight_ptr += expert.to(tl.int64) * 2 * N * WIDTH
     scale_ptr = ep.scale + expert.to(tl.int64) * scale_expert
     tiles = ()
