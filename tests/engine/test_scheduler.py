@@ -31,12 +31,13 @@ class Watched:
     """Runs requests, and checks in each step who was admitted and preempted. Priorities and arrivals are the test's own."""
 
     def __init__(self, it):
-        self.it, self.order, self.tokens, self.reasons = it, {}, {}, {}
+        self.it, self.order, self.sizes, self.tokens, self.reasons = it, {}, {}, {}, {}
         self.preemptions = 0
 
     def add(self, prompt, count, priority=0, **options):
         request = Request(len(self.order), prompt, greedy(count), (EOS,), priority=priority, **options)
         self.order[request.id], self.tokens[request.id] = (priority, request.id), []
+        self.sizes[request.id] = priority, len(prompt).bit_length()
         self.it.add(request)
         return request.id
 
@@ -71,8 +72,11 @@ class Watched:
         self.preemptions += len(victims)
         for victim in victims:
             assert all(self.order[victim] > self.order[other] for other in before & running)
+        known, arrived = self.it._scheduler.prefix_cache is not None, self.order
         for other in self.waiting() - victims:
-            assert all(self.order[one] < self.order[other] for one in admitted), "overtaken"
+            assert all(arrived[one][0] <= arrived[other][0] for one in admitted), "a more important one is overtaken"
+            shorter = [known or self.sizes[one] < self.sizes[other] for one in admitted if arrived[one] > arrived[other]]
+            assert all(shorter), "overtaken by one that is as long"
 
     def waiting(self):
         """Requests that could have been admitted."""
@@ -233,23 +237,29 @@ def test_a_group_counts_once_and_is_refused_as_a_whole():
 
 def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
-    draw, queue, model = random.Random(0), WaitingQueue(), {}
+    draw, queue, model, left = random.Random(0), WaitingQueue(), {}, []
     for arrival in range(20_000):
         sequence = Sequence(Request(draw.randrange(400), [1], greedy(1)), 2)
         if sequence.id not in model:  # ids are used again
-            sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
+            sequence.rank, sequence.size = (draw.choice((0, 0, 3, -2**70)), arrival), draw.randrange(100)
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
         queue.remove(Sequence(Request(draw.randrange(400), [1], greedy(1)), 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
-            first = min(model.values(), key=lambda sequence: sequence.rank)
-            assert queue.first() is first
-            assert queue.pop() is model.pop(first.id)
+            smallest = min(model.values(), key=lambda own: (own.rank[0], own.size.bit_length(), own.rank[1]))
+            assert queue.smallest() is smallest
+            assert queue.oldest() is min(model.values(), key=lambda own: own.rank)
+            queue.remove(model.pop(smallest.id))
+            left.append(smallest)
+            if draw.random() < 0.5:  # it was preempted
+                again = left.pop(draw.randrange(len(left)))
+                if again.id not in model:
+                    model[again.id] = again
+                    queue.add(again)
         assert len(queue) == len(model)
-        assert len(queue._heap) <= 2 * len(model) + 16
-    assert [queue.pop().rank for _ in range(len(model))] == sorted(sequence.rank for sequence in model.values())
+        assert all(len(heap) <= 2 * len(model) + 17 for heap in queue._heaps)
 
 
 @pytest.mark.parametrize("context_s", [0.0, 1e-5])
