@@ -1,6 +1,7 @@
-"""The order in which the scheduler admits and preempts, on the mock model of test_engine.py.
+"""The order in which the scheduler admits and preempts, on the mock model of test_engine.py, and how prompts share steps.
 
-Catches a request that overtakes a more important one, the wrong victim of a preemption, lost requests, and a queue that grows.
+Catches a request that overtakes a more important one, the wrong victim of a preemption, lost requests, a queue that grows, and
+prompts that wait for others longer than their share.
 """
 
 import random
@@ -8,17 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.test_engine import engine, undisturbed
+from engine.test_engine import PAGE, engine, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.prompt_time import PromptTime
+from minirt.engine.scheduler import Scheduler
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.kv_cache import KVCache, PagesSpec
 
 EOS = 5
 
@@ -238,7 +241,7 @@ def test_a_group_counts_once_and_is_refused_as_a_whole():
 def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
     draw, queue, model, left = random.Random(0), WaitingQueue(), {}, []
-    for arrival in range(20_000):
+    for arrival in range(6_000):
         sequence = Sequence(Request(draw.randrange(400), [1], greedy(1)), 2)
         if sequence.id not in model:  # ids are used again
             sequence.rank, sequence.size = (draw.choice((0, 0, 3, -2**70)), arrival), draw.randrange(100)
@@ -300,6 +303,131 @@ def test_alone_prompts_have_the_whole_budget():
     while it.has_work:
         watched.step()
     assert sizes[:2] == [256, 44]
+
+
+class Prompts:
+    """A scheduler whose steps compute nothing. Each request ends with its first token, unless it is in `stays`.
+
+    Attributes:
+        steps: what each step computed, tokens by request.
+        ends: by request, the number of the step with its first token.
+        stays: sequences that keep their pages.
+    """
+
+    def __init__(self, budget, pages, seqs=8, length=40_100):
+        cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
+        self.it = Scheduler(cache, EngineLimits(length, seqs, budget), prefix_cache=False)
+        self.steps, self.ends, self.stays = [], {}, {}
+
+    def add(self, request_id, tokens, priority=0, new=1):
+        self.it.add(sequence := Sequence(Request(request_id, [0] * tokens, greedy(new), priority=priority), tokens + new))
+        return sequence
+
+    def step(self):
+        work, computed = self.it.schedule(), {}
+        if work is not None:
+            self.it.started(work)
+            draws = work.planned.num_draws
+            self.it.read(work.planned.slots[draws > 0], draws[draws > 0])
+            for place, sequence in work.prompts:
+                computed[sequence.id] = int(work.planned.num_tokens[place])
+                if draws[place]:
+                    self.ends[sequence.id] = len(self.steps)
+                    if sequence.id not in self.stays:
+                        self.it.remove(sequence)
+        self.steps.append(computed)
+        return computed
+
+
+@pytest.mark.parametrize("arrival", range(5))
+def test_a_short_prompt_does_not_wait_for_a_long_one(arrival):
+    """It is in the next step, which the long prompt gives as many tokens as it has, and no more."""
+    own = Prompts(8192, 20_000)
+    own.add(0, 40_000)
+    while len(own.ends) < 2:
+        if len(own.steps) == arrival:
+            own.add(1, 12)
+        own.step()
+    assert own.ends == {0: 4, 1: arrival}
+    assert all(sum(step.values()) == 8192 for step in own.steps[:4]), "no token of a step is left unused"
+
+
+def test_a_long_prompt_ends_beside_any_number_of_short_ones():
+    """Short ones that would fill every step: the long prompt gets half of each, and the short ones the rest."""
+    own, arrivals = Prompts(64, 20_000, seqs=400), iter(range(1, 10_000))
+    own.add(0, 6_400)
+    while 0 not in own.ends:
+        for _ in range(8):
+            own.add(next(arrivals), 8)
+        assert own.step().get(0) == 32
+    assert own.ends[0] + 1 == 6_400 // 32
+    served = [request for request in own.ends if request]
+    assert served == list(range(1, 1 + len(served)))
+    assert len(served) == 4 * 200
+
+
+def test_among_random_arrivals_each_prompt_has_its_share():
+    """1,000 prompts of 1 to 4,000 tokens, more than steps compute for a while. Half of each step goes by age, and half by size: so
+    no prompt waits longer than twice what those before it by age take, nor than twice what those take that are as short."""
+    draw, budget = random.Random(7), 64
+    own, size = Prompts(budget, 700_000, seqs=1000, length=4_100), [int(4_000 ** draw.random()) for _ in range(1000)]
+    arrivals, left, at, before = [0], {}, [], []
+    for tokens in size:
+        arrivals.append(arrivals[-1] + draw.choice((0, 0, 1, tokens // 20)))
+    while len(own.ends) < 1000:
+        while len(at) < 1000 and arrivals[len(at)] <= len(own.steps):
+            before.append(sum(left.values()) + size[len(at)])  # what those before it still need, and itself
+            left[len(at)] = size[len(at)]
+            own.add(len(at), size[len(at)])
+            at.append(len(own.steps))
+        for request, tokens in own.step().items():
+            left[request] -= tokens
+    waits = [own.ends[i] + 1 - at[i] for i in range(1000)]
+    for i, wait in enumerate(waits):
+        assert wait <= 1 + 2 * before[i] / budget, "longer than those before it take"
+        limit, shorter = 1 << size[i].bit_length(), dict[int, int]()
+        for step in own.steps[at[i] : own.ends[i] + 1]:
+            for request, tokens in step.items():
+                shorter[request] = min(shorter.get(request, 0) + tokens, limit)  # of a longer one, its last tokens count
+        assert wait <= 1 + 2 * sum(shorter.values()) / budget, "longer than those take that are as short"
+    assert max(waits) > 100, "a test of prompts that wait"
+
+
+def test_others_pass_a_prompt_without_pages_until_they_have_computed_as_many_tokens():
+    """Its 30 pages are not free. Shorter ones pass it, so that they do not wait for pages that they do not need; not for ever,
+    and none that is less important."""
+    own = Prompts(16, 40, seqs=40)
+    own.stays = {0}
+    first = own.add(0, 4 * 20 - 1, new=400)
+    while 0 not in own.ends:
+        own.step()
+    own.add(1, 4 * 30 - 1)
+    own.add(2, 2, priority=1)
+    for request in range(3, 100):
+        own.add(request, 2)
+        own.step()
+    passed = sorted(set(own.ends) - {0})
+    assert passed == list(range(3, 3 + len(passed)))
+    assert passed[0] == 3
+    assert own.ends[3] == own.ends[0] + 1
+    assert len(passed) == 40, "119 tokens, of which each step has two of a prompt and one of the sequence that decodes"
+    own.it.remove(first)
+    while len(own.ends) < 100:
+        own.step()
+    assert own.it.num_preemptions == 0
+    assert own.ends[1] < own.ends[max(passed) + 1] + 20
+
+
+def test_a_prompt_has_its_pages_from_the_beginning():
+    """Others that come while it is computed do not take them, and are not preempted for them."""
+    own = Prompts(8, 10)
+    own.add(0, 36)
+    own.step()
+    own.add(1, 8)
+    while len(own.ends) < 2:
+        own.step()
+    assert own.it.num_preemptions == 0
+    assert own.ends == {0: 4, 1: 5}
 
 
 @given(start=st.integers(0, 10**6), seconds=st.floats(0, 10), token_s=st.floats(1e-7, 1e-2), context_s=st.floats(0, 1e-5))
