@@ -368,7 +368,8 @@ def replays_table(records: Records) -> str:
                 name, cell = f"prompt of {row['input_len']:,} tokens", milliseconds(row["time_to_first_token_s"]["median"] * 1e3)
             else:
                 name = f"decode step, batch {row['batch_size']}"
-                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
+                fits = row["step_s"] is not None
+                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})" if fits else NONE
             found.setdefault(name, []).append(cell)
     rows = [[name, *cells] for name, cells in found.items()]
     several = len({record["quantization"] for record in records.values()}) > 1

@@ -174,6 +174,7 @@ class LinearShape:
         experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
         blocks: whether fp8 weights have a scale for each block, not for each row.
         int4: whether the weights have 4 bits.
+        joins: whether each token also uses a shared expert of this form, which a step of few tokens computes with the others.
     """
 
     N: int
@@ -186,6 +187,7 @@ class LinearShape:
     experts: tuple[int, int] | None = None
     blocks: bool = False
     int4: bool = False
+    joins: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]

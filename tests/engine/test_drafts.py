@@ -256,6 +256,22 @@ def test_the_room_for_rows_is_divided():
     assert own.choose(slots, 99).tolist() == [1, 5, 5, 5]
     assert own.choose(slots, 11).tolist() == [1, 3, 3, 3]
     assert own.choose(slots, 6).tolist() == [1, 1, 1, 1]
+    read(own, 4, [1], [7])
+    assert own.choose(slots, 99).tolist() == [1, 5, 2, 5], "no more than a slot has"
+    assert own.choose(slots, 9).tolist() == [1, 3, 2, 3], "what one slot does not need is for the others"
+
+
+def test_the_time_of_a_step_counts_the_drafts_that_slots_have():
+    """Four of one slot, and one of seven others: 11 tokens more, not 32, which would not pay."""
+    class Steps(Line):
+        def seconds(self, seqs, tokens):
+            assert tokens <= 8 + 11
+            return super().seconds(seqs, tokens)
+
+    own, _ = lengths(times=Steps(0.01))
+    for slot in range(8):
+        read(own, slot, [1], [7] * 4 if slot == 3 else [7])
+    assert own.choose(np.arange(8), 99).tolist() == [2, 2, 2, 5, 2, 2, 2, 2]
 
 
 def test_sizes():
