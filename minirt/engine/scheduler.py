@@ -529,7 +529,7 @@ class Scheduler:
         sequence.registered = NEVER if cache is None else len(hit.pages)
         if cache is not None:
             cache.take(sequence, hit)
-        self._reserve(sequence, sequence.next_len)
+        self._reserve(sequence, tokens)
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at
