@@ -92,6 +92,8 @@ class DraftLengths:
         known = counts > 0
         if not known.any():
             return 1 + counts
+        # A step that the host has not read may have proposed more.
+        counts[known & (self._slots.steps[slots] > 0)] = self._sizes[-1]
         room = most_rows - len(slots)
         chosen = max((size for size in self._sizes if int(np.minimum(counts, size).sum()) <= room), default=0)
         if self.times is not None and chosen:

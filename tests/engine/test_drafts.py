@@ -249,7 +249,7 @@ def test_drafts_are_counted_by_position():
 
 
 def test_the_room_for_rows_is_divided():
-    own, _ = lengths()
+    own, arrays = lengths()
     for slot in (1, 4, 5):
         read(own, slot, [1], [7, 7, 7, 7])
     slots = np.array([0, 1, 4, 5])
@@ -259,10 +259,13 @@ def test_the_room_for_rows_is_divided():
     read(own, 4, [1], [7])
     assert own.choose(slots, 99).tolist() == [1, 5, 2, 5], "no more than a slot has"
     assert own.choose(slots, 9).tolist() == [1, 3, 2, 3], "what one slot does not need is for the others"
+    arrays.steps[4] = 1
+    assert own.choose(slots, 99).tolist() == [1, 5, 5, 5], "it may have more after a step that nobody has read"
 
 
 def test_the_time_of_a_step_counts_the_drafts_that_slots_have():
     """Four of one slot, and one of seven others: 11 tokens more, not 32, which would not pay."""
+
     class Steps(Line):
         def seconds(self, seqs, tokens):
             assert tokens <= 8 + 11

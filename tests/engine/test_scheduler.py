@@ -367,8 +367,8 @@ def test_a_long_prompt_ends_beside_any_number_of_short_ones():
 
 
 def test_among_random_arrivals_each_prompt_has_its_share():
-    """1,000 prompts of 1 to 4,000 tokens, more than steps compute for a while. Half of each step goes by age, and half by size: so
-    no prompt waits longer than twice what those before it by age take, nor than twice what those take that are as short."""
+    """1,000 prompts of 1 to 4,000 tokens, more than steps compute for a while. Half of each step goes by age, and half by size:
+    so no prompt waits longer than twice what those before it by age take, nor than twice what those take that are as short."""
     draw, budget = random.Random(7), 64
     own, size = Prompts(budget, 700_000, seqs=1000, length=4_100), [int(4_000 ** draw.random()) for _ in range(1000)]
     arrivals, left, at, before = [0], {}, [], []
