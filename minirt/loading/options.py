@@ -58,7 +58,7 @@ class LoadOptions:
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
             requests. None: on a GPU the largest of 8,192, 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full
-            length, else 1,024; on a CPU 512.
+            length, else 1,024; on a CPU 256.
         threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist. None:
             the value of OMP_NUM_THREADS, else PyTorch's own setting limited to the CPUs that this process may use (affinity and
             cgroup quota).
