@@ -189,11 +189,11 @@ def process(
     shared = (slots.meta, slots.penalties, slots.counts, slots.allowed, slots.meta if mask is None else mask, *proposed)
     _process_kernel[(cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, stride, BLOCK=BLOCK_V, **options)
     if any_bias:
-        lists = (slots.bias_ids, slots.biases)
-        _bias_kernel[(B,)](logits, out, rows, *shared, *lists, V, words, stride, BLOCK=_ENTRIES, **options)
+        biases = (slots.bias_ids, slots.biases)
+        _bias_kernel[(B,)](logits, out, rows, *shared, *biases, V, words, stride, BLOCK=_ENTRIES, **options)
     if any_ban:
-        lists = (slots.bans, slots.prefixes, slots.history)
-        _ban_kernel[(B,)](out, rows, step, slots.meta, *lists, *proposed, V, stride, BLOCK=_ENTRIES, **some)
+        bans = (slots.bans, slots.prefixes, slots.history)
+        _ban_kernel[(B,)](out, rows, step, slots.meta, *bans, *proposed, V, stride, BLOCK=_ENTRIES, **some)
     return out
 
 

@@ -40,7 +40,7 @@ class _InFlight(NamedTuple):
 
 
 class _OutOfMemory(NamedTuple):
-    """Why a step was not started: the allocator's message. `slot`: whose request alone needs that memory; None: the whole step."""
+    """Why a step was not started: the allocator's message. `slot`: whose request alone needs the memory; None: the whole step."""
 
     message: str
     slot: int | None = None
@@ -232,13 +232,14 @@ class Engine:
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
                 tokens, slots = int(work.planned.num_tokens.sum()), work.planned.slots.tolist()
                 place = 0 if problem.slot is None else slots.index(problem.slot)
-                same = self._scheduler.slots.epochs[slots[place]] == work.epochs[place]  # else it has ended while masks were filled
-                blamed = self._scheduler.slots.sequences[slots[place]] if same else None
+                slot = slots[place]
+                same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
+                blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
                 if tokens == 1 or problem.slot is not None:
-                    if blamed is not None and self._requests.get(blamed.id) is blamed:
+                    if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
                         outputs.append(self._fail(blamed.id, out_of_memory(what, problem.message)))
                     if problem.slot is None:

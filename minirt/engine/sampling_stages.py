@@ -19,7 +19,7 @@ from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logpro
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.kernels.sampling.slots import Drafts
 from minirt.kernels.step.table import StepTensors
-from minirt.step.plan import Sampling, SlotRules, StepPlan
+from minirt.step.plan import SlotRules, StepPlan
 
 if TYPE_CHECKING:
     from minirt.kernels.sampling.filters import SamplingWorkspace
@@ -116,7 +116,11 @@ class SamplingStages:
         packed = self._room(count, num_top) if num_top >= 0 else None
         if own.masked:
             self._masks.send(count)
-        tokens, settings = self._drawn[:count], (step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step)
+        batch = SamplingBatch(
+            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, own.all_greedy, own.any_top_k,
+            own.any_top_p, own.any_min_p,
+        )  # fmt: skip
+        tokens = self._drawn[:count]
         if own.any_rules or own.masked:
             for first in range(0, count, PROCESSED_ROWS):
                 rows = slice(first, min(first + PROCESSED_ROWS, count))
@@ -126,21 +130,15 @@ class SamplingStages:
                     logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=own.any_bias, any_ban=own.any_ban,
                     drafts=drafts,
                 )  # fmt: skip
-                self._sample(processed, tuple(tensor[rows] for tensor in settings), own, tokens[rows])
+                sample(processed, batch.part(rows), workspace=self._workspace, out=tokens[rows])
         else:
-            self._sample(logits, settings, own, tokens, row_maxima)
+            sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=tokens)
         if packed is not None:
             token_logprobs(
                 raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace
             )
             packed = self._packed_to_host(packed)
         return tokens, packed
-
-    def _sample(
-        self, logits: Tensor, settings: tuple[Tensor, ...], own: Sampling, out: Tensor, row_maxima: Tensor | None = None
-    ) -> None:
-        batch = SamplingBatch(*settings, own.all_greedy, own.any_top_k, own.any_top_p, own.any_min_p)
-        sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=out)
 
     def row_maxima(self, logits: Tensor, wanted: Tensor) -> Tensor:
         """Row maxima of logits [Q, V], as a head stores them, if `wanted` [1] int32 is not 0. On a GPU."""
