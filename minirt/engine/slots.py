@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
+SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: to return it takes microseconds
 FEW = 3  # so many sequences take less time one by one than on arrays
 
 
@@ -39,7 +40,10 @@ class _LongRows:
     def __init__(self, count: int, length: int, dtype: type[np.generic]) -> None:
         size = np.dtype(dtype).itemsize
         self._row_bytes = -(-max(1, length) * size // PAGESIZE) * PAGESIZE
-        self._memory = mmap(-1, count * self._row_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        try:
+            self._memory = mmap(-1, count * self._row_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{count:,} rows of {self._row_bytes:,} bytes: {error.strerror}") from error
         with suppress(OSError):  # a system without huge pages
             self._memory.madvise(MADV_NOHUGEPAGE)  # one would hold the beginnings of several rows
         self.array = np.frombuffer(self._memory, dtype).reshape(count, -1)
@@ -60,7 +64,7 @@ class HostSlots:
         sequences: who has the slot; None: it is free.
         epochs: how many sequences have had the slot before, by which a step in flight tells whether it has changed hands.
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
-            As `page_tables`, they take memory for the tokens of sequences that run, not for `max_model_len` of each slot.
+            As `page_tables`, they take memory for the tokens of sequences that run, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
         steps, unread: steps that were started and yield tokens which the host has not read; the most tokens that these yield.
         prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
@@ -121,8 +125,9 @@ class HostSlots:
         self.sequences[slot] = None
         self.epochs[slot] += 1
         self.free.append(slot)
-        for rows in self._long:
-            rows.clear(slot)
+        if self.lengths[slot] > SHORT:
+            for rows in self._long:
+                rows.clear(slot)
 
     def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens of a step.

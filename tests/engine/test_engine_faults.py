@@ -275,7 +275,7 @@ def test_long_rows_of_slots_do_not_stay_in_memory():
     slots, before = HostSlots(EngineLimits(2**18, 1024), 2**12), resident()
     for _ in range(60):
         slot = slots.reserve(object())
-        slots.tokens[slot], slots.times[slot], slots.page_tables[slot] = 1, 1.0, 1
+        slots.tokens[slot], slots.times[slot], slots.page_tables[slot], slots.lengths[slot] = 1, 1.0, 1, 2**18
         slots.release(slot)
         slots.free.insert(0, slots.free.pop())
         assert resident() - before < 2**24

@@ -12,7 +12,6 @@ import pytest
 import torch
 from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, following, undisturbed
 
-from minirt.engine import sampling_stages
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.errors import UnsupportedError
