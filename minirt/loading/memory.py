@@ -14,8 +14,10 @@ import torch
 
 from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
+from minirt.engine.logits_processors import PROCESSED_ROWS
 from minirt.errors import ConfigError, InputError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
+from minirt.kernels.sampling.slots import slot_bytes
 from minirt.modeling.model import Model
 from minirt.sizes import format_size, parse_size
 from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
@@ -83,7 +85,7 @@ class MemoryPlan:
 
     Attributes:
         weights, other: the weights; rope tables and the state of recurrent layers.
-        step: what steps need beside them: activations of the largest step, CUDA graphs, logits, sampler.
+        step: what steps need beside them: activations of the largest step, CUDA graphs, logits, sampler, penalties and masks.
         page, pages: the size of a KV page, and how many there are.
         free: what is free before the model is loaded; of an absent GPU an estimate.
         budget: what the model may take of it.
@@ -353,7 +355,9 @@ def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions
     widest = max(layer.activation_values for layer in model.layers)
     row = (2 * config.hidden_size + widest) * size
     logits = rows * config.vocab_size * 4
-    total = tokens * row + 3 * logits + limits.max_num_seqs * 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
+    slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
+    processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4
+    total = tokens * row + 3 * logits + processed + limits.max_num_seqs * slot
     if options.cuda_graphs:
         total += min(tokens, 2048) * row
     if model.draft_model is not None:  # the hidden states that it continues from

@@ -240,12 +240,13 @@ class Model:
             key = (layer.implementation, layer.compile_key()) if layer.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.selects_rows
-        self._run(firsts.values(), batch)
+        logits = self._run(firsts.values(), batch)
         if self.draft_model is not None:
             tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
             hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
             own = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
             self.draft_model.dry_run(own, cache)
+        del logits  # as in a step, they are in memory while the draft model runs
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:
         kept = iter(cache.layers[self._first_cache :])

@@ -428,18 +428,25 @@ def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahe
     assert sum(len(output.token_ids) for output in again) == 30
 
 
-def test_a_proposer_without_memory_is_an_error():
-    """The step's tokens are committed by then. Catches a step that is tried again after that, which loses them."""
-    it = engine(Mixed())
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_proposer_without_memory_proposes_nothing(lookahead):
+    """The step's tokens are committed by then. Catches a step that is tried again after that, which loses them, requests that
+    end, and drafts that are half written: the proposer fails after it has written them."""
+    requests = [([10 + i], settings(max_tokens=20, ignore_eos=True)) for i in range(3)]
+    it, calls = engine(Mixed(), lookahead=lookahead), iter(range(1000))
+    propose = it._runner._proposer.propose
 
-    def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+    def fails(*arguments):
+        propose(*arguments)
+        if next(calls) in (0, 2, 3):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 
     it._runner._proposer.propose = fails
-    it.add(request_of([7, 8, 9]))
-    with pytest.raises(EngineError, match=r"the proposer runs out of memory.*7\.00 GiB"):
-        it.step()
-    it.recover()
+    with pytest.warns(RuntimeWarning, match="no memory left for drafts"):
+        found = run(it, requests)
+    assert found == run(engine(lookahead=lookahead), requests)
+    assert next(calls) > 4
+    assert it.stats.drafts.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
