@@ -53,7 +53,7 @@ class Prompts:
 
     def pairs(self, count: int) -> dict[str, Any]:
         _, steps, *_ = self.run()  # not counted
-        without, beside = [], []
+        without, beside = list[Any](), list[Any]()
         for pair in range(count):
             arrival = 1 + pair % max(1, steps - 2)
             for kind in (False, True) if pair % 2 else (True, False):

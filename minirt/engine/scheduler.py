@@ -69,10 +69,10 @@ class _Room(NamedTuple):
         return _Room((self.tokens + 1) // 2, (self.rows + 1) // 2, self.splits, self.seconds / 2)
 
     def plus(self, other: "_Room") -> "_Room":
-        return _Room(*map(operator.add, self, other))
+        return _Room._make(map(operator.add, self, other))
 
     def less(self, other: "_Room") -> "_Room":
-        return _Room(*map(operator.sub, self, other))
+        return _Room._make(map(operator.sub, self, other))
 
 
 _NO_EPOCHS = np.zeros(0, np.int64)
@@ -288,9 +288,11 @@ class Scheduler:
         Half of the room goes to the oldest prompts, the rest to those with the fewest tokens left. So a short prompt does not
         wait for a long one, and a long one takes at most twice as long beside any number of short ones.
         """
-        planned, part = dict[Sequence, _Planned](), room.half()
+        planned = dict[Sequence, _Planned]()
+        first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
         for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
-            pending = sorted(self._prefilling.values(), key=rank, reverse=True)
+            rest = (own for own in self._prefilling.values() if own not in planned or planned[own][5] < own.prefill_len)
+            pending = sorted(rest, key=rank, reverse=True)
             enters = admits and bool(self.waiting) and self._lets_pass(self.waiting.oldest(), part.splits)
             while part.tokens > 0:
                 enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
@@ -307,21 +309,19 @@ class Scheduler:
                     sequence, least = pending.pop(), int(not planned)
                 else:
                     break
-                free = part.plus(self._taken(planned.get(sequence)))
+                free = part if (own := planned.get(sequence)) is None else part.plus(self._taken(own))
                 own = self._plan_prompt(sequence, free, least)
                 if own is not None:
                     planned[sequence], part = own, free.less(self._taken(own))
-            part = part.plus(room).less(room.half())
+            part = part.plus(room).less(first)
         return list(planned.items())
 
     def _lets_pass(self, sequence: Sequence, splits: int) -> bool:
         """Whether others may be admitted before the oldest that waits: if it fits, or has not waited for its number of tokens."""
         return self.clock < sequence.due or self._fitting(sequence, splits) is not None
 
-    def _taken(self, own: _Planned | None) -> _Room:
+    def _taken(self, own: _Planned) -> _Room:
         """What a prompt takes of a step's room."""
-        if own is None:
-            return _Room(0, 0, 0, 0.0)
         seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(own[1], own[2])
         return _Room(own[2], max(0, own[3] - 1), _splits(own[5]), seconds)
 

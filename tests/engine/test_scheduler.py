@@ -352,6 +352,31 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(arrival):
     assert all(sum(step.values()) == 8192 for step in own.steps[:4]), "no token of a step is left unused"
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_caller_of_a_short_prompt_has_its_token_within_three_steps(lookahead, prefix_cache):
+    """Beside two long prompts, one of which waits for pages, and behind a stream. The tokens of all are those of each alone."""
+    it, _ = engine(pages=50, seqs=8, budget=16, length=150, lookahead=lookahead, prefix_cache=prefix_cache)
+    watched = Watched(it)
+    prompts = [[30], [40 + i % 7 for i in range(100)], [50 + i % 5 for i in range(120)], [90, 91]]
+    for prompt, count in zip(prompts[:3], (20, 2, 2), strict=True):
+        watched.add(prompt, count)
+        watched.step()
+    watched.add(prompts[3], 2)
+    for _ in range(3):
+        assert not watched.tokens[3]
+        watched.step()
+        if watched.tokens[3]:
+            break
+    assert watched.tokens[3]
+    assert not watched.tokens[1] + watched.tokens[2]
+    while it.has_work:
+        watched.step()
+    assert [watched.tokens[i] for i in range(4)] == [
+        undisturbed(prompt, count, EOS) for prompt, count in zip(prompts, (20, 2, 2, 2), strict=True)
+    ]
+
+
 def test_a_long_prompt_ends_beside_any_number_of_short_ones():
     """Short ones that would fill every step: the long prompt gets half of each, and the short ones the rest."""
     own, arrivals = Prompts(64, 20_000, seqs=400), iter(range(1, 10_000))
