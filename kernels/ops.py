@@ -6,7 +6,7 @@ Importing this module registers the ops whose `Operation` has a schema. Each has
   a workspace that lives as long as the launch, so that calls on several streams share nothing;
 - on a CPU the reference of `minirt.kernels.reference`;
 - for fake tensors the shapes and dtypes of the results;
-- for autograd a refusal: minirt has no gradients.
+- for autograd a refusal: minirt has no gradients, in reverse or in forward mode.
 
 All check their arguments in the same way and name the wrong one. No op changes an argument that its schema does not mark, and no
 result shares memory with an argument. `call` runs an operation directly where PyTorch does not trace.
@@ -14,12 +14,13 @@ result shares memory with an argument. `call` runs an operation directly where P
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import reference
@@ -98,16 +99,11 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
     Raises:
         InputError, UnsupportedError: as `torch.ops.minirt.NAME`.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
-        or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
-        or torch.jit.is_tracing()
-    ):
+    if traced(x):
         return getattr(torch.ops.minirt, name)(x, *rest)
     own = IMPLEMENTATIONS[name]
-    if torch.is_grad_enabled():
-        _refuse_gradients(own.names, (x, *rest))
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        _refuse_gradients(zip(own.names, (x, *rest), strict=False))
     kind = x.device.type
     if kind == "cuda":
         return own.kernel(x, *rest)
@@ -116,11 +112,29 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
     raise InputError("unsupported device", where=own.names[0], expected="cuda or cpu", found=x.device)
 
 
-def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
-    for name, value in zip(names, arguments, strict=False):
-        if isinstance(value, Tensor) and value.requires_grad:
+def traced(x: Tensor) -> bool:
+    """Whether PyTorch must see an operation on `x` as an op: while it compiles, exports, traces or transforms functions."""
+    return bool(
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
+        or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
+        or torch._C._functorch.maybe_current_level()  # vmap, grad, jvp …
+        or torch._C._is_tracing()
+    )
+
+
+def _refuse_gradients(arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raise InputError if an argument needs a gradient. Forward mode computes one without the grad mode, too."""
+    grad, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    for name, value in arguments:
+        if not isinstance(value, Tensor):
+            continue
+        if grad and value.requires_grad:
             hint = "minirt is for inference only: use torch.inference_mode() or torch.no_grad(), or requires_grad_(False)"
             raise InputError("needs a gradient", where=name, expected="requires_grad=False", hint=hint)
+        if forward and forward_ad.unpack_dual(value).tangent is not None:
+            what, hint = "needs a gradient (forward mode)", "minirt is for inference only: keep dual tensors away from it"
+            raise InputError(what, where=name, expected="a tensor without a tangent", hint=hint)
 
 
 # Each operation: its check, its empty results, its reference.
@@ -474,6 +488,7 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
     torch.library.define(qualified, operation.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     op = getattr(torch.ops.minirt, operation.name).default
     names = tuple(argument.name for argument in op._schema.arguments)
+    written = {argument.name for argument in op._schema.arguments if argument.is_write}
 
     @functools.cache
     def function() -> Callable[..., Any]:
@@ -507,8 +522,11 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
         return own.empty(*args, **options)
 
     def autograd(*args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_gradients(names, args)
+        given = dict(zip(names, args, strict=False)) | options
+        _refuse_gradients(given.items())
+        for name in written:
+            if given.get(name) is not None:  # else a backward pass would take the new values for those that it needs
+                torch.autograd.graph.increment_version(given[name])
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **options)
 
