@@ -31,12 +31,14 @@ def current(module: Any, x: Tensor, whole: bool = True) -> Any:
         raise InputError(what, where="model.training", expected="False", found="True", hint=hint)
     own, tracing = module._minirt, torch.compiler.is_compiling()
     if (tracing or not own.is_current()) and (fault := own.renew()) is not None:
+        if tracing:
+            torch._dynamo.graph_break(f"{own.name}: changed after minirt.patch: {fault}")  # fullgraph=True shows no other error
         raise InputError(f"changed after minirt.patch: {fault}", where=own.name or "model", hint=HINT)
     if tracing:
         for modules, name, part, *_ in own.watched:  # the compiled graph is guarded by what is read here
             if modules[name] is not part:
                 raise InputError("was replaced while the model was compiled", where=name)
-    if whole and torch.is_autocast_enabled(x.device.type):
+    if whole and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         hint = "cast the model instead, such as model.bfloat16(), or unpatch it"
         raise InputError("has no effect on the kernels of a patched model", where="torch.autocast", hint=hint)
     if whole and torch.is_grad_enabled():
@@ -97,10 +99,13 @@ def attention(
     return _linear(out.reshape(*shape, -1), o, None if norm is None else hidden_states), probabilities
 
 
-def fused_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """QK-norm, if the model has it, and rotary embedding in one kernel."""
-    if not hasattr(self, "q_norm"):
-        return functional.qk_norm_rope(q, k, cos, sin)
+def rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding in one kernel."""
+    return functional.qk_norm_rope(q, k, cos, sin)
+
+
+def norm_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """QK-norm and rotary embedding in one kernel."""
     eps = self.q_norm.variance_epsilon
     if self.k_norm.variance_epsilon != eps:
         hint = "unpatch the model, or patch it without the part 'rope'"

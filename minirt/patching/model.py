@@ -73,7 +73,7 @@ def patch(
     table = PatchTable(
         tuple(changes[name] for name, own in model.named_modules() if name in changes and id(own) not in covered), fp8,
         sum(linear.weight.nbytes + linear.get_buffer(SCALE).nbytes for linear in linears),
-        sum(original.nbytes for _, own in _patched(model) for original in own.originals.values()),
+        sum(original.nbytes for _, own in _patched(model) for original in own.originals.values() if original is not None),
     )  # fmt: skip
     if not table.replaced:
         expected = f"modules of transformers' {', '.join(FAMILIES.values())}"
@@ -91,11 +91,11 @@ def unpatch(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or not any(True for _ in _patched(model)):
         raise InputError("the model is not patched", where="model", found=type(model).__name__)
     for module, own in _patched(model):
-        for name, linear in _linears(module).items() if own.options.fp8 else ():
-            if name not in own.originals:
+        for name, original in own.originals.items():
+            if original is None:
                 hint = "patch with keep_original=True, or load the model again"
                 raise InputError("the original weights were replaced by FP8 weights", where="model", hint=hint)
-            if is_changed(linear, own.originals[name]):
+            if is_changed(_linears(module).get(name), original):
                 what, hint = "changed after minirt.patch, and the original weight did not", "load the model again"
                 raise InputError(what, where=f"{own.name}.{name}.weight", hint=hint)
     _restore(model)
@@ -148,8 +148,7 @@ def _install(module: Any, name: str, record: Record, options: Options) -> None:
         for product in record.linears:
             for linear_name, linear in product.items():
                 original = quantize(linear)
-                if options.keep_original:
-                    own.originals[linear_name] = original
+                own.originals[linear_name] = original if options.keep_original else None
         module._apply = partial(_check_and_apply, module)
         module.register_load_state_dict_pre_hook(_before_load)
     own.use(record)
@@ -158,12 +157,12 @@ def _install(module: Any, name: str, record: Record, options: Options) -> None:
 
 def _restore(model: nn.Module) -> None:
     """Undo `_install` wherever the original weights are still there."""
-    vars(model).pop("_apply", None)
+    if getattr(vars(model).get("_apply"), "func", None) is _check_and_apply:
+        del model._apply
     for module, own in list(_patched(model)):
-        linears = _linears(module)
-        if own.options.fp8 and own.originals.keys() != linears.keys():
+        if any(original is None for original in own.originals.values()):
             continue
-        for name, linear in linears.items():
+        for name, linear in _linears(module).items():
             restore(linear, own.originals.get(name))
         for key, hook in list(module._load_state_dict_pre_hooks.items()):
             if getattr(hook, "hook", None) is _before_load:
@@ -185,5 +184,5 @@ def _check_and_apply(self: Any, convert: Any, recurse: bool = True) -> nn.Module
 def _before_load(module: Any, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
     for name, linear in _linears(module).items():
         original = quantize_loaded(f"{prefix}{name}", state_dict, linear.weight.device)
-        if original is not None and name in module._minirt.originals:
+        if original is not None and module._minirt.originals.get(name) is not None:
             module._minirt.originals[name] = original

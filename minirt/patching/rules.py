@@ -100,10 +100,12 @@ class Patched:
     A copy or a pickle of the module has no record until its first call.
 
     Attributes:
-        originals: with `keep_original`, the weights from before FP8, by the linears' names.
+        originals: the weights from before FP8 by the names of their linears; None: they were not kept.
     """
 
-    def __init__(self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None
+    ) -> None:
         self.module, self.name, self.options = module, name, replace(options, shared=frozenset(), patched=True)
         self.originals = {} if originals is None else originals
         self.record: Any = None
@@ -208,7 +210,7 @@ def _mlp(module: Any, options: Options) -> Record | str:
     if fault := _linears_fault(products, options):
         return fault
     activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
-    if activation is None or _hooked(module.act_fn):
+    if activation is None or _replaced(module.act_fn):
         return f"no kernel computes its activation {type(module.act_fn).__name__}"
     how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
     watched = _watched(module, "gate_proj", "up_proj", "down_proj", "act_fn")
@@ -219,8 +221,8 @@ def _attention(module: Any, options: Options) -> Record | str:
     products = _named(module, "q_proj", "k_proj", "v_proj"), _named(module, "o_proj")
     if fault := _linears_fault(products, options):
         return fault
-    fused = "rope" in options.parts
-    if fused and hasattr(module, "q_norm"):
+    fused, normed = "rope" in options.parts, family_of(module).startswith("qwen3")
+    if fused and normed:
         q, k = module.q_norm, module.k_norm
         rules, norms = {rule_of(q), rule_of(k)}, (q, k)
         if rules != {RULES[0]} or _hooked(q) or _hooked(k) or any(_dtype(module.q_proj) not in (None, own.weight.dtype) for own in norms):
@@ -231,14 +233,14 @@ def _attention(module: Any, options: Options) -> Record | str:
     def interface(config: Any) -> Callable[..., Any]:
         return interfaces.get_interface(config._attn_implementation, eager)
 
-    covers = (module.q_norm, module.k_norm) if fused and hasattr(module, "q_norm") else ()
+    covers = (module.q_norm, module.k_norm) if fused and normed else ()
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
     watched = _watched(module, "q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if covers else ()))
     return AttentionRecord(
         f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, watched, covers,
         cache=_cache(module), dtype=_dtype(module.q_proj), interface=interface,
         options=_window(family_of(module)),
-        rotate=forwards.fused_rotate if fused else _rotate_as(source["apply_rotary_pos_emb"]),
+        rotate=(forwards.norm_rotate if normed else forwards.rotate) if fused else _rotate_as(source["apply_rotary_pos_emb"], normed),
     )  # fmt: skip
 
 
@@ -260,11 +262,11 @@ def _window(family: str) -> Callable[[Any], dict[str, Any]]:
     return lambda module: {"sliding_window": module.sliding_window}
 
 
-def _rotate_as(apply_rotary: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotate_as(apply_rotary: Callable[..., Any], normed: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """transformers' own QK-norm and rotary embedding."""
 
     def rotate(module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if hasattr(module, "q_norm"):
+        if normed:
             q, k = module.q_norm(q), module.k_norm(k)
         return apply_rotary(q, k, cos, sin)
 
@@ -273,16 +275,18 @@ def _rotate_as(apply_rotary: Callable[..., Any]) -> Callable[..., tuple[Tensor, 
 
 def _mixture(module: Any, options: Options) -> Record | str:
     experts = module.experts
-    if type(experts).__name__ != type(module).__name__.replace("SparseMoeBlock", "Experts") or _hooked(experts):
-        return f"its experts are {type(experts).__name__}, or have hooks"
+    if type(experts).__name__ != type(module).__name__.replace("SparseMoeBlock", "Experts") or _replaced(experts):
+        return f"its experts are {type(experts).__name__}, or have hooks or another forward"
+    if not type(module.gate).__name__.endswith("TopKRouter") or _replaced(module.gate):
+        return f"its router is {type(module.gate).__name__}, or has hooks or another forward"
     for name in ("gate_up_proj", "down_proj"):
         if fault := _weight_fault(f"experts.{name}", getattr(experts, name), options):
             return fault
     activation = _ACTIVATIONS.get(type(experts.act_fn).__name__)
-    if activation is None or _hooked(experts.act_fn):
+    if activation is None or _replaced(experts.act_fn):
         return f"no kernel computes its activation {type(experts.act_fn).__name__}"
     how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
-    watched = (*_watched(module, "experts"), *_watched(experts, "act_fn"))
+    watched = (*_watched(module, "experts", "gate"), *_watched(experts, "act_fn"))
     return MLPRecord(how, watched=watched, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
 
 
@@ -344,6 +348,11 @@ def _hooked(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != _RECORDING for hooks in kinds for hook in hooks.values())
 
 
+def _replaced(module: nn.Module) -> bool:
+    """Whether a call of a module does something else than its class's forward."""
+    return "forward" in vars(module) or _hooked(module)
+
+
 def _named(module: nn.Module, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
@@ -355,7 +364,7 @@ def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str 
         for name, linear in linears.items():
             if type(linear) is not nn.Linear:
                 return f"{name} is {type(linear).__name__}, not torch.nn.Linear"
-            if "forward" in vars(linear) or _hooked(linear):
+            if _replaced(linear):
                 return f"{name} has hooks, or another library has replaced its forward"
             for what in ("weight", "bias"):
                 dtypes = (FP8,) if what == "weight" and options.fp8 and options.patched else DTYPES
@@ -370,6 +379,8 @@ def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str 
 
 
 def _weight_fault(name: str, weight: Any, options: Options, dtypes: Sequence[torch.dtype] = DTYPES) -> str | None:
+    if torch.compiler.is_exporting() and options.patched:
+        return "call the model once after the change, then export it"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"{name} is {type(getattr(weight, 'data', weight)).__name__}, not a plain tensor"
     if id(weight) in options.shared:

@@ -101,8 +101,10 @@ def restore(linear: nn.Linear, original: Tensor | None) -> None:
                 tensor.data = tensor.data.clone()
 
 
-def is_changed(linear: nn.Linear, original: Tensor) -> bool:
+def is_changed(linear: nn.Linear | None, original: Tensor) -> bool:
     """Whether the FP8 weight of a linear is no longer what `quantize` made of the original."""
+    if linear is None or SCALE not in linear._buffers:
+        return True
     expected = quantize_weight(original, QuantizedToFp8())
     current = linear.weight.detach(), linear.get_buffer(SCALE)
     return not all(

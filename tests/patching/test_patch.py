@@ -179,7 +179,7 @@ def test_compiled_and_exported_graphs_give_the_same(make, name):
     assert torch.equal(logits(compiled, use_cache=False), expected)
     with torch.no_grad():
         exported = torch.export.export(model, (IDS,), {"use_cache": False})
-    assert any("minirt.norm_linear" in str(node.target) for node in exported.graph.nodes)
+    assert any("minirt.packed_norm_linear" in str(node.target) for node in exported.graph.nodes)
     assert torch.equal(logits(exported.module(), use_cache=False), expected)
 
 
