@@ -91,6 +91,9 @@ def unpatch(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or not any(True for _ in _patched(model)):
         raise InputError("the model is not patched", where="model", found=type(model).__name__)
     for module, own in _patched(model):
+        if not own.is_called():
+            what, hint = "another library has replaced the forward since minirt.patch", "undo that first"
+            raise InputError(what, where=own.name or "model", hint=hint)
         for name, original in own.originals.items():
             if original is None:
                 hint = "patch with keep_original=True, or load the model again"

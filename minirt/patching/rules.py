@@ -121,17 +121,18 @@ class Patched:
         for kind, forward in self.forwards.items():
             if kind.forward is not forward:
                 return False
-        for modules, name, part, kind, forward, hooks, before in self.watched:
+        for modules, name, part, kind, forward, hooks in self.watched:
             own = part.__dict__
-            if (
-                modules.get(name) is not part
-                or part.__class__ is not kind
-                or own.get("forward") is not forward
-                or own["_forward_hooks"].keys() != hooks
-                or own["_forward_pre_hooks"].keys() != before
-            ):
+            if modules.get(name) is not part or part.__class__ is not kind or own.get("forward") is not forward:
+                return False
+            if (hooks or own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(own) != hooks:
                 return False
         return self.record is not None
+
+    def is_called(self) -> bool:
+        """Whether nobody has replaced the module's forward since `patch`."""
+        forward = vars(self.module).get("forward")
+        return self._rule is not None and getattr(forward, "func", None) is self._rule.forward
 
     @torch.compiler.assume_constant_result  # `torch.compile` runs it while it traces
     def renew(self) -> str | None:
@@ -157,8 +158,11 @@ class Patched:
 
 
 def _seen(part: Any) -> tuple[Any, ...]:
-    own = vars(part)
-    return part, type(part), own.get("forward"), set(own["_forward_hooks"]), set(own["_forward_pre_hooks"])
+    return part, type(part), vars(part).get("forward"), _hooks(vars(part))
+
+
+def _hooks(attributes: dict[str, Any]) -> tuple[int, ...]:
+    return *attributes["_forward_hooks"], *attributes["_forward_pre_hooks"]
 
 
 @dataclass(frozen=True)
@@ -329,9 +333,8 @@ def _watched(module: nn.Module, *names: str) -> tuple[tuple[nn.Module, str], ...
 
 def _runs_kernels(module: nn.Module) -> bool:
     """Whether a module is patched, and nobody has replaced its forward since."""
-    own, forward = vars(module).get("_minirt"), vars(module).get("forward")
-    rule = rule_of(module)
-    return own is not None and rule is not None and getattr(forward, "func", None) is rule.forward and own.renew() is None
+    own = vars(module).get("_minirt")
+    return own is not None and own.is_called() and own.renew() is None
 
 
 def _dtype(linear: Any) -> torch.dtype | None:

@@ -25,60 +25,78 @@ class Weights:
     """
 
     def __init__(self, linears: dict[str, nn.Linear], fp8: bool) -> None:
-        self.names, self.linears = tuple(linears), tuple(linears.values())
-        kinds = [("_parameters", "weight"), ("_parameters", "bias"), ("_buffers", SCALE)]
-        self._kinds = kinds if fp8 else kinds[:2]
-        self._packed: dict[str, tuple[Tensor, list[Any]]] = {}  # the packed tensor, and the places of its parts
+        self.names, self.linears, self.fp8 = tuple(linears), tuple(linears.values()), fp8
+        self._packed: list[Any] | None = None  # weight, bias and scale, once they are packed
+        self._places: list[tuple[Any, ...]] = []  # of their parts: (holder, name, part, and how it lies in memory)
 
     def tensors(self, x: Tensor) -> list[Any]:
         """Weight, bias and scale for a product with x: tensors or None, or for a packed op lists of the linears' tensors."""
-        lists = [self._parts(*kind) for kind in self._kinds]
-        lists += [[]] * (3 - len(lists))
         if len(self.linears) == 1:
-            return [parts[0] if parts else None for parts in lists]
-        if traced(x):
-            return lists
-        packed = [self._pack(what, parts) for what, parts in zip(("weight", "bias", SCALE), lists, strict=True)]
-        return lists if any(parts and rows is None for parts, rows in zip(lists, packed, strict=True)) else packed
+            own = self.linears[0]._parameters
+            weight, bias = own.get("weight"), own.get("bias")
+            if type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter) and not self.fp8:
+                return [weight, bias, None]
+            return [parts[0] if parts else None for parts in self._parts()]
+        if not traced(x) and self._pack() and self._packed is not None:
+            return self._packed
+        lists = self._parts()
+        if torch._C._functorch.maybe_current_level() and not torch.compiler.is_compiling():  # vmap takes no lists
+            return [torch.cat(parts) if parts else None for parts in lists]
+        return lists
 
     def pack(self) -> None:
         """Pack parameters that are not packed yet."""
-        for place, what in self._kinds if len(self.linears) > 1 else ():
-            self._pack(what, self._parts(place, what))
+        if len(self.linears) > 1:
+            self._pack()
 
-    def _parts(self, place: str, what: str) -> list[Any]:
-        parts = [getattr(linear, place).get(what) for linear in self.linears]
-        if what == "bias" and all(part is None for part in parts):
-            return []
-        for name, part in zip(self.names, parts, strict=True):
-            if part is None:
-                expected = f"a tensor, as {' or '.join(self.names)} has one"
-                raise InputError("is missing", where=f"{name}.{what}", expected=expected, hint=HINT)
-            if type(part) not in (nn.Parameter, Tensor) and not torch.compiler.is_compiling():
-                raise InputError("not a plain tensor", where=f"{name}.{what}", found=type(part).__name__, hint=HINT)
-        return parts
+    def _parts(self) -> list[Any]:
+        """The linears' weights, biases and scales; without biases or scales an empty list."""
+        out: list[Any] = []
+        for holder, what in (("_parameters", "weight"), ("_parameters", "bias"), ("_buffers", SCALE)):
+            parts = [getattr(linear, holder).get(what) for linear in self.linears]
+            if (what == "bias" and all(part is None for part in parts)) or (what == SCALE and not self.fp8):
+                parts = []
+            for name, part in zip(self.names, parts, strict=False):
+                if part is None:
+                    raise InputError("is missing, but another linear of the product has one", where=f"{name}.{what}", hint=HINT)
+                if type(part) is not nn.Parameter and type(part) is not Tensor and not torch.compiler.is_compiling():
+                    raise InputError("not a plain tensor", where=f"{name}.{what}", found=type(part).__name__, hint=HINT)
+            out.append(parts)
+        return out
 
-    def _pack(self, what: str, parts: list[Any]) -> Tensor | None:
-        """The tensor whose rows the parts are. None: there are none, or they cannot become its views."""
-        places = [(part.data_ptr(), part.stride(), part.dtype, part.shape) for part in parts]
-        packed, before = self._packed.get(what, (None, None))
-        if places == before:
-            return packed
-        first, kind = parts[0] if parts else None, Tensor if what == SCALE else nn.Parameter
-        alike = all(type(part) is kind and _form(part) == _form(first) for part in parts)
-        if first is None or not alike or len({id(part) for part in parts}) < len(parts):
-            return None
-        with torch.inference_mode(first.is_inference()):  # the mode in which the parameters were made
-            packed = pack_rows(parts)
-        self._packed[what] = packed, [(part.data_ptr(), part.stride(), part.dtype, part.shape) for part in parts]
-        return packed
+    def _pack(self) -> bool:
+        """Make the parts views of one storage, unless they are. False: they cannot become views."""
+        for holder, what, part, pointer, stride, shape, dtype in self._places:  # each call of the module runs this
+            if (
+                holder.get(what) is not part
+                or part is not None
+                and (part.data_ptr() != pointer or part.stride() != stride or part.shape != shape or part.dtype is not dtype)
+            ):
+                break
+        else:
+            if self._packed is not None:
+                return True
+        self._packed, self._places, lists = None, [], self._parts()
+        if not all(_can_be_packed(parts) for parts in lists):
+            return False
+        with torch.inference_mode(lists[0][0].is_inference()):  # the mode in which the parameters were made
+            self._packed = [pack_rows(parts) if parts else None for parts in lists]
+        for linear in self.linears:
+            for holder, what in ((linear._parameters, "weight"), (linear._parameters, "bias"), (linear._buffers, SCALE)):
+                part = holder.get(what)
+                place = (None,) * 4 if part is None else (part.data_ptr(), part.stride(), part.shape, part.dtype)
+                self._places.append((holder, what, part, *place))
+        return True
 
 
 HINT = "unpatch the model before another library changes it, then patch it again"
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape[1:], tensor.is_inference()
+def _can_be_packed(parts: list[Any]) -> bool:
+    """Not if they are not alike, one is there twice, or they are not the module's, as in `torch.func.functional_call`."""
+    forms = {(type(part), part.dtype, part.device, part.shape[1:], part.is_inference()) for part in parts}
+    mine = all(type(part) is nn.Parameter or part.dtype == torch.float32 and part.ndim == 1 for part in parts)
+    return len(forms) < 2 and mine and len({id(part) for part in parts}) == len(parts)
 
 
 def quantize(linear: nn.Linear) -> Tensor:

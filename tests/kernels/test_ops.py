@@ -20,7 +20,8 @@ from minirt.kernels import ops, reference
 from minirt.kernels.operations import OPERATIONS
 from minirt.nn import functional
 
-HAS_OP = [name for name, operation in OPERATIONS.items() if operation.schema is not None]
+PACKED = ["packed_norm_linear", "packed_norm_gate_up"]
+HAS_OP = [name for name, operation in OPERATIONS.items() if operation.schema is not None] + PACKED
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FP8 = {"rms_norm_quantize", "quantize"}  # their results are rounded to e4m3
 
@@ -127,6 +128,16 @@ def arguments(name, dtype, make, device):
         yield (t(2, 16), t(2, 5), t(5, 14, 16) * 0.3, t(5, 16, 7), t(2, 16), 2, False, "gelu"), {}
         up, down = reference.quantize_fp8(t(5, 14, 16) * 0.3), reference.quantize_fp8(t(5, 16, 7))
         yield (t(2, 16), t(2, 5), up[0], down[0], t(2, 16), 2, True, "silu", None, 0.0, up[1], down[1]), {}
+    elif name in PACKED:
+        for args, _ in arguments(name.removeprefix("packed_"), dtype, make, device):
+            schema = getattr(torch.ops.minirt, name).default._schema
+            places = [i for i, own in enumerate(schema.arguments) if isinstance(own.type, torch.ListType)]
+            args = [*args, *[None] * (len(schema.arguments) - len(args))]
+            half = args[places[0]].shape[0] // 2
+            if args[places[2]] is None or args[places[2]].shape[0] == args[places[0]].shape[0]:  # not scales of blocks
+                for i in places:
+                    args[i] = [] if args[i] is None else [args[i][:half], args[i][half:].clone()]
+                yield tuple(args), {}
     else:
         pytest.fail(f"no cases of {name}")
 
