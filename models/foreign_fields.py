@@ -134,7 +134,8 @@ _GENERATION = {
 # Other names of fields that have a default: a file with such a name and without ours does not mean the default.
 _OTHER_NAMES = {
     "rms_norm_eps": {
-        "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_epsilon", "rmsnorm_eps",
+        "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_epsilon",
+        "rmsnorm_eps",
     },
     "rope_theta": {"rope_base", "rope_freq_base", "rotary_base"},
     "num_key_value_heads": {"num_kv_heads", "n_kv_heads", "multi_query_group_num"},

@@ -55,9 +55,10 @@ def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _norm_linear(x: Tensor, norm: Norm | None, weights: Weights) -> Tensor:
+    norm_weight, eps = norm or (None, 0.0)
     weight, bias, scale = weights.tensors(x)
     of = functional.packed_norm_linear if isinstance(weight, list) else functional.norm_linear
-    return of(x, *(norm or (None, 0.0)), weight, bias, scale)
+    return of(x, norm_weight, eps, weight, bias, scale)
 
 
 def _linear(x: Tensor, weights: Weights, residual: Tensor | None) -> Tensor:
@@ -70,9 +71,10 @@ def _linear(x: Tensor, weights: Weights, residual: Tensor | None) -> Tensor:
 def mlp(self: Any, x: Tensor, norm: Norm | None = None) -> Tensor:
     own = current(self, x, norm is None)
     gate_up, down = own.weights
+    norm_weight, eps = norm or (None, 0.0)
     weight, bias, scale = gate_up.tensors(x)
     of = functional.packed_norm_gate_up if isinstance(weight, list) else functional.norm_gate_up
-    h = of(x, *(norm or (None, 0.0)), weight, own.activation, bias, scale)
+    h = of(x, norm_weight, eps, weight, own.activation, bias, scale)
     return _linear(h, down, None if norm is None else x)
 
 
@@ -109,7 +111,8 @@ def norm_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tu
     eps = self.q_norm.variance_epsilon
     if self.k_norm.variance_epsilon != eps:
         hint = "unpatch the model, or patch it without the part 'rope'"
-        raise InputError("two epsilons", where="k_norm.variance_epsilon", expected=eps, found=self.k_norm.variance_epsilon, hint=hint)
+        found = self.k_norm.variance_epsilon
+        raise InputError("two epsilons", where="k_norm.variance_epsilon", expected=eps, found=found, hint=hint)
     return functional.qk_norm_rope(q, k, cos, sin, self.q_norm.weight, self.k_norm.weight, eps)
 
 

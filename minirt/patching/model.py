@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minirt.errors import InputError, UnsupportedError, shortened
 from minirt.modeling.formats import FP8
-from minirt.patching.rules import FAMILIES, PARTS, Options, Patched, Record, rule_of
+from minirt.patching.rules import FAMILIES, PARTS, Options, Patched, Record, Rule, rule_of
 from minirt.patching.table import Change, PatchTable
 from minirt.patching.weights import SCALE, is_changed, quantize, quantize_loaded, restore
 
@@ -55,7 +55,7 @@ def patch(
                 continue
             record = rule.record(module, options)
             if isinstance(record, Record):
-                _install(module, name, record, options)
+                _install(module, name, rule, record, options)
                 covered.update(id(own) for product in record.linears for own in product.values())
                 covered.update(id(own) for own in record.covers)
                 changes[name] = Change(name, type(module).__name__, True, record.how)
@@ -142,11 +142,11 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: own for name, own in module.named_children() if isinstance(own, nn.Linear)}
 
 
-def _install(module: Any, name: str, record: Record, options: Options) -> None:
+def _install(module: Any, name: str, rule: Rule, record: Record, options: Options) -> None:
     """Replace a module's forward; with FP8 weights also what casts and loads them."""
     own = Patched(module, name, options)
     # Functions with the module as an argument can be pickled, and copied with the module. Bound methods cannot.
-    module._minirt, module.forward = own, partial(rule_of(module).forward, module)
+    module._minirt, module.forward = own, partial(rule.forward, module)
     if options.fp8 and record.linears:
         for product in record.linears:
             for linear_name, linear in product.items():

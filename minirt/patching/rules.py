@@ -228,8 +228,8 @@ def _attention(module: Any, options: Options) -> Record | str:
     fused, normed = "rope" in options.parts, family_of(module).startswith("qwen3")
     if fused and normed:
         q, k = module.q_norm, module.k_norm
-        rules, norms = {rule_of(q), rule_of(k)}, (q, k)
-        if rules != {RULES[0]} or _hooked(q) or _hooked(k) or any(_dtype(module.q_proj) not in (None, own.weight.dtype) for own in norms):
+        same = all(_dtype(module.q_proj) in (None, own.weight.dtype) for own in (q, k) if rule_of(own) is RULES[0])
+        if not same or {rule_of(q), rule_of(k)} != {RULES[0]} or _hooked(q) or _hooked(k):
             return "q_norm and k_norm are no norms of this model, have hooks, or another dtype than the weights"
     source = vars(sys.modules[type(module).__module__])
     interfaces, eager = source["ALL_ATTENTION_FUNCTIONS"], source["eager_attention_forward"]
@@ -239,12 +239,13 @@ def _attention(module: Any, options: Options) -> Record | str:
 
     covers = (module.q_norm, module.k_norm) if fused and normed else ()
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
+    rotate = forwards.norm_rotate if normed else forwards.rotate
     watched = _watched(module, "q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if covers else ()))
     return AttentionRecord(
         f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, watched, covers,
         cache=_cache(module), dtype=_dtype(module.q_proj), interface=interface,
         options=_window(family_of(module)),
-        rotate=(forwards.norm_rotate if normed else forwards.rotate) if fused else _rotate_as(source["apply_rotary_pos_emb"], normed),
+        rotate=rotate if fused else _rotate_as(source["apply_rotary_pos_emb"], normed),
     )  # fmt: skip
 
 
@@ -304,9 +305,9 @@ def _layer(module: Any, options: Options) -> Record | str:
     if not any(fused.values()) and not options.patched:
         return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
     watched = _watched(module, *halves["attention"], *halves["mlp"])
-    covers = tuple(getattr(module, halves[half][0]) for half, together in fused.items() if together)
-    names = " and ".join(half for half, together in fused.items() if together)
-    how = f"with the products' kernels: norm and residual of {names}"
+    covers = tuple(getattr(module, halves[half][0]) for half in halves if fused[half])
+    together = " and ".join(half for half in halves if fused[half])
+    how = f"with the products' kernels: norm and residual of {together}"
     return LayerRecord(how, (), watched, covers, cache=_cache(module), attention=fused["attention"], mlp=fused["mlp"])
 
 

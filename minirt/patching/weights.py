@@ -69,8 +69,8 @@ class Weights:
         for holder, what, part, pointer, stride, shape, dtype in self._places:  # each call of the module runs this
             if (
                 holder.get(what) is not part
-                or part is not None
-                and (part.data_ptr() != pointer or part.stride() != stride or part.shape != shape or part.dtype is not dtype)
+                or (part is not None
+                and (part.data_ptr() != pointer or part.stride() != stride or part.shape != shape or part.dtype is not dtype))
             ):
                 break
         else:
@@ -95,7 +95,7 @@ HINT = "unpatch the model before another library changes it, then patch it again
 def _can_be_packed(parts: list[Any]) -> bool:
     """Not if they are not alike, one is there twice, or they are not the module's, as in `torch.func.functional_call`."""
     forms = {(type(part), part.dtype, part.device, part.shape[1:], part.is_inference()) for part in parts}
-    mine = all(type(part) is nn.Parameter or part.dtype == torch.float32 and part.ndim == 1 for part in parts)
+    mine = all(type(part) is nn.Parameter or (part.dtype == torch.float32 and part.ndim == 1) for part in parts)
     return len(forms) < 2 and mine and len({id(part) for part in parts}) == len(parts)
 
 

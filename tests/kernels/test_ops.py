@@ -407,7 +407,7 @@ def test_transformed_functions_are_right_or_refused(function, make):
         lambda: torch.vmap(lambda v: torch.func.jvp(norm, (x,), (v,)))(ones[None]),
     ]  # fmt: skip
     for transformed in refused:
-        with pytest.raises(InputError, match="^x: needs a gradient"):
+        with pytest.raises(InputError, match=r"^x: needs a gradient"):
             transformed()
     many = torch.stack([x, -2 * x])
     assert torch.equal(torch.vmap(norm)(many), torch.stack([norm(own) for own in many]))

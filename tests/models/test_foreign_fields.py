@@ -207,4 +207,4 @@ def test_another_name_of_a_field_with_a_default_is_refused(fields: dict[str, Any
     """Catches a default in place of the value that the file states under the name of another runtime."""
     with pytest.raises(ConfigError, match=f"field {place}: the field has another name here; expected {expected}; found "):
         parse_config(raw_config("llama", **fields))
-    assert unread(raw_config("llama", **fields) | {expected: 2}) != []
+    assert unread(raw_config("llama", **fields | {expected: {"rms_norm_eps": 1e-3}.get(expected, 2)})) != []

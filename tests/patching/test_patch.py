@@ -633,7 +633,7 @@ CHANGES = {
     "a vector": (to_vector_and_back, None),
     "data": (lambda m: replaced(layer(m).self_attn.v_proj.weight, 2 * layer(m).self_attn.v_proj.weight.data), None),
     "data of a single linear": (lambda m: replaced(layer(m).mlp.down_proj.weight, layer(m).mlp.down_proj.weight.data * 2), None),
-    "transposed in place": (lambda m: replaced(layer(m).self_attn.q_proj.weight, layer(m).self_attn.q_proj.weight.data.t()), None),
+    "transposed": (lambda m: replaced(layer(m).self_attn.q_proj.weight, layer(m).self_attn.q_proj.weight.data.t()), None),
     "in place": (lambda m: layer(m).mlp.up_proj.weight.data.mul_(2), None),
     "a new parameter": (lambda m: setattr(layer(m).mlp.up_proj, "weight", nn.Parameter(layer(m).mlp.up_proj.weight * 2)), None),
     "new biases": (lambda m: biases(m, "q", "k", "v", "o"), None),
@@ -714,14 +714,15 @@ def test_a_class_whose_forward_is_replaced_later(make, monkeypatch):
     model = make()
     minirt.patch(model)
     for module in (layer(model).mlp, layer(model).mlp.up_proj):
-        with monkeypatch.context() as patched, pytest.raises(InputError, match=f"the forward of {type(module).__name__}"):
+        with monkeypatch.context() as patched:
             patched.setattr(type(module), "forward", lambda self, x: x)
-            logits(model)
+            with pytest.raises(InputError, match=f"the forward of {type(module).__name__}"):
+                logits(model)
 
 
 @pytest.mark.parametrize("where", ["experts", "gate"])
 def test_hooks_inside_a_mixture_are_refused(make, where):
-    """The router's scores and the experts' output are computed by the kernels, so a hook would not be called or have no effect."""
+    """The kernels compute the router's scores and the experts, so a hook would not be called, or have no effect."""
     model = make("qwen3 moe")
     minirt.patch(model)
     after_call(getattr(layer(model).mlp, where))
