@@ -146,8 +146,15 @@ def tensors(result):
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
+def flat(values):
+    """The values, with those of lists of tensors."""
+    return [own for value in values for own in (value if isinstance(value, list) else [value])]
+
+
 def copy(value):
     """A copy with the same strides."""
+    if isinstance(value, list):
+        return [copy(own) for own in value]
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
@@ -155,11 +162,14 @@ def copy(value):
 
 def run(function, args, options, dtype=None):
     """Results on copies of the arguments, and the arguments afterwards. `dtype`: floats of 16 bits are widened to it."""
-    args = [copy(a) for a in args]
-    if dtype is not None:
-        args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.dtype == torch.float16 else a for a in args]
+    def widened(a):
+        if isinstance(a, list):
+            return [widened(own) for own in a]
+        return a.to(dtype) if isinstance(a, torch.Tensor) and dtype is not None and a.dtype == torch.float16 else a
+
+    args = [widened(copy(a)) for a in args]
     options = {key: copy(value) for key, value in options.items()}
-    return tensors(function(*args, **options)) + [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
+    return tensors(function(*args, **options)) + [a for a in flat((*args, *options.values())) if isinstance(a, torch.Tensor)]
 
 
 def check_equal_codes(found, expected, most):
@@ -181,7 +191,7 @@ def test_opcheck(name, make, device):
     """Schema, fake results, autograd registration and compilation with static and dynamic shapes, by PyTorch's own check."""
     op = getattr(torch.ops.minirt, name).default
     for args, options in arguments(name, torch.float32, make, device):
-        given = [*args, *options.values()]
+        given = flat([*args, *options.values()])
         if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in given):
             # PyTorch cannot compare FP8 on a CPU, which the check of the schema does; the test below compares the arguments.
             torch.library.opcheck(op, args, options, test_utils=WITHOUT_SCHEMA)
@@ -197,7 +207,7 @@ def test_kernels_beside_the_reference(name, make, device):
     """
     own = ops.IMPLEMENTATIONS[name]
     for args, options in arguments(name, torch.float16, make, device):
-        quantized = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args)
+        quantized = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in flat(args))
         floor = bounds.floor(torch.float16, quantized)
         results = (
             run(own.kernel, args, options), run(own.reference, args, options), run(own.reference, args, options, torch.float32),
