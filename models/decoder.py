@@ -25,7 +25,7 @@ from minirt.modeling.config import (
     shown,
 )
 from minirt.modeling.quantization_config import read_quantization
-from minirt.models.foreign_fields import refuse_foreign_fields
+from minirt.models.foreign_fields import refuse_foreign_fields, refuse_other_names
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
@@ -113,6 +113,7 @@ def decoder_config(
         zero_centered_norms=zero_centered_norms,
     )
     refuse_foreign_fields(fields, config, handled)
+    refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
         warnings.warn(f"{fields.place('sliding_window')}: {what}", stacklevel=3)
@@ -158,7 +159,7 @@ def _dtype(fields: Fields) -> str:
     for name in ("dtype", "torch_dtype"):
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
-            given[name] = Fields({name: plain}, fields.where, fields.prefix, fields.outer).choice(name, DTYPES)
+            given[name] = fields.over({name: plain}).choice(name, DTYPES)
     if len(set(given.values())) > 1:
         what = "dtype and torch_dtype contradict each other"
         raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
