@@ -140,7 +140,7 @@ class _Template:
             try:
                 self._form = message_form(Probe(self._renderer, special_tokens), self.source)
             except RenderingError as error:
-                self._warn("which form of messages it takes", error)
+                self._warn("which form of messages it takes and what it leaves out", error)
                 self._form, self._stopped = MessageForm(), True
         return self._form
 
@@ -162,18 +162,19 @@ class _Template:
 
         The first conversation of each outline is rendered once more, with other texts. Later ones cost the look at their kinds.
         """
-        key = hash((kinds, tools, json.dumps(dict(variables), sort_keys=True)))
-        if key not in self._left_out:
-            if len(self._left_out) >= _MAX_OUTLINES:
-                self._left_out.clear()
+        form = self.form(special_tokens)
+        if self._stopped:
+            return None
+        key = hash((kinds, tools, json.dumps(dict(variables))))
+        known = self._left_out = self._left_out if len(self._left_out) < _MAX_OUTLINES else {}
+        if key not in known:
             try:
-                lost = left_out(Probe(self._renderer, dict(special_tokens) | variables), self.form(special_tokens), kinds, tools)
+                lost = left_out(Probe(self._renderer, dict(special_tokens) | variables), form, kinds, tools)
             except RenderingError as error:
                 lost = str(error)
-            roles = ", ".join(kind.role for kind in kinds)
-            text = f"{self.path}: in conversations of {roles}, the chat template leaves out: {lost}"
-            self._left_out[key] = printable(shortened(text, 1000)) if lost else None
-        return self._left_out[key]
+            text = f"{self.path}: in conversations that end with {kinds[-1].role}, the chat template leaves out: {lost}"
+            known[key] = printable(shortened(text, 1000)) if lost else None
+        return known[key]
 
     def _warn(self, what: str, error: RenderingError) -> None:
         text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"

@@ -77,7 +77,7 @@ def message_form(probe: Probe, source: str) -> MessageForm:
     for name in (*(name for name in _REASONING_FIELDS if name in source), *([IN_CONTENT] if "thinking" in source else [])):
         own = replace(form, reasoning=name)
         text = probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], own)
-        if _REASONING in text and not re.search(f"thinking['\"]: ['\"]{_REASONING}", text):  # the latter: parts that are joined as texts
+        if _REASONING in text and not re.search(f"thinking['\"]: ['\"]{_REASONING}", text):  # a list that is joined as a text
             return own
     return form
 
@@ -151,11 +151,13 @@ def left_out(probe: Probe, form: MessageForm, kinds: Sequence[Kind], tools: bool
             call = pending.pop(0) if pending else _TOOL_CALL
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         chat.append(message)
-        parts += [(f"{part} of message {i + 1} ({kind.role})", own) for part, own in words.items()]
+        place = f"after {kinds[i - 1].role}" if i else "at the beginning"
+        parts += [(f"{part} of {kind.role} {place}", own) for part, own in words.items()]
     text = probe.render(chat, form, tools=tools)
     if not text:
         return "it is not known what, since it fails with other texts"
-    return ", ".join(part for part, words in [*parts, ("tools", [_OTHER] * tools)] if not all(word in text for word in words))
+    parts.append(("tools", [_OTHER] if tools else []))
+    return ", ".join(dict.fromkeys(part for part, words in parts if not all(word in text for word in words)))
 
 
 def _tool_form(probe: Probe, form: MessageForm) -> MessageForm:

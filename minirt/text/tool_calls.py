@@ -5,7 +5,7 @@
 | `hermes` | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Qwen2.5, Qwen3, Hermes |
 | `qwen3_coder` | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`: Qwen3-Coder, Qwen3.5 |
 | `llama3_json` | `{"name": …, "parameters": {…}}` as the answer, or after `<|python_tag|>`; several with `;` between: Llama 3 |
-| `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, with `[CALL_ID]ID` before `[ARGS]` in some; or `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` |
+| `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, some with `[CALL_ID]ID` before `[ARGS]`; older: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` |
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
 that is content, with its markers. If the arguments are damaged later, the rest is content, and the arguments stay incomplete.
@@ -335,9 +335,9 @@ class Qwen3CoderParser(_StatefulParser):
 
     Some models leave out `<tool_call>`; then the function has to be one of the tools. A tag may have several functions.
 
-    Some leave out `</parameter>`, or `</function>` before `</tool_call>`. Other tags also end a value, if nothing speaks for text
-    that quotes them: `<parameter=KEY>` at the beginning of a line, if the tool has this parameter and the call does not have it yet;
-    and `</function>` or `</tool_call>`, if no other text than the next call follows.
+    Some leave out `</parameter>`, or `</function>` before `</tool_call>`. So two more tags end a value, unless it seems to quote
+    them: `<parameter=KEY>` at the beginning of a line, if the tool has this parameter and the call does not have it yet; and
+    `</function>` or `</tool_call>`, if no other text than the next call follows.
     """
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

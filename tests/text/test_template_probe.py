@@ -216,7 +216,7 @@ def test_a_template_that_leaves_system_messages_out() -> None:
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     own = ChatTemplate(Path("f"), {"chat_template": silent})
-    with pytest.warns(UserWarning, match=r"leaves out: content of message 1 \(system\)"):
+    with pytest.warns(UserWarning, match="leaves out: content of system at the beginning"):
         assert own.render([system, user], {}) == "Hi"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + silent
     with warnings.catch_warnings():
