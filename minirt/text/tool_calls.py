@@ -5,7 +5,7 @@
 | `hermes` | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Qwen2.5, Qwen3, Hermes |
 | `qwen3_coder` | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`: Qwen3-Coder, Qwen3.5 |
 | `llama3_json` | `{"name": …, "parameters": {…}}` as the answer, or after `<|python_tag|>`; several with `;` between: Llama 3 |
-| `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, some with `[CALL_ID]ID` before `[ARGS]`; older: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` |
+| `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, or with `[CALL_ID]ID` before `[ARGS]`; `[TOOL_CALLS][{"name": …, "arguments": {…}}]` |
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
 that is content, with its markers. If the arguments are damaged later, the rest is content, and the arguments stay incomplete.

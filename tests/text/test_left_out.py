@@ -127,12 +127,13 @@ def test_every_kind_of_message_at_every_place(name: str) -> None:
 def test_what_is_left_out_is_named() -> None:
     source = LOSES["Mistral 7B: the system message goes into the last question"]
     template = ChatTemplate(Path("f"), {"chat_template": source})
-    with pytest.warns(UserWarning, match="with tool, .* out: content of system at the beginning, content of assistant after user$"):
+    words = "with tool, .* out: content of system at the beginning, content of assistant after user$"
+    with pytest.warns(UserWarning, match=words):
         template.render(written(("system", "user", "call", "result"))[0], SPECIAL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         template.render(written(("system", "user"))[0], SPECIAL)
-    picky = "{{ messages[0].content if messages[0].content == 'Text0.' else raise_exception('no') }}"
+    picky = "{{ 'Text0.' if messages[0].content == 'Text0.' else raise_exception('no') }}"
     with pytest.warns(UserWarning, match="leaves out: it is not known what, since it fails with other texts"):
         ChatTemplate(Path("f"), {"chat_template": picky}).render(written(("user",))[0], SPECIAL)
 
