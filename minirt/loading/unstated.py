@@ -1,5 +1,6 @@
 """`settle`: what config.json leaves open, and the tensors of the checkpoint decide. A default is no statement."""
 
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,7 +10,6 @@ from minirt import models
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.loading.checkpoint import Entry, shows_tied
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import E4M3, FLOATS
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 
@@ -52,8 +52,8 @@ def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
     attention, mlp = (_modules(entries, name) for name in ("self_attn.q_proj", "mlp.gate_proj"))
     if attention:
         query, key, norm = (entries.get(f"{attention[0]}.{name}.weight") for name in ("q_proj", "k_proj", "q_norm"))
-        if query is not None and key is not None and {query.dtype, key.dtype} <= {*FLOATS, E4M3}:
-            size = query.shape[0] // config.num_heads if norm is None else norm.shape[-1]
+        if query is not None and key is not None and min(len(query.shape), len(key.shape)) == 2:
+            size = query.shape[0] // config.num_heads if norm is None else math.prod(norm.shape)
             heads = key.shape[0] // max(1, size)
             found |= {"head_dim": size} if size != config.head_dim else {}
             found |= {"num_key_value_heads": heads} if heads != config.num_kv_heads else {}
