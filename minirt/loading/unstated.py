@@ -28,13 +28,14 @@ def settle(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, En
     """
     inner, changed = raw.get("text_config") or {}, dict[str, Any]()
     for name, value in _shown(config, entries).items():
-        if len({level[name] for level in (raw, inner) if level.get(name) is not None}) == 1:
+        stated = [level[name] for level in (raw, inner) if level.get(name) is not None]
+        if stated and all(own == stated[0] for own in stated):
             continue
         fields = changed | {name: value}
-        candidate = raw | fields
+        candidate = {**raw, **fields}
         if inner:  # the head's tie may stand at both levels, and other fields of the decoder only there
             both = {key: own for key, own in fields.items() if key == "tie_word_embeddings"}
-            candidate = raw | both | {"text_config": inner | fields}
+            candidate = {**raw, **both, "text_config": inner | fields}
         with suppress(ConfigError, UnsupportedError):
             if (parsed := models.parse_config(candidate)) != config:
                 config, changed = parsed, fields

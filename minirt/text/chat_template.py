@@ -169,7 +169,7 @@ class _Template:
         known = self._left_out = self._left_out if len(self._left_out) < _MAX_OUTLINES else {}
         if key not in known:
             try:
-                lost = left_out(Probe(self._renderer, dict(special_tokens) | variables), form, kinds, tools)
+                lost = left_out(Probe(self._renderer, {**special_tokens, **variables}), form, kinds, tools)
             except RenderingError as error:
                 lost = str(error)
             text = f"{self.path}: in conversations that end with {kinds[-1].role}, the chat template leaves out: {lost}"

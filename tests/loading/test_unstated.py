@@ -77,6 +77,11 @@ def test_a_copy_of_a_tied_head_and_a_statement(hf_folder: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.raises(CheckpointError, match=r"ties the head to the embedding, but the checkpoint has a different head"):
         logits(folder)
+    folder = hf_folder("Qwen2Moe", **MIXTURE, mlp_only_layers=[1])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_only_layers": []}))
+    with pytest.raises(CheckpointError, match="tensors are missing"):
+        logits(folder)
 
 
 @pytest.mark.parametrize("head", [True, False])
