@@ -220,6 +220,30 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
     }
 
 
+def shows_tied(entries: Mapping[str, Entry], default: bool) -> bool:
+    """Whether the head is the embedding, by the tensors: there is one of them only, or the head is a copy.
+
+    A copy is looked for if the architecture ties its head by default. Else it is loaded as a head, with the same result.
+    """
+    if EMBEDDING not in entries or not any(name.startswith("lm_head.") and not name.endswith(".bias") for name in entries):
+        return True
+    return default and HEAD in entries and _same(entries[HEAD], entries[EMBEDDING])
+
+
+def _same(first: Entry, second: Entry) -> bool:
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype) and len(first.shape) == 2 and first.dtype in FLOATS
+    if not (alike and first.file.is_file() and second.file.is_file()):
+        return False
+    pairs = zip(_pieces(first, True), _pieces(second, True), strict=True)
+    return all(torch.equal(_bytes(one), _bytes(other)) for one, other in pairs)
+
+
+def _bytes(piece: _Piece) -> torch.Tensor:
+    parts: list[torch.Tensor] = []
+    _read([piece], lambda _, tensor: parts.append(tensor.view(torch.uint8)))
+    return parts[0]
+
+
 def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The tensors, with the names of a decoder in a model with a vision encoder as those of the decoder alone."""
     changed: dict[str, Entry] = {}
