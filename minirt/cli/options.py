@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from minirt.cli.files import read_text, shown_name
-from minirt.cli.help import option_group
+from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.gpus import AbsentGPU, find_gpu
@@ -160,13 +160,10 @@ model_options = option_group(
 def model_argument(command: Callable) -> Callable:
     """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
 
-    @click.argument("named", required=False, metavar="[MODEL]")
+    @click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
     @wraps(command)
-    def run(*arguments: Any, named: str | None, **options: Any) -> Any:
-        if named is not None:
-            if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"two models: {named} and --model {options['model']}")
-            options["model"] = named
+    def run(*arguments: Any, **options: Any) -> Any:
+        options["model"] = options.pop(MODEL_ARGUMENT) or options["model"]
         return command(*arguments, **options)
 
     return run

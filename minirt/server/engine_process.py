@@ -102,7 +102,7 @@ def _load(connection: _Connection, start: Start) -> Generator:
         with inside(name):
             kept[name] = generator.warm_prompt(text)
     facts = {
-        "model": generator.name, "device": str(generator.device), "plan": generator.plan.title,
+        "device": str(generator.device), "plan": generator.plan.title,
         "weights": format_size(generator.plan.weight_bytes), "kv_cache": format_size(generator.kv_cache_bytes),
         "max_num_batched_tokens": generator.max_num_batched_tokens, "max_waiting": generator.max_waiting,
         "prefix_cache": generator.prefix_cache_stats is not None, "load_time_s": round(generator.load_time_s, 3),
