@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from minirt.cli.files import read_text, shown_name
+from minirt.cli.files import check_target, read_text, shown_name
 from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
@@ -384,6 +384,7 @@ output_file_option = option_group(
     "Output",
     click.option(
         "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
+        callback=lambda context, parameter, value: check_target(value, "--output-file"),
     ),
 )  # fmt: skip
 debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
@@ -476,16 +477,25 @@ def _by_options(error: MinirtError) -> MinirtError:
 
 
 @contextmanager
-def named_by_option() -> Iterator[None]:
-    """Context in which an error of a sampling field names the option of the running command that sets the field."""
+def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Iterator[None]:
+    """Context of a request: an error of a value that an option has set names the option, any other error `place`.
+
+    `keys`: the sampling fields that the request sets itself. If there are any, an error of an option names the place as well,
+    since the two may contradict each other.
+    """
     try:
         yield
-    except (InputError, UnsupportedError) as error:
-        where = _flag(error).partition(", ")[0]
-        params = click.get_current_context().command.params
-        if any(where in (*parameter.opts, *parameter.secondary_opts) for parameter in params):
-            raise _by_options(error) from error
-        raise
+    except MinirtError as error:
+        flags = {flag for own in click.get_current_context().command.params for flag in (*own.opts, *own.secondary_opts)}
+        field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
+        named = error
+        if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:
+            named = _by_options(error)
+        if place is not None and (keys or not named.is_usage):
+            named = named.at(f"{named.where}, {place}") if named.is_usage else named.within(place)
+        if named is error:
+            raise
+        raise named from error
 
 
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:

@@ -527,7 +527,7 @@ def test_variables_of_the_chat_template(run, hf_folder, tmp_path):
     refused(run(*base, "--chat", "--chat-template-kwargs", "[1]", "hi"), "not a JSON object", code=2)
     refused(run(*base, "--chat-template-kwargs", off, "hi"), "needs --chat", code=2)
     lines.write_text('"hi"\n')
-    refused(run(*base, "--chat-template-kwargs", off, "--prompts", lines), "is for conversations")
+    refused(run(*base, "--chat-template-kwargs", off, "--prompts", lines), "is for conversations", code=2)
 
 
 def test_reasoning_is_not_content_in_the_next_turn(run, hf_folder, monkeypatch, seen):

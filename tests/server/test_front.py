@@ -701,8 +701,8 @@ def test_no_answer_has_a_path_of_the_server(tmp_path, names):
 
 
 def test_a_path_of_a_proxy():
-    """With and without the prefix, for a proxy that removes it or not. Catches a key that the prefix avoids, and a page that calls
-    another path."""
+    """With and without the prefix, for a proxy that removes it or not. Catches a prefix that avoids the key, and a page that
+    calls another path."""
 
     async def scenario(this, engine, ask):
         async def get(path, **headers):
