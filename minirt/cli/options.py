@@ -22,6 +22,7 @@ from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, 
 from minirt.gpus import AbsentGPU, find_gpu
 from minirt.progress import load_bars
 from minirt.sizes import parse_count, parse_size
+from minirt.user_code import import_file
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -154,6 +155,10 @@ model_options = option_group(
     ),
     click.option("--revision", help="Branch, tag or commit of a Hub model."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
+    click.option(
+        "--import", "imports", multiple=True, metavar="FILE",
+        help="Run a Python file first, which registers implementations for --impl, or models (repeatable).",
+    ),
 )
 
 
@@ -517,12 +522,15 @@ def quantization(options: dict[str, Any]) -> str | None:
 
 
 def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
-    """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them.
+    """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them. Runs the files
+    of `--import`.
 
     A "seed" among the options, such as that of `sampling_options`, is also the seed of random weights.
     """
     from minirt.loading.options import LoadOptions
 
+    for file in options.get("imports", ()):  # not before: the command may have to prepare PyTorch and Triton
+        import_file(file)
     return LoadOptions(**load_arguments(options, name, **changes))
 
 

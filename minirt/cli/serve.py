@@ -152,6 +152,7 @@ def serve(quiet: bool, **options: Any) -> None:
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"], root_path=options["root_path"],
         request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
         stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
-        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], warm_prompts=warm, quiet=quiet,
+        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], warm_prompts=warm,
+        imports=options["imports"], quiet=quiet,
     )  # fmt: skip
     run(server, load_arguments(options, name), options["host"], options["port"])

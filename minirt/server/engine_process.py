@@ -38,6 +38,7 @@ from minirt.server.wire import (
     frame,
 )
 from minirt.sizes import format_size
+from minirt.user_code import import_file
 
 _READ = 1 << 20
 
@@ -92,6 +93,8 @@ def main(descriptor: int) -> int:
 
 
 def _load(connection: _Connection, start: Start) -> Generator:
+    for file in start.imports:
+        import_file(file)
     options = LoadOptions(**start.options)
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress)
     connection.send(Found(str(found.files.folder) if found.files else None))

@@ -44,6 +44,7 @@ class ServerOptions:
     log_prompts: bool = False
     tool_call_parser: str = AUTO
     warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
+    imports: tuple[str, ...] = ()  # Python files that the engine's process runs before it loads the model
     quiet: bool = False
 
     @property
@@ -59,7 +60,7 @@ class ServerOptions:
 
     def start_message(self, load_options: dict[str, Any]) -> Start:
         """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
-        return Start(load_options, progress=not self.quiet, warm_prompts=list(self.warm_prompts))
+        return Start(load_options, not self.quiet, list(self.warm_prompts), list(self.imports))
 
 
 @dataclass(eq=False)

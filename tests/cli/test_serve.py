@@ -94,6 +94,12 @@ def test_a_folder_is_named_without_its_path(call, tmp_path, monkeypatch):
         assert call("-q", "--model", given)[1][0].names == (name,)
 
 
+def test_files_of_implementations_reach_the_process_of_the_engine(call):
+    """The front's process does not run them: it has no layers."""
+    _, (server, load, *_) = call("-q", "--import", "a.py", "--import", "b.py")
+    assert server.start_message(load).imports == ["a.py", "b.py"]
+
+
 @pytest.mark.parametrize("path", ["minirt", "/minirt/", "/", "/a//b", "/a b", '/"a'])
 def test_root_paths(call, path):
     assert call("-q", "--root-path", "/a/b.c")[1][0].root_path == "/a/b.c"
