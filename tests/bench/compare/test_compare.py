@@ -149,7 +149,7 @@ def test_an_implementation_of_a_file(run, folder, tmp_path):
     """Without --import, the name is not known. The file runs after Triton's interpreter is on, and may import Triton."""
     file, base = tmp_path / "mine_of_a_file.py", ("compare", "-m", folder, *CPU, *SHORT, "--impl", "*.mlp=mine_a")
     file.write_text("import triton\n" + MINE.format(name="a"))
-    refused(run(*base, "-q"), "no implementation named 'mine_a'", code=2)
+    refused(run(*base, "-q"), "no implementation 'mine_a'", code=2)
     code, out, _ = run(*base, "--import", file, "--layer", "*.mlp", "-o", "json")
     assert code == 0
     assert {row["implementation"] for row in json.loads(out)["results"]} == {"mine_a"}
