@@ -225,8 +225,8 @@ memory_options = option_group(
     ),
     click.option(
         "--state-cache-memory", type=Size(least=0),
-        help="Memory for states of recurrent layers (Qwen3.5) that the prefix cache keeps; 0: no prefix cache. Default: a "
-        "quarter of the memory for them and KV pages, at most four states for each sequence.",
+        help="Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. "
+        "Default: a quarter of the memory for them and KV pages, at most four states for each sequence.",
     ),
 )
 random_weights_option = option_group(
