@@ -155,7 +155,7 @@ def _operations(model: "Model") -> set[tuple[str, str, int]]:
             name = "experts" if op.experts else "linear"
             suffix = "" if name == "linear" and form.startswith("fp8") else wide  # its kernels quantize x of any dtype
             found.add((name, f"{form}{suffix}" if form else "fp32" if wide else "fp16", 0))
-        if layer.kind == "attention":
+        if (settings := getattr(layer, "settings", None)) is not None:  # of attention
             form = ("fp8" if model.kv_dtype.itemsize == 1 else "fp16") + wide
-            found.add(("attention", form, layer.settings.head_dim))
+            found.add(("attention", form, settings.head_dim))
     return found

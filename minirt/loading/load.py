@@ -327,7 +327,7 @@ def _longer_context(
     pages = format_size(plan.least_pages * plan.page, up=True)
     own = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
     fewer = sequences_that_fit(lambda count: fits({"max_num_seqs": count}), options.max_num_seqs)
-    ways = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] * (fewer is not None)
+    ways: list[tuple[str, dict[str, Any]]] = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] if fewer else []
     for words, changes in [*ways, (own, {"kv_cache_memory": pages}), *others]:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
         if changed and words.startswith(("use ", "raise ")) and fits(changed):

@@ -110,8 +110,10 @@ class Plan:
         for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
             wrapped = column in ("layer", "why") or max(map(len, values)) > _WIDTH // 2
             word = min(max(len(word) for value in (column, *values) for word in value.split(" ")), _WIDTH // 2)  # is not cut
-            side = "right" if column == "weights" else "left"
-            table.add_column(column, justify=side, overflow="fold", no_wrap=not wrapped, min_width=word if wrapped else None)
+            table.add_column(
+                column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=not wrapped,
+                min_width=word if wrapped else None,
+            )  # fmt: skip
         for layer, implementation, reason, *cells in rows:
             if len(reason) > _SHORT:
                 below += [] if reason in below else [reason]

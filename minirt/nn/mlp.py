@@ -39,8 +39,9 @@ class GatedMLP(nn.Module):
         down = nn.Linear(intermediate_size, hidden_size, bias, device, dtype).requires_grad_(False)
         _check(gate_up, down, intermediate_size, activation, norm)
         self.activation, self.norm = activation, norm
-        self.gate_up_weight, self.gate_up_bias = gate_up.weight, gate_up.bias
-        self.down_weight, self.down_bias = down.weight, down.bias
+        self.gate_up_weight, self.down_weight = gate_up.weight, down.weight
+        self.gate_up_bias: nn.Parameter | None = gate_up.bias
+        self.down_bias: nn.Parameter | None = down.bias
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_join)
 
@@ -59,7 +60,8 @@ class GatedMLP(nn.Module):
         weight, bias = pack_linears([gate, up])
         own = cls(gate.in_features, gate.out_features, activation, device="meta")
         own.norm, own.down_weight, own.down_bias = norm, down.weight, down.bias
-        own.gate_up_weight, own.gate_up_bias = parameter(weight), None if bias is None else parameter(bias)
+        own.gate_up_weight = parameter(weight)
+        own.gate_up_bias = None if bias is None else parameter(bias)
         return own
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
