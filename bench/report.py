@@ -6,9 +6,10 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,23 +266,29 @@ def as_text(markdown: str) -> str:
 
 def _aligned(rows: list[list[str]], width: int) -> list[str]:
     """Return a table's lines. What is equal in all rows stands above; columns without values are left out. A table that is wider
-    than the terminal becomes a list for each row."""
+    than the terminal becomes several, each with the columns of text at the left."""
     columns = [own for own in zip(*rows, strict=True) if not {*own[2:]} <= {"", "-"}]  # title, rule, a cell for each row
     shared, varied = [own for own in columns if len({*own[2:]}) == 1], [own for own in columns if len({*own[2:]}) > 1]
-    widths = [max(map(len, (own[0], *own[2:]))) for own in varied]
-    fits = sum(widths) + 2 * len(widths) - 2 <= width
-    most = max((len(own[0]) for own in (shared if fits else columns)), default=0)
+    most = max((len(own[0]) for own in shared), default=0)
     lines = [f"{own[0]:<{most}}  {own[2]}".rstrip() for own in shared]
-    if not fits:
-        blocks = ([f"{own[0]:<{most}}  {own[i]}".rstrip() for own in varied] for i in range(2, len(rows)))
-        return [*lines, *(line for block in blocks for line in ("", *block))]
-    if not varied:
-        return lines
-    table = [(own[0], *own[2:]) for own in varied]
-    cells = [[f"{cell:{'>' if own[1].endswith(':') else '<'}{size}}" for cell in column]
-             for own, column, size in zip(varied, table, widths, strict=True)]  # fmt: skip
-    head, *body = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
-    return [*lines, *[""] * bool(lines), head, "─" * (sum(widths) + 2 * len(widths) - 2), *body]
+    texts = list(takewhile(lambda own: not own[1].endswith(":"), varied))
+    parts = [texts]
+    for own in varied[len(texts) :]:
+        if len(parts[-1]) > len(texts) and _width([*parts[-1], own]) > width:
+            parts.append(texts)
+        parts[-1] = [*parts[-1], own]
+    for part in filter(None, parts):
+        cells = [
+            [f"{cell:{'>' if own[1].endswith(':') else '<'}{_width([own])}}" for cell in (own[0], *own[2:])] for own in part
+        ]
+        head, *body = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
+        lines += [*[""] * bool(lines), head, "─" * _width(part), *body]
+    return lines
+
+
+def _width(columns: Sequence[tuple[str, ...]]) -> int:
+    """Characters of columns beside each other: title, rule, a cell for each row."""
+    return sum(max(map(len, (own[0], *own[2:]))) + 2 for own in columns) - 2
 
 
 _SHARED_COLUMNS: list[Column] = [

@@ -28,14 +28,22 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.moe.dispatch", "REGIMES"),
     ("minirt.kernels.moe.dispatch", "ROUTER"),
 )
-# Compute capability → the kernels that only it has, for `minirt plan`. A test compares this with the tables, whose modules import
-# Triton.
-SPECIAL_KERNELS = {
-    90: (
-        "decode_fp8_sm90", "decode_sm90", "experts_sm90", "gemm_int4_sm90", "gemm_int4_small_sm90", "gemm_sm90", "gemv_int4_sm90",
-        "prefill_sm90",
-    ),
-}  # fmt: skip
+_DENSE = ("fp16", "fp8", "fp8_blocks")
+# Compute capability → the kernels that only it has, for `minirt plan`: the operation ("linear", "experts", "attention"), its
+# formats as in `Limits` and `AttentionLimits`, and the head sizes of attention. A test compares this with the tables, whose
+# modules import Triton.
+SPECIAL_KERNELS: dict[int, dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]]] = {
+    90: {
+        "decode_fp8_sm90": ("attention", ("fp8",), (64, 128)),
+        "decode_sm90": ("attention", ("fp16",), (64, 128, 256)),
+        "experts_sm90": ("experts", _DENSE, ()),
+        "gemm_int4_sm90": ("linear", ("int4",), ()),
+        "gemm_int4_small_sm90": ("linear", ("int4",), ()),
+        "gemm_sm90": ("linear", _DENSE, ()),
+        "gemv_int4_sm90": ("linear", ("int4",), ()),
+        "prefill_sm90": ("attention", ("fp16",), (64, 128, 256)),
+    },
+}
 
 
 @dataclass(frozen=True)

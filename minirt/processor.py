@@ -144,7 +144,7 @@ class Processor:
         try:
             return stop_tokens(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
         except InputError as error:
-            raise error if sampling.sources["stop"] == "user" else error.at(f"stop, from {sampling.sources['stop']}") from None
+            raise error if sampling.sources["stop"] == "user" else error.at(f"{sampling.sources['stop']}: stop_strings") from None
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None,

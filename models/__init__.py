@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
+from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.models import (
     llama,
     ministral3,
@@ -59,11 +60,12 @@ ARCHITECTURES: dict[str, ModuleType] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A well-known model: its shape, and the Hub repository that holds its weights."""
+    """A well-known model: its shape, the Hub repository that holds its weights, and their stated quantization, if any."""
 
     name: str
     hub_id: str
     config: ModelConfig
+    quantization: QuantizationConfig | None = None
 
 
 def embedded() -> Path:
@@ -127,4 +129,7 @@ def preset(name: str) -> Preset | None:
 @cache
 def presets() -> tuple[Preset, ...]:
     """All presets."""
-    return tuple(Preset(name, hub_id, parse_config(raw, f"preset {name}")) for name, hub_id, raw in raw_configs())
+    return tuple(
+        Preset(name, hub_id, parse_config(raw, f"preset {name}"), read_quantization(Fields(raw, f"preset {name}")))
+        for name, hub_id, raw in raw_configs()
+    )

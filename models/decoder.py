@@ -62,13 +62,27 @@ def decoder_config(
 
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
 
-    `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
-    `max_positions`, `kv_heads`, `head_dim`, `theta`, `eps` and `tie_word_embeddings` are the defaults of the architecture's
-    config class in transformers. `partial_rotary` and `rope_keys`: see `read_rope`. The other settings are fields of
-    `ModelConfig`. If `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
-    hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
-    absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
-    "sliding_window" stands for all fields of windows, with `layer_types`.
+    Args:
+        model_type: `model_type` of config.json, and the name of the file in `models/`.
+        classes: the names that `architectures` may have, those of transformers' classes of this decoder with an LM head.
+        max_positions: default of the field `max_position_embeddings`.
+        kv_heads: default of the field `num_key_value_heads`; None: as many as `num_attention_heads`, as for null.
+        head_dim: default of the field `head_dim`; None: `hidden_size // num_attention_heads`, as for null.
+        qkv_bias: whether Q, K and V have biases.
+        o_bias: whether the output projection has a bias.
+        mlp_bias: whether the linear layers of the MLP have biases.
+        qk_norm: whether each head of Q and K has an RMSNorm.
+        zero_centered_norms: whether the checkpoint stores the weights of norms minus 1.
+        attention_gate: the projection that has the gate of attention's output, "q_proj" or "gate_proj"; None: no gate.
+        tie_word_embeddings: default of the field `tie_word_embeddings`.
+        theta: default of the field `rope_theta`.
+        eps: default of the field `rms_norm_eps`.
+        partial_rotary: whether `partial_rotary_factor` may rotate a part of a head's channels; else a factor below 1 is refused.
+        rope_keys: keys of the rope fields that are known besides those of `minirt.modeling.config.ROPE_KEYS`.
+        no_rope_layers: numbers of the layers without rotary embedding.
+        moe: what `moe_config` has read; None: fields of experts are refused.
+        window: what absent fields of a sliding window mean, a `Window`; None: no window.
+        handled: fields of `foreign_fields` that the architecture reads itself; "sliding_window" stands for all fields of windows.
     """
     refuse_unserved(fields)
     if moe is None:

@@ -135,11 +135,28 @@ HUB_NAMES = {
     "Mistral-7B": "Mistral-7B-v0.3", "Mistral-7B-Instruct": "Mistral-7B-Instruct-v0.3",
 }  # fmt: skip
 
+# Models of Qwen with the fields of an earlier one.
+SAME_FIELDS = {"Qwen3.6-27B": "Qwen3.5-27B", "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B", "Qwen3.8-27B": "Qwen3.5-27B"}
+# Their owner also has them in FP8, as NAME-FP8.
+FP8_RELEASES = (
+    "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3.5-27B", "Qwen3.5-35B-A3B",
+    "Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B",
+)  # fmt: skip
+FP8_BLOCKS = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+
 
 def raw_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(name, Hub id, config.json content) of every preset."""
+    known: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, owner, family, values, differs, instruct in ROWS:
         raw = {"dtype": "bfloat16"} | family | dict(zip(COLUMNS, values, strict=True)) | differs
         variants = {name: raw} if instruct is None else {name: raw, f"{name}-Instruct": raw | instruct}
-        for own, fields in variants.items():
-            yield own, f"{owner}/{HUB_NAMES.get(own, own)}", fields
+        known |= {own: (f"{owner}/{HUB_NAMES.get(own, own)}", fields) for own, fields in variants.items()}
+        known |= {own: (f"{owner}/{own}", raw) for own, same in SAME_FIELDS.items() if same == name}
+    for name, (hub_id, raw) in known.items():
+        yield name, hub_id, raw
+        if name in FP8_RELEASES:
+            yield f"{name}-FP8", f"{hub_id}-FP8", raw | {"quantization_config": FP8_BLOCKS}

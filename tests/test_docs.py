@@ -304,3 +304,19 @@ def test_the_python_api_is_documented():
     names |= {name for kind in (Generator, AsyncGenerator, Completion) for name in vars(kind) if not name.startswith("_")}
     names |= {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert {name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", text)} == set()
+
+
+def test_the_arguments_of_decoder_config_are_a_table():
+    """The rows are made from its signature and its docstring. Catches an argument that either lacks, and another default."""
+    import inspect
+
+    from minirt.models.decoder import decoder_config
+
+    said = dict(re.findall(r"^    (\w+): (.+)\.$", inspect.getdoc(decoder_config).partition("Args:\n")[2], re.MULTILINE))
+    rows = []
+    for argument in list(inspect.signature(decoder_config).parameters.values())[1:]:
+        default = "required" if argument.default is argument.empty else f"`{argument.default!r}`"
+        rows.append(f"| `{argument.name}` | {default} | {said.get(argument.name)} |")
+    page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    table = page.partition("| argument | default | meaning |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    assert table.split("\n") == rows

@@ -138,6 +138,16 @@ def test_a_checkout_works_without_an_install_and_says_when_its_links_are_lost(tm
     assert "git checkout -- minirt/kernels" in failed.stderr
 
 
+def test_a_clone_named_minirt_works_from_the_folder_around_it(tmp_path):
+    """Catches the clone's folder as a namespace package `minirt`, which Python finds there before the editable install."""
+    (tmp_path / "minirt").symlink_to(ROOT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = "from minirt import SamplingParams, kernels, models; import minirt; print(minirt.__file__)"
+    out = run(sys.executable, "-c", script, cwd=tmp_path, env=environment).stdout.strip()
+    assert Path(out) == tmp_path / "minirt" / "minirt" / "__init__.py"
+    assert version("minirt") in run(sys.executable, "-m", "minirt", "--version", cwd=tmp_path, env=environment).stdout
+
+
 @pytest.mark.slow
 def test_an_editable_install_sees_new_files(tmp_path):
     source = copy_source(tmp_path / "source")

@@ -144,7 +144,7 @@ def test_a_stop_string_with_a_special_token_and_other_text_is_refused(llama, tmp
     tokens = [EOS - 1, llama.text().token_id("<0x0A>")]
     assert run(prepared(llama, "Once", stop="<s>\n", skip_special_tokens=False), tokens) == [("", None), ("", "stop")]
     filed = made(llama_like(), tmp_path / "filed", {"stop_strings": ["</s>\n"]})
-    with pytest.raises(InputError, match=r"^stop, from generation_config\.json: a stop string holds"):
+    with pytest.raises(InputError, match=r"^generation_config\.json: stop_strings: a stop string holds"):
         prepared(filed, "Once")
     prepared(filed, "Once", stop=[])
 

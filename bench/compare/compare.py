@@ -65,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a comparison.
+    """The result of a comparison. `print(result)` shows it as a table.
 
     Attributes:
         rows: one for each step and layer, without times on a CPU.
@@ -80,6 +80,11 @@ class Result:
     skipped: dict[str, str]
     faults: list[str]
     matmul: list[Row] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        from minirt.bench.compare.report import as_table
+
+        return as_table(self)
 
 
 def bind(model: Model, impl: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.bench.compare.compare import Result
-from minirt.bench.report import LIMIT, Column, Report, Row, heading, table
+from minirt.bench.report import LIMIT, Column, Report, Row, as_text, heading, table
 
 NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
 
@@ -20,29 +20,41 @@ class CompareReport(Report):
             lines += [f"**{shared['no_speed']}.**", ""]
         for product in shared["matmul_ceilings"]:
             lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
-        lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager; errors "
-                  "are relative to eager in fp64.", ""]  # fmt: skip
-        lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
-        columns = _LAYER_COLUMNS if any(row["eager_s"] for row in self.results) else _ERROR_COLUMNS
-        lines += table(columns, self.results, left=3)
-        lines += ["", LIMIT] if columns is _LAYER_COLUMNS else []
-        if any(row["cold_l2"] is False for row in self.results):
-            lines += ["", r"\* All layers of this kind together read at most twice the size of the L2 cache: not a cold time."]
-        if shared["whole_model"]:
-            lines += ["", *_whole(shared["whole_model"], "+".join(shared["implementations"]))]
-        return "\n".join([*lines, "", *_verdict(shared["faults"])]) + "\n"
+        return "\n".join([*lines, f"{shared['model']} {shared['dtype']}: {_body(shared, self.results)}"])
 
 
-def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
-    """Make the report of a result; `shared` comes from `report.context`."""
-    own = {
+def _body(facts: Row, rows: list[Row]) -> str:
+    """What was compared, the table of layers, the whole model, and whether the bounds hold. `facts`: see `_facts`."""
+    lines = [f"{' and '.join(facts['implementations'])} against eager; errors are relative to eager in fp64.", ""]
+    lines += [f"Not compared: {name}: {why}." for name, why in facts["skipped"].items()] + [""] * bool(facts["skipped"])
+    columns = _LAYER_COLUMNS if any(row["eager_s"] for row in rows) else _ERROR_COLUMNS
+    lines += table(columns, rows, left=3)
+    lines += ["", LIMIT] if columns is _LAYER_COLUMNS else []
+    if any(row["cold_l2"] is False for row in rows):
+        lines += ["", r"\* All layers of this kind together read at most twice the size of the L2 cache: not a cold time."]
+    if facts["whole_model"]:
+        lines += ["", *_whole(facts["whole_model"], "+".join(facts["implementations"]))]
+    return "\n".join([*lines, "", *_verdict(facts["faults"])]) + "\n"
+
+
+def _facts(result: Result) -> Row:
+    return {
         "implementations": sorted({row["implementation"] for row in result.rows}),
-        "no_speed": None if cuda else NO_SPEED,
         "matmul_ceilings": result.matmul,
         "skipped": result.skipped,
         "whole_model": result.model,
         "faults": result.faults,
     }
+
+
+def as_table(result: Result) -> str:
+    """A result as text for a terminal."""
+    return as_text(_body(_facts(result), result.rows)).rstrip("\n")
+
+
+def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
+    """Make the report of a result; `shared` comes from `report.context`."""
+    own = _facts(result) | {"no_speed": None if cuda else NO_SPEED}
     single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # `matmul_ceilings` replaces it
     return CompareReport(single | own, result.rows)
 

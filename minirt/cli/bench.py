@@ -13,7 +13,6 @@ from click.core import ParameterSource
 from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
-from minirt.cli.files import check_target
 from minirt.cli.help import option_group
 from minirt.cli.options import (
     NUMBERS,
@@ -307,7 +306,6 @@ def _run(
     from minirt.device import pick_device
 
     quiet, target = options["quiet"], options["output_file"]
-    check_target(target, "--output-file")
     sampling = _common(options)["sampling"]  # here, so that a bad value fails before anything is loaded
     options["model"] = model_name(options, quiet)
     load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache

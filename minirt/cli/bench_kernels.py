@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.files import check_target, read_text
+from minirt.cli.files import read_text
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
@@ -73,7 +73,6 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     device = pick_device(options["device"])
     cuda = device.type == "cuda"
     dtype = _dtype(options["dtype"], cuda)
-    check_target(options["output_file"], "--output-file")
     older = None if options["baseline"] is None else _read_baseline(options["baseline"], device)
     if options["pictures"] is not None:
         _check_folder(options["pictures"])

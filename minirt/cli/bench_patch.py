@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from minirt.cli.files import check_picture, check_target
+from minirt.cli.files import check_picture
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
@@ -77,7 +77,6 @@ def patch(ctx: click.Context, **options: Any) -> None:
     is timed. Times are from the call to the next token on the device: in transformers' eager mode with a cache that grows and,
     with --compile, compiled with a static cache. "speed" is the time of the model without changes, divided by the variant's.
     """
-    check_target(options["output_file"], "--output-file")
     check_picture(options["picture"])
     import torch
 

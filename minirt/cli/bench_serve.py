@@ -163,7 +163,6 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     if options["max_concurrency"] is not None and options["processes"] > options["max_concurrency"]:
         expected = f"at most --max-concurrency {options['max_concurrency']}"
         raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
-    check_target(options["output_file"], "--output-file")
     _check_picture(options["picture"])
     target, chat = _target(options), options["endpoint"].endswith("chat/completions")
     workload = _workload(options, chat)

@@ -69,10 +69,11 @@ def read_text(name: str, option: str | None = None) -> str:
         raise InputError("not valid UTF-8", where=shown_name(name), found=byte) from error
 
 
-def check_target(target: str | None, flag: str) -> None:
-    """Fail before any work if the folder of an output file does not exist."""
+def check_target(target: str | None, flag: str) -> str | None:
+    """`target`. Fails before any work if the folder of an output file does not exist."""
     if target is not None and not Path(target).absolute().parent.is_dir():
         raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
+    return target
 
 
 def check_picture(target: str | None) -> None:

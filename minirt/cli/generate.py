@@ -18,6 +18,7 @@ from minirt.cli.options import (
     load_options,
     named_by_option,
     open_model,
+    output_file_option,
     prefix_cache_option,
     quiet_option,
     require_chat,
@@ -34,11 +35,12 @@ from minirt.cli.output import (
     json_line,
     note,
     note_template,
+    results_in,
     sample_text,
     warn_incomplete,
     write,
 )
-from minirt.errors import MinirtError, inside, shortened
+from minirt.errors import inside, shortened
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -57,6 +59,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 )
 @template_option
 @text_format_option
+@output_file_option
 @option_group(
     "Output",
     click.option(
@@ -114,34 +117,31 @@ def generate(
     with open_model(options, quiet, texts, chat) as generator:
         inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
-            with inside(place):
+            with named_by_option(place):
                 inputs.append(encode_prompt(generator, text, chat, params, system, variables))
-            try:
-                with named_by_option():
-                    generator.check(inputs[-1], params)  # check all prompts before any text is printed
-            except MinirtError as error:  # the value of an option is not about one prompt
-                raise error if place is None or error.is_usage else error.within(place) from error
-        for place, text, tokens in zip(places, texts, inputs, strict=True):
-            with inside(place):
-                if params.n > 1:
-                    samples = generator.generate(tokens, params).outputs
-                else:
-                    for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
-                        if not as_json:
-                            write(piece.text if shows_text else f"{piece.token_ids[0]} ")
-                    samples = completion.outputs
-            done += samples
-            for i, completion in enumerate(samples):
-                sample = {"sample": i} if params.n > 1 else {}
-                if as_json:
-                    record = completion_record(completion, verbose, generator.speculative is not None)
-                    write(json_line({"prompt": text, **sample, **record}))
-                elif sample:
-                    write(sample_text(completion.text if shows_text else " ".join(map(str, completion.token_ids)), i))
-                else:
-                    write("\n")
-            if not quiet:
-                note(completion_summary(generator, samples))
+                generator.check(inputs[-1], params)  # check all prompts before any text is printed
+        with results_in(options["output_file"], quiet):
+            for place, text, tokens in zip(places, texts, inputs, strict=True):
+                with inside(place):
+                    if params.n > 1:
+                        samples = generator.generate(tokens, params).outputs
+                    else:
+                        for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
+                            if not as_json:
+                                write(piece.text if shows_text else f"{piece.token_ids[0]} ")
+                        samples = completion.outputs
+                done += samples
+                for i, completion in enumerate(samples):
+                    sample = {"sample": i} if params.n > 1 else {}
+                    if as_json:
+                        record = completion_record(completion, verbose, generator.speculative is not None)
+                        write(json_line({"prompt": text, **sample, **record}))
+                    elif sample:
+                        write(sample_text(completion.text if shows_text else " ".join(map(str, completion.token_ids)), i))
+                    else:
+                        write("\n")
+                if not quiet:
+                    note(completion_summary(generator, samples))
         warn_incomplete(done)
         if not chat:
             note_template(generator, done, quiet)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.files import read_file, shown_name
-from minirt.cli.options import open_model, sampling_params
+from minirt.cli.options import named_by_option, open_model, sampling_params
 from minirt.cli.output import (
     completion_record,
     drafts_summary,
@@ -16,6 +16,7 @@ from minirt.cli.output import (
     not_applied,
     note,
     note_template,
+    results_in,
     sample_text,
     warn_incomplete,
     write,
@@ -62,31 +63,34 @@ def generate_many(
     for request in requests if not printing.as_json else ():
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(request.params, key) is not None:
-                raise InputError(f"{key} needs --json, which prints them", where=request.where)
+                with named_by_option(request.where, request.keys):
+                    raise InputError("needs --json, which prints them", where=key)
     texts = [str(request.content) for request in requests if request.kind == "prompt"]
     conversations = any(request.kind == "messages" for request in requests)
     if variables is not None and not chat and not conversations:
         hint = "--chat applies the chat template; so do messages"
-        raise InputError("--chat-template-kwargs is for conversations, and the file has none", where=shown_name(name), hint=hint)
+        what = f"is for conversations, and {shown_name(name)} has none"
+        raise InputError(what, where="--chat-template-kwargs", hint=hint)
     with open_model(options, printing.quiet, texts, chat or conversations) as generator:
         inputs = [request.encode(generator, chat, system, variables) for request in requests]
         results = _Results(
             requests, printing, texts=generator.tokenizer is not None, drafts=generator.speculative is not None
         )
         started = time.perf_counter()
-        try:
-            _run(generator, inputs, results, printing.quiet)
-        finally:
-            with finishing():
-                seconds = time.perf_counter() - started
-                results.print_rest()
-                if results.all and not printing.quiet:
-                    note(f"{load_summary(generator)} · {results.summary(seconds)}")
-                    if generator.speculative is not None:
-                        note(drafts_summary(generator, results.all))
-                warn_incomplete(results.all)
-                if not chat:
-                    note_template(generator, results.plain, printing.quiet)
+        with results_in(options["output_file"], printing.quiet):
+            try:
+                _run(generator, inputs, results, printing.quiet)
+            finally:
+                with finishing():
+                    seconds = time.perf_counter() - started
+                    results.print_rest()
+                    if results.all and not printing.quiet:
+                        note(f"{load_summary(generator)} · {results.summary(seconds)}")
+                        if generator.speculative is not None:
+                            note(drafts_summary(generator, results.all))
+                    warn_incomplete(results.all)
+                    if not chat:
+                        note_template(generator, results.plain, printing.quiet)
     failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)

@@ -9,6 +9,8 @@ import click
 TITLES = ("Prompts", "Measurement", "Model", "Server", "Requests", "Sampling", "Structured output", "Output", "Memory and speed",
           "General")  # fmt: skip
 
+MODEL_ARGUMENT = "named"  # the argument that is the same as --model
+
 
 def option_group(title: str | None, *options: Callable) -> Callable:
     """One decorator for several options. --help lists them in this order.
@@ -30,7 +32,13 @@ def option_group(title: str | None, *options: Callable) -> Callable:
 
 
 class Command(click.Command):
-    """A command whose --help has a list for each group of options."""
+    """A command whose --help has a list for each group of options, and that takes one model."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given, _, order = self.make_parser(ctx).parse_args(list(args))
+        if [own.name for own in order].count("model") + isinstance(given.get(MODEL_ARGUMENT), str) > 1:
+            raise click.UsageError("two models, and a command has one (docs/fleets.md: several servers behind one address)", ctx)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lists: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES}

@@ -51,8 +51,9 @@ def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
     from minirt import models as known
 
     rows = [_row(known.EMBEDDED, None, device)]
-    rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets()]
-    return rows
+    rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets() if preset.quantization is None]
+    releases = {preset.name.removesuffix("-FP8") for preset in known.presets() if preset.quantization is not None}
+    return [row | {"fp8_release": row["name"] in releases} for row in rows]
 
 
 def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> dict[str, Any]:
@@ -139,4 +140,6 @@ def _owners(rows: list[dict[str, Any]]) -> str:
             owner, family = row["hub_id"].partition("/")[0], row["name"].partition("-")[0]
             families.setdefault(owner, []).append(family)
     owners = [f"{owner} ({', '.join(dict.fromkeys(own))})" for owner, own in families.items()]
-    return textwrap.fill(f"A Hub id is OWNER/MODEL. Owners: {', '.join(owners)}.", 80)
+    releases = ", ".join(row["name"] for row in rows if row["fp8_release"])
+    lines = f"A Hub id is OWNER/MODEL. Owners: {', '.join(owners)}.", f"Also released in FP8, as NAME-FP8: {releases}."
+    return "\n".join(textwrap.fill(line, 80) for line in lines)

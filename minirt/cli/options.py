@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from minirt.cli.files import read_text, shown_name
-from minirt.cli.help import option_group
+from minirt.cli.files import check_target, read_text, shown_name
+from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.gpus import AbsentGPU, find_gpu
 from minirt.progress import load_bars
 from minirt.sizes import parse_count, parse_size
+from minirt.user_code import import_file
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -154,19 +155,20 @@ model_options = option_group(
     ),
     click.option("--revision", help="Branch, tag or commit of a Hub model."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
+    click.option(
+        "--import", "imports", multiple=True, metavar="FILE",
+        help="Run a Python file first, which registers implementations for --impl, or models (repeatable).",
+    ),
 )
 
 
 def model_argument(command: Callable) -> Callable:
     """Decorator: the value of --model may also be given as an argument, as in `vllm serve MODEL`."""
 
-    @click.argument("named", required=False, metavar="[MODEL]")
+    @click.argument(MODEL_ARGUMENT, required=False, metavar="[MODEL]")
     @wraps(command)
-    def run(*arguments: Any, named: str | None, **options: Any) -> Any:
-        if named is not None:
-            if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"two models: {named} and --model {options['model']}")
-            options["model"] = named
+    def run(*arguments: Any, **options: Any) -> Any:
+        options["model"] = options.pop(MODEL_ARGUMENT) or options["model"]
         return command(*arguments, **options)
 
     return run
@@ -223,8 +225,8 @@ memory_options = option_group(
     ),
     click.option(
         "--state-cache-memory", type=Size(least=0),
-        help="Memory for states of recurrent layers (Qwen3.5) that the prefix cache keeps; 0: no prefix cache. Default: a "
-        "quarter of the memory for them and KV pages, at most four states for each sequence.",
+        help="Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. "
+        "Default: a quarter of the memory for them and KV pages, at most four states for each sequence.",
     ),
 )
 random_weights_option = option_group(
@@ -387,6 +389,7 @@ output_file_option = option_group(
     "Output",
     click.option(
         "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
+        callback=lambda context, parameter, value: check_target(value, "--output-file"),
     ),
 )  # fmt: skip
 debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
@@ -479,16 +482,25 @@ def _by_options(error: MinirtError) -> MinirtError:
 
 
 @contextmanager
-def named_by_option() -> Iterator[None]:
-    """Context in which an error of a sampling field names the option of the running command that sets the field."""
+def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Iterator[None]:
+    """Context of a request: an error of a value that an option has set names the option, any other error `place`.
+
+    `keys`: the sampling fields that the request sets itself. If there are any, an error of an option names the place as well,
+    since the two may contradict each other.
+    """
     try:
         yield
-    except (InputError, UnsupportedError) as error:
-        where = _flag(error).partition(", ")[0]
-        params = click.get_current_context().command.params
-        if any(where in (*parameter.opts, *parameter.secondary_opts) for parameter in params):
-            raise _by_options(error) from error
-        raise
+    except MinirtError as error:
+        flags = {flag for own in click.get_current_context().command.params for flag in (*own.opts, *own.secondary_opts)}
+        field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
+        named = error
+        if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:
+            named = _by_options(error)
+        if place is not None and (keys or not named.is_usage):
+            named = named.at(f"{named.where}, {place}") if named.is_usage else named.within(place)
+        if named is error:
+            raise
+        raise named from error
 
 
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:
@@ -510,12 +522,15 @@ def quantization(options: dict[str, Any]) -> str | None:
 
 
 def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
-    """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them.
+    """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them. Runs the files
+    of `--import`.
 
     A "seed" among the options, such as that of `sampling_options`, is also the seed of random weights.
     """
     from minirt.loading.options import LoadOptions
 
+    for file in options.get("imports", ()):  # not before: the command may have to prepare PyTorch and Triton
+        import_file(file)
     return LoadOptions(**load_arguments(options, name, **changes))
 
 

@@ -6,8 +6,8 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,11 +52,19 @@ def json_line(record: dict[str, Any]) -> str:
 
 def emit(text: str, target: str | None, quiet: bool) -> None:
     """Write results to the file `target`, or to stdout if it is None. On a terminal, names in them cannot control it."""
-    if target is None:
+    with results_in(target, quiet):
         write(printable_lines(text) if sys.stdout.isatty() else text)
+
+
+@contextmanager
+def results_in(target: str | None, quiet: bool) -> Iterator[None]:
+    """Context in which `write` writes to the file `target`, or to stdout if it is None."""
+    if target is None:
+        yield
         return
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        with open(target, "w", encoding="utf-8") as file, redirect_stdout(file):
+            yield
     except OSError as error:
         raise MinirtError(f"cannot write the results: {error.strerror}", where=target) from error
     if not quiet:

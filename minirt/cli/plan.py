@@ -2,7 +2,8 @@
 
 import sys
 import textwrap
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.help import command
@@ -50,6 +51,7 @@ def plan(output_format: str, **options: Any) -> None:
 
     load = to_load_options(options, name)
     model, memory = plan_load(load, gpu)
+    device = gpu or model.device
     length = options["max_model_len"] or model.config.context_len
     one = _sequence_bytes(model, memory, length)
     kernels = _special_kernels(model)
@@ -66,6 +68,9 @@ def plan(output_format: str, **options: Any) -> None:
         write(textwrap.fill(f"Kernels for this compute capability only: {', '.join(kernels)}", 80) + "\n")
     budget = _budget(model, memory, gpu, options)
     write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, model.step_state_bytes, budget)))
+    if memory.fits:
+        fits = _fits(memory, length, lambda: remedy(replace(load, max_model_len=length), device))
+        write(textwrap.fill(fits, 80, break_on_hyphens=False) + "\n")
     if gpu is not None and gpu.assumed:
         write(f"{gpu.assumption}\n")
     if not memory.fits:
@@ -73,7 +78,7 @@ def plan(output_format: str, **options: Any) -> None:
         what = f"it needs {least}{format_size(memory.needed, up=True)}"
         if memory.only_context_is_short:
             what = context_is_short(memory)
-        write(f"Does not fit: {what} ({remedy(load, gpu or model.device)})\n")
+        write(f"Does not fit: {what} ({remedy(load, device)})\n")
         sys.exit(1)
 
 
@@ -114,15 +119,43 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
         lines += textwrap.wrap(f"{states} {format_size(moved)} for each sequence to read and write them.", 80)
         if not memory.snapshots:
             lines.append("No prefix cache: it needs kept states of recurrent layers (--state-cache-memory).")
-    if not memory.fits:
-        return lines
-    return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]
+    return lines
+
+
+def _fits(memory: "MemoryPlan", length: int, remedy: Callable[[], str]) -> str:
+    """Whether all positions fit that nobody asked for; if not, what loses least to make them fit."""
+    if memory.context == length:
+        return "Fits."
+    way = remedy().partition(", or --max-model-len")[0]
+    more = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
+    return f"Fits with a context of {memory.context:,} instead of {length:,}{more}."
 
 
 def _special_kernels(model: "Model") -> list[str]:
-    """The kernels that only this GPU's compute capability has, if a layer runs on Triton."""
+    """The kernels that only this GPU's compute capability has, and that a layer of the model uses."""
     from minirt.device import compute_capability
     from minirt.kernels.regimes import SPECIAL_KERNELS
 
     major, minor = compute_capability(model.device)
-    return list(SPECIAL_KERNELS.get(10 * major + minor, ())) if model.uses_triton else []
+    kernels = SPECIAL_KERNELS.get(10 * major + minor, {})
+    used = _operations(model) if kernels else set()
+    return [
+        name for name, (operation, formats, sizes) in kernels.items()
+        if any(own == operation and form in formats and (not sizes or size in sizes) for own, form, size in used)
+    ]  # fmt: skip
+
+
+def _operations(model: "Model") -> set[tuple[str, str, int]]:
+    """(operation, format, head size or 0) of what runs on Triton, named as in `SPECIAL_KERNELS`."""
+    wide, found = "_fp32" if model.dtype.itemsize > 2 else "", set()
+    on_triton = {row.layer for row in model.plan.rows if row.implementation == "triton"}
+    for layer in (own for own in model.unique_layers() if own.name in on_triton):
+        for op in layer.linear_ops():
+            form = "" if op.linear.format is None else op.linear.format.name.replace(" 128x128", "_blocks")
+            name = "experts" if op.experts else "linear"
+            suffix = "" if name == "linear" and form.startswith("fp8") else wide  # its kernels quantize x of any dtype
+            found.add((name, f"{form}{suffix}" if form else "fp32" if wide else "fp16", 0))
+        if (settings := getattr(layer, "settings", None)) is not None:  # of attention
+            form = ("fp8" if model.kv_dtype.itemsize == 1 else "fp16") + wide
+            found.add(("attention", form, settings.head_dim))
+    return found

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.cli.options import encode_prompt, prompt_limit
-from minirt.errors import InputError, inside
+from minirt.cli.options import encode_prompt, named_by_option, prompt_limit
+from minirt.errors import InputError
 from minirt.foreign_names import json_hint, similar
 from minirt.sampling_params import SamplingParams
 
@@ -30,7 +30,8 @@ _CONVERT = 'write {"prompt": "a text"} for each prompt; "From CSV to JSON lines"
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One request. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value."""
+    """One request. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value; `keys` are
+    the sampling fields that the line sets."""
 
     line: int
     where: str
@@ -38,6 +39,7 @@ class PromptLine:
     content: Any
     params: SamplingParams
     id: str | int | None = None
+    keys: frozenset[str] = frozenset()
 
     def encode(
         self, generator: "Generator", chat: bool, system: str | None, variables: dict[str, Any] | None = None
@@ -45,9 +47,9 @@ class PromptLine:
         """Token ids, checked against the model. With `chat`, a text is a user message, after the `system` message if any.
         `variables`: more variables of the chat template.
 
-        Errors name file and line.
+        Errors name file and line, unless they are about the value of an option.
         """
-        with inside(self.where):
+        with named_by_option(self.where, self.keys):
             if system is not None and self.kind != "prompt":
                 what, hint = "--system is for prompts that are texts", "put the system message into the line's messages"
                 raise InputError(what, expected='"prompt"', found=f'"{self.kind}"', hint=hint)
@@ -108,12 +110,16 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Pr
         raise _wrong(where, kinds[0], description, content)
     if isinstance(identifier, bool) or not isinstance(identifier, str | int | None):
         raise _wrong(where, "id", "a text or an integer", identifier)
+    stated = {key: value[key] for key in SAMPLING_KEYS if key in value}
     try:
-        own = replace(params, **{key: value[key] for key in SAMPLING_KEYS if key in value})
+        own = replace(params, **stated)
     except InputError as error:
         key = str(error.where).removeprefix("SamplingParams.")
-        raise error.at(f'{where}, "{key}"') from error
-    return PromptLine(number, where, kinds[0], content, own, identifier)
+        if key.partition(".")[0] in stated:
+            raise error.at(f'{where}, "{key}"') from error
+        with named_by_option(where, stated):  # an option that contradicts the line
+            raise
+    return PromptLine(number, where, kinds[0], content, own, identifier, frozenset(stated))
 
 
 def _parse(line: bytes, where: str) -> Any:

@@ -87,6 +87,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."),
     click.option("--served-model-name", multiple=True, help="Name under which clients ask for the model (repeatable)."),
+    click.option("--root-path", default="", metavar="PATH", help="Path under which a reverse proxy serves this server: /minirt."),
     click.option("--api-key", multiple=True, help="Key that clients must send (repeatable). Also from MINIRT_API_KEY."),
     click.option("--metrics-need-key", is_flag=True, help="/metrics needs the API key, too."),
     click.option(
@@ -136,6 +137,9 @@ def serve(quiet: bool, **options: Any) -> None:
         if origin not in ("*", "null") and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
             expected = "*, or scheme://host or scheme://host:port, as browsers send it: without a path or a slash at its end"
             raise InputError("not an origin", where="--allow-origin", expected=expected, found=origin)
+    if options["root_path"] and re.fullmatch(r"(/[\w.~-]+)+", options["root_path"], re.ASCII) is None:
+        expected = "a path such as /minirt, without a slash at its end"
+        raise InputError("not a path", where="--root-path", expected=expected, found=options["root_path"])
     for key in keys:
         if not key or key != key.strip() or not key.isprintable():
             what = "is empty" if not key else "begins or ends with white space, or has a character that no header can have"
@@ -145,9 +149,10 @@ def serve(quiet: bool, **options: Any) -> None:
             raise InputError("not a number", where=f"--{option.replace('_', '-')}", found="nan")
     server = ServerOptions(
         model=name, served_model_names=options["served_model_name"], api_keys=keys,
-        metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],
+        metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"], root_path=options["root_path"],
         request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
         stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
-        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], warm_prompts=warm, quiet=quiet,
+        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], warm_prompts=warm,
+        imports=options["imports"], quiet=quiet,
     )  # fmt: skip
     run(server, load_arguments(options, name), options["host"], options["port"])

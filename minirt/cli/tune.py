@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.files import check_target
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
@@ -92,7 +91,6 @@ def tune(
     from minirt.loading.load import plan_model
 
     families = tuning.registered()
-    check_target(options["output_file"], "--output-file")
     name = model_name(options, options["quiet"])
     load = to_load_options(options, name)
     model = plan_model(load)

@@ -21,7 +21,7 @@ from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
-from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory
+from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
@@ -67,7 +67,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         what = f"cannot be looked up: {error.strerror if isinstance(error, OSError) else error}"
         raise ModelNotFoundError(what, where=name[:80]) from error
     if preset is not None and not need_weights and revision is None:
-        return Found(None, preset.config)
+        return Found(None, preset.config, preset.quantization)
     try:
         name = preset.hub_id if preset else name
         files = resolve(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
@@ -318,15 +318,22 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
 def _longer_context(
     options: LoadOptions, gpu: AbsentGPU | None, plan: MemoryPlan, others: list[tuple[str, dict[str, Any]]]
 ) -> str:
-    """The same where the context that was asked for does not fit, but a shorter one does."""
+    """The same where the context that was asked for does not fit, but a shorter one does. What loses least comes first: fewer
+    sequences at once, then KV pages of FP8, then weights of fewer bits."""
+
+    def fits(changes: dict[str, Any]) -> bool:
+        with suppress(MinirtError):  # a quantized checkpoint is not quantized again
+            return plan_load(replace(options, **changes), gpu)[1].fits
+        return False
+
     pages = format_size(plan.least_pages * plan.page, up=True)
     own = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
-    for words, changes in [(own, {"kv_cache_memory": pages}), *others]:
+    fewer = sequences_that_fit(lambda count: fits({"max_num_seqs": count}), options.max_num_seqs)
+    ways: list[tuple[str, dict[str, Any]]] = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] if fewer else []
+    for words, changes in [*ways, (own, {"kv_cache_memory": pages}), *others]:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
-        if changed and words.startswith(("use ", "raise ")):
-            with suppress(MinirtError):
-                if plan_load(replace(options, **changed), gpu)[1].fits:
-                    return f"{words}, or --max-model-len {plan.context}"
+        if changed and words.startswith(("use ", "raise ")) and fits(changed):
+            return f"{words}, or --max-model-len {plan.context}"
     return f"use --max-model-len {plan.context}"
 
 

@@ -316,12 +316,27 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         if options.kv_bytes is not None:
             what = f"--kv-cache-memory {format_size(options.kv_bytes)}"
             ways.append(f"--kv-cache-memory {format_size(-(-length // PAGE_SIZE) * plan.page, up=True)}")
+        elif fewer := sequences_that_fit(lambda count: _holds(plan, model, length, replace(options, max_num_seqs=count)), seqs):
+            ways.insert(0, f"--max-num-seqs {fewer}")  # for all of it
         if model.kv_dtype.itemsize > 1:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
         more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
         warnings.warn(what + more, RuntimeWarning, stacklevel=4)
     return plan
+
+
+def sequences_that_fit(fits: Callable[[int], bool], most: int) -> int | None:
+    """The largest power of two below `most` for which `fits`; None: not even 1 does. With fewer sequences, their states, and so
+    the prefix cache's, leave room for KV pages."""
+    counts = [1 << i for i in reversed(range((most - 1).bit_length()))]
+    return next(filter(fits, counts)) if counts and fits(1) else None
+
+
+def _holds(plan: MemoryPlan, model: Model, length: int, options: MemoryOptions) -> bool:
+    """Whether all `length` positions fit with other options, if steps take as much as in `plan`."""
+    options = replace(options, max_num_batched_tokens=plan.max_num_batched_tokens)
+    return plan_memory(model, length, model.device, options, step_bytes=lambda tokens: plan.step).context == length
 
 
 def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:

@@ -573,7 +573,8 @@ class _Architecture:
             return 1.0
         place = level.place("partial_rotary_factor")
         if not self.partial:
-            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=share)
+            hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
+            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=share, hint=hint)
         rotated = int(self.head_dim * share)
         if rotated % 2 or not rotated:
             what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {self.head_dim}"

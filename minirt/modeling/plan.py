@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
 from minirt.errors import UnsupportedError, printable
 from minirt.sizes import format_size
@@ -93,7 +94,10 @@ class Plan:
         for (prefix, suffix, *cells, size), same in groups.items():
             numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
             times = f" × {len(same)}" if len(same) > 1 else ""
-            rows.append((f"{prefix}{numbers}{suffix}", *map(str, cells), format_size(size) + times))
+            name = f"{prefix}{numbers}{suffix}"
+            if len(name) > _SHORT:
+                name = name.replace(",", ", ")  # a table is wrapped between numbers
+            rows.append((name, *map(str, cells), format_size(size) + times))
         return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_size(self.weight_bytes))]]
 
     def render(self, name: str = "", *, terminal: bool = False) -> str:
@@ -104,8 +108,12 @@ class Plan:
 
         table, rows, below = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), self._cells(), list[str]()
         for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
-            whole = column != "why" and max(map(len, values)) <= _WIDTH // 2  # the reason is wrapped first
-            table.add_column(column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=whole)
+            wrapped = column in ("layer", "why") or max(map(len, values)) > _WIDTH // 2
+            word = min(max(len(word) for value in (column, *values) for word in value.split(" ")), _WIDTH // 2)  # is not cut
+            table.add_column(
+                column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=not wrapped,
+                min_width=word if wrapped else None,
+            )  # fmt: skip
         for layer, implementation, reason, *cells in rows:
             if len(reason) > _SHORT:
                 below += [] if reason in below else [reason]
@@ -141,14 +149,18 @@ def _parts(layer: str) -> tuple[str, int | None, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5"."""
+    """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    steps = {(later[0] - run[0], len(later) - len(run)) for run, later in pairwise(runs)}
+    if len(runs) > 3 and len(steps) == 1 and next(iter(steps))[1] == 0:
+        texts = [*texts[:2], "…", texts[-1]]
+    return ",".join(texts)
 
 
 def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:

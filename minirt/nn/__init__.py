@@ -1,5 +1,7 @@
 """minirt's kernels as modules for other people's models: inference only, with the parameters' names of the replaced modules.
 
+Constructors take sizes, as those of `torch.nn` do, and `from_module`, `from_modules`, `from_linear` and `from_linears` take
+modules that exist. Parameters need no gradient, unless they are those of such a module.
 `functional` has the same as functions. On a GPU they run the Triton kernels, on a CPU the PyTorch code that defines each kernel
 (`minirt.kernels.reference`). Under `torch.compile`, `torch.export` and `FakeTensorMode` they are the ops `torch.ops.minirt.*`.
 """

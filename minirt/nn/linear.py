@@ -11,7 +11,7 @@ from minirt.kernels.checks import DTYPES, check_tensor
 from minirt.kernels.launch import require_fp8
 from minirt.modeling.formats import LinearFormat, QuantizedToFp8, QuantizedToInt4
 from minirt.nn import functional
-from minirt.nn.norm import check_weight, parameter
+from minirt.nn.norm import Device, check_weight, parameter
 
 
 class QuantizedLinear(nn.Module):
@@ -21,27 +21,19 @@ class QuantizedLinear(nn.Module):
     the layer that it replaces, too: a `weight` [N, K] of 16 or 32 bits is quantized while it is loaded.
 
     Args:
-        weight, scale: as `quantize_weight` returns them.
-        bias: [N], or None.
-        in_features: K.
+        in_features, out_features: K and N. The weight begins as that of a `torch.nn.Linear`, quantized.
+        bias: whether there is one. `device`: that of the parameters. `dtype`: of the bias, bf16, fp16 or fp32.
     Raises:
-        InputError: a tensor has another shape, dtype or device.
+        UnsupportedError: FP8 on a GPU with a compute capability below 8.9.
     """
 
     format: ClassVar[LinearFormat]
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, in_features: int) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        N = weight.shape[0]
-        like, like_scale = self.format.allocate([N], in_features, torch.device("meta"))
-        check_tensor("weight", weight, tuple(like.shape), like.dtype, weight.device)
-        check_tensor("scale", scale, tuple(like_scale.shape), like_scale.dtype, weight.device)
-        if bias is not None:
-            check_weight("bias", bias, (N,))
-        self.in_features, self.out_features = in_features, N
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = None if bias is None else parameter(bias)
+        self._quantize(nn.Linear(in_features, out_features, bias, device, dtype).requires_grad_(False))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
@@ -51,7 +43,17 @@ class QuantizedLinear(nn.Module):
             InputError: the weight is not of bf16, fp16 or fp32.
             UnsupportedError: FP8 on a GPU with a compute capability below 8.9.
         """
-        return cls(*quantize_weight(linear.weight, cls.format), linear.bias, linear.in_features)
+        own = cls(linear.in_features, linear.out_features, device="meta")
+        own._quantize(linear)
+        return own
+
+    def _quantize(self, linear: nn.Linear) -> None:
+        weight, scale = quantize_weight(linear.weight, self.format)
+        if linear.bias is not None:
+            check_weight("bias", linear.bias, (linear.out_features,))
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.weight = parameter(weight)
+        self.weight_scale = parameter(scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] of bf16, fp16 or fp32 → [..., N]. Errors: see `minirt.nn.functional`."""
@@ -68,7 +70,8 @@ class QuantizedLinear(nn.Module):
                 expected = f"{self.weight.dtype} with a scale, or bfloat16, float16 or float32 without"
                 raise InputError("wrong dtype", where=name, expected=expected, found=given.dtype)
             check_tensor(name, given, (self.out_features, self.in_features), given.dtype, given.device)
-            values, scale = quantize_weight(given.to(self.weight.device), self.format)
+            device = given.device if self.weight.is_meta else self.weight.device  # `assign=True` puts it in place
+            values, scale = quantize_weight(given.to(device), self.format)
             state_dict = {**state_dict, name: values, scale_name: scale}
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[arg-type]
 
@@ -103,8 +106,9 @@ def quantize_weight(weight: Tensor, format: LinearFormat) -> tuple[Tensor, Tenso
         require_fp8(weight.device)
     rows, K = [weight.shape[0]], weight.shape[1]
     values, scale = format.allocate(rows, K, weight.device)
-    with torch.no_grad():
-        format.store_rows(weight, values, scale, rows, 0)
+    if not weight.is_meta:
+        with torch.no_grad():
+            format.store_rows(weight, values, scale, rows, 0)
     return values, scale
 
 

@@ -10,7 +10,7 @@ from minirt.errors import InputError
 from minirt.kernels.checks import ACTIVATIONS
 from minirt.nn import functional
 from minirt.nn.linear import pack_linears
-from minirt.nn.norm import RMSNorm, check_weight, parameter
+from minirt.nn.norm import Device, RMSNorm, check_weight, parameter
 
 _PACKED = ("gate_proj", "up_proj")
 
@@ -22,36 +22,26 @@ class GatedMLP(nn.Module):
     modules that it replaces, `gate_proj.weight`, `up_proj.weight` and `down_proj.weight`, whose tensors are views.
 
     Args:
-        gate_up_weight: [2N, K], the rows of gate first. `down_weight`: [H, N], of the same dtype.
+        hidden_size, intermediate_size: K, which is also the output's size, and N. The weights begin as in `torch.nn.Linear`.
         activation: "silu", "gelu" or "gelu_tanh".
         norm: of x, before both; None: x is not normalized.
-        gate_up_bias, down_bias: [2N] and [H], or None.
+        bias: whether gate, up and down have one. `device`, `dtype`: of the parameters; bf16, fp16 or fp32.
     Raises:
-        InputError: a tensor has another shape, dtype or device, or the activation is unknown.
+        InputError: the norm has another size, dtype or device, or the activation is unknown.
     """
 
     def __init__(
-        self,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        activation: str,
-        norm: RMSNorm | None = None,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
+        self, hidden_size: int, intermediate_size: int, activation: str = "silu", norm: RMSNorm | None = None, *,
+        bias: bool = False, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        check_weight("gate_up_weight", gate_up_weight, (None, None))
-        (rows, K), like = gate_up_weight.shape, gate_up_weight
-        if rows % 2:
-            raise InputError("odd number of rows for gate and up", where="gate_up_weight", found=rows)
-        if gate_up_bias is not None:
-            check_weight("gate_up_bias", gate_up_bias, (rows,), like)
-        _check("down_weight", down_weight, "down_bias", down_bias, rows // 2, K, like, activation, norm)
+        gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype).requires_grad_(False)
+        down = nn.Linear(intermediate_size, hidden_size, bias, device, dtype).requires_grad_(False)
+        _check(gate_up, down, intermediate_size, activation, norm)
         self.activation, self.norm = activation, norm
-        self.gate_up_weight, self.down_weight = parameter(gate_up_weight), parameter(down_weight)
-        self.gate_up_bias = None if gate_up_bias is None else parameter(gate_up_bias)
-        self.down_bias = None if down_bias is None else parameter(down_bias)
+        self.gate_up_weight, self.down_weight = gate_up.weight, down.weight
+        self.gate_up_bias: nn.Parameter | None = gate_up.bias
+        self.down_bias: nn.Parameter | None = down.bias
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_join)
 
@@ -66,10 +56,13 @@ class GatedMLP(nn.Module):
         """
         if gate.out_features != up.out_features:
             raise InputError("wrong number of rows", where="up.weight", expected=gate.out_features, found=up.out_features)
-        names = "down.weight", down.weight, "down.bias", down.bias
-        _check(*names, gate.out_features, gate.in_features, gate.weight, activation, norm)
+        _check(gate, down, gate.out_features, activation, norm)
         weight, bias = pack_linears([gate, up])
-        return cls(weight, down.weight, activation, norm, gate_up_bias=bias, down_bias=down.bias)
+        own = cls(gate.in_features, gate.out_features, activation, device="meta")
+        own.norm, own.down_weight, own.down_bias = norm, down.weight, down.bias
+        own.gate_up_weight = parameter(weight)
+        own.gate_up_bias = None if bias is None else parameter(bias)
+        return own
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., K] of the weights' dtype → [..., H], plus `residual` [..., H] if given. Errors: see `minirt.nn.functional`."""
@@ -84,18 +77,16 @@ class GatedMLP(nn.Module):
         return f"{K}, {rows // 2}, {H}, {self.activation}"
 
 
-def _check(
-    weight_name: str, down_weight: Tensor, bias_name: str, down_bias: Tensor | None, N: int, K: int, like: Tensor,
-    activation: str, norm: RMSNorm | None,
-) -> None:  # fmt: skip
-    """Raise InputError unless down [H, N], its bias [H], the norm [K] and the activation fit gate and up, of `like` dtype."""
+def _check(gate: nn.Linear, down: nn.Linear, N: int, activation: str, norm: RMSNorm | None) -> None:
+    """Raise InputError unless down [H, N], its bias [H], the norm [K] and the activation fit gate, of K columns."""
     if activation not in ACTIVATIONS:
         raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
-    check_weight(weight_name, down_weight, (None, N), like)
-    if down_bias is not None:
-        check_weight(bias_name, down_bias, (down_weight.shape[0],), like)
+    check_weight("gate.weight", gate.weight, (None, None))
+    check_weight("down.weight", down.weight, (None, N), gate.weight)
+    if down.bias is not None:
+        check_weight("down.bias", down.bias, (down.out_features,), gate.weight)
     if norm is not None:
-        check_weight("norm.weight", norm.weight, (K,), like)
+        check_weight("norm.weight", norm.weight, (gate.in_features,), gate.weight)
 
 
 def _split(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:

@@ -10,21 +10,26 @@ from minirt.kernels import reference
 from minirt.kernels.checks import DTYPES, check_tensor
 from minirt.nn import functional
 
+Device = torch.device | str | int | None
+
 
 class RMSNorm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension, with the parameter `weight` [H] of transformers' norms.
 
     Args:
-        weight: [H], bf16, fp16 or fp32. A parameter is kept, and not copied.
+        normalized_shape: H. The weight begins as ones.
         eps: added to the mean square, under the root.
+        dtype: bf16, fp16 or fp32; None: PyTorch's default. `device`: that of the weight.
     Raises:
-        InputError: `weight` has another shape or dtype.
+        InputError: another dtype.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(
+        self, normalized_shape: int, eps: float = 1e-6, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        check_weight("weight", weight, (None,))
-        self.weight, self.eps = parameter(weight), float(eps)
+        self.weight, self.eps = parameter(torch.ones(normalized_shape, device=device, dtype=dtype)), float(eps)
+        check_weight("weight", self.weight, (None,))
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Self:
@@ -46,7 +51,9 @@ class RMSNorm(nn.Module):
             eps = torch.finfo(weight.dtype).eps
         if not isinstance(eps, float | int):
             raise InputError("no epsilon", where="module", expected="variance_epsilon or eps", found=type(module).__name__)
-        own = cls(weight, eps)
+        check_weight("module.weight", weight, (None,))
+        own = cls(weight.shape[0], eps, device="meta")
+        own.weight = parameter(weight)
         if not weight.is_meta and not _agree(own, module):
             what = "not an RMSNorm: its output is not that of the normalized input times its weight"
             raise InputError(what, where="module", found=type(module).__name__)
@@ -76,26 +83,36 @@ class RMSNormLinear(nn.Module):
     Its state dict has `norm_weight`, `weight` and, if there is one, `bias`.
 
     Args:
-        norm_weight: [K]. `eps`: as in `RMSNorm`.
-        weight: [N, K] of the same dtype. `bias`: [N], or None. Parameters are kept, and not copied.
-    Raises:
-        InputError: a tensor has another shape, dtype or device.
+        in_features, out_features: K and N. The norm's weight begins as ones, the others as in `torch.nn.Linear`.
+        bias: whether there is one. `eps`, `device`, `dtype`: as in `RMSNorm`.
     """
 
-    def __init__(self, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, eps: float = 1e-6, *, device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        check_weight("weight", weight, (None, None))
-        check_weight("norm_weight", norm_weight, (weight.shape[1],), weight)
-        if bias is not None:
-            check_weight("bias", bias, (weight.shape[0],), weight)
-        self.norm_weight, self.eps, self.weight = parameter(norm_weight), float(eps), parameter(weight)
-        self.bias = None if bias is None else parameter(bias)
+        norm = RMSNorm(in_features, eps, device=device, dtype=dtype)
+        self._share(norm, nn.Linear(in_features, out_features, bias, device, dtype).requires_grad_(False))
 
     @classmethod
     def from_modules(cls, norm: nn.Module, linear: nn.Linear) -> Self:
-        """The norm (see `RMSNorm.from_module`) and the linear layer after it; shares their parameters."""
-        own = RMSNorm.from_module(norm)
-        return cls(own.weight, own.eps, linear.weight, linear.bias)
+        """The norm (see `RMSNorm.from_module`) and the linear layer after it; shares their parameters.
+
+        Raises:
+            InputError: a parameter has another shape, dtype or device than the others.
+        """
+        own = cls(linear.in_features, linear.out_features, device="meta")
+        own._share(RMSNorm.from_module(norm), linear)
+        return own
+
+    def _share(self, norm: RMSNorm, linear: nn.Linear) -> None:
+        check_weight("weight", linear.weight, (None, None))
+        check_weight("norm_weight", norm.weight, (linear.weight.shape[1],), linear.weight)
+        if linear.bias is not None:
+            check_weight("bias", linear.bias, (linear.weight.shape[0],), linear.weight)
+        self.norm_weight, self.eps, self.weight = norm.weight, norm.eps, linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] of the weight's dtype → [..., N]. Errors: see `minirt.nn.functional`."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.nn.norm import Device
 
 _BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
 
@@ -14,21 +15,23 @@ class RotaryEmbedding(nn.Module):
     """The cosines and sines of the rotary embedding (Su et al. 2021), for `apply_rotary`. It has no parameters.
 
     Args:
-        inv_freq: [D / 2] fp32, the angle per position of each pair of channels, in radians.
-        attention_scaling: factor of cosines and sines; 1 except for yarn.
+        head_dim: D, the channels of a head that are rotated; even.
+        theta: the base of the frequencies, `rope_theta` of config.json.
+        device: that of the frequencies.
     Raises:
-        InputError: `inv_freq` has another shape or dtype.
+        InputError: `head_dim` is not even.
     """
 
-    inv_freq: Tensor
+    inv_freq: Tensor  # [D / 2] fp32, the angle per position of each pair of channels, in radians
+    attention_scaling = 1.0  # factor of cosines and sines; another one only for yarn
 
-    def __init__(self, inv_freq: Tensor, attention_scaling: float = 1.0) -> None:
+    def __init__(self, head_dim: int, theta: float = 10000.0, *, device: Device = None) -> None:
         super().__init__()
-        if inv_freq.ndim != 1 or inv_freq.dtype != torch.float32:
-            found = f"{inv_freq.dtype} {list(inv_freq.shape)}"
-            raise InputError("wrong tensor", where="inv_freq", expected="float32 [any]", found=found)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.attention_scaling = float(attention_scaling)
+        if head_dim < 2 or head_dim % 2:
+            what, expected = "rotary embedding rotates pairs of channels", "an even number"
+            raise InputError(what, where="head_dim", expected=expected, found=head_dim)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+        self.register_buffer("inv_freq", 1.0 / theta**exponents, persistent=False)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Self:
@@ -42,9 +45,11 @@ class RotaryEmbedding(nn.Module):
         if kind in _BY_LENGTH:
             what = "the frequencies of this rope type depend on the length of the sequence"
             raise UnsupportedError(what, where="module.rope_type", found=kind, hint="keep transformers' module")
-        if not isinstance(inv_freq, Tensor):
-            raise InputError("not a rotary embedding with inv_freq", where="module", found=type(module).__name__)
-        return cls(inv_freq.float(), getattr(module, "attention_scaling", 1.0))
+        if not isinstance(inv_freq, Tensor) or inv_freq.ndim != 1:
+            raise InputError("not a rotary embedding with inv_freq [D / 2]", where="module", found=type(module).__name__)
+        own = cls(2 * inv_freq.shape[0], device="meta")
+        own.inv_freq, own.attention_scaling = inv_freq.float(), float(getattr(module, "attention_scaling", 1.0))
+        return own
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, T, D] of x's dtype and device, for positions [B, T]. x's values are not used."""

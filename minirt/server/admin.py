@@ -17,7 +17,7 @@ _MODELS = "/v1/models/"
 def _card(front: Front, name: str) -> dict[str, Any]:
     info = front.info
     return {
-        "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model,
+        "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model_id,
         "parent": None, "max_model_len": None if info is None else info.max_len,
     }  # fmt: skip
 
@@ -71,7 +71,8 @@ async def server_info(front: Front, exchange: Exchange) -> None:
     await exchange.answer(
         info.facts
         | {
-            "version": minirt.__version__, "model_path": options.model, "served_model_name": options.names[0],
+            "version": minirt.__version__, "model_path": options.model_id, "served_model_name": options.names[0],
+            "warm_prompts": list(info.facts.get("warm_prompts", {}).values()),
             "max_model_len": info.max_len, "max_num_seqs": info.max_num_seqs, "vocab_size": info.vocab_size,
             "stream_interval": options.stream_interval, "status": front.state,
         }
@@ -82,7 +83,7 @@ async def model_info(front: Front, exchange: Exchange) -> None:
     _, info = front.check_ready()
     await exchange.answer(
         {
-            "model_path": front.options.model, "tokenizer_path": front.options.model, "is_generation": True,
+            "model_path": front.options.model_id, "tokenizer_path": front.options.model_id, "is_generation": True,
             "served_model_name": front.options.names[0], "max_model_len": info.max_len, "vocab_size": info.vocab_size,
             "has_chat_template": front.tokenizer is not None and front.tokenizer.has_chat_template,
         }

@@ -45,7 +45,7 @@ class App:
             return
         origin = self._allowed_origin(scope)
         cors = [] if origin is None else [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        exchange = Exchange(scope, receive, send, uuid.uuid4().hex, cors)
+        exchange = Exchange(scope, receive, send, uuid.uuid4().hex, cors, self._options.root_path)
         messages.adopt(exchange)
         self._front.exchanges.add(exchange)
         error: MinirtError | None = None
@@ -72,7 +72,7 @@ class App:
                 if error is not None:
                     exchange.log["error"] = str(error)
                     if not exchange.disconnected:
-                        await exchange.answer_error(error)
+                        await exchange.answer_error(self._front.for_client(error))
                         if exchange.streaming:
                             exchange.status = status_of(error)
             finally:

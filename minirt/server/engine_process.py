@@ -38,6 +38,7 @@ from minirt.server.wire import (
     frame,
 )
 from minirt.sizes import format_size
+from minirt.user_code import import_file
 
 _READ = 1 << 20
 
@@ -92,6 +93,8 @@ def main(descriptor: int) -> int:
 
 
 def _load(connection: _Connection, start: Start) -> Generator:
+    for file in start.imports:
+        import_file(file)
     options = LoadOptions(**start.options)
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress)
     connection.send(Found(str(found.files.folder) if found.files else None))
@@ -102,7 +105,7 @@ def _load(connection: _Connection, start: Start) -> Generator:
         with inside(name):
             kept[name] = generator.warm_prompt(text)
     facts = {
-        "model": generator.name, "device": str(generator.device), "plan": generator.plan.title,
+        "device": str(generator.device), "plan": generator.plan.title,
         "weights": format_size(generator.plan.weight_bytes), "kv_cache": format_size(generator.kv_cache_bytes),
         "max_num_batched_tokens": generator.max_num_batched_tokens, "max_waiting": generator.max_waiting,
         "prefix_cache": generator.prefix_cache_stats is not None, "load_time_s": round(generator.load_time_s, 3),

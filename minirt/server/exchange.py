@@ -26,7 +26,8 @@ class Exchange:
 
     Attributes:
         id: of the request, for the log and the answer.
-        method, path, client: of the request.
+        method, path, client: of the request; the path without `root`.
+        root: the path under which a proxy, or the host of the ASGI application, serves the server; "": none.
         status: of the answer; 0 before it begins, 499 if the client has gone.
         started: `time.perf_counter()` at the beginning.
         log: more fields of the line in the log.
@@ -39,11 +40,14 @@ class Exchange:
     """
 
     def __init__(
-        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
+        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = (),
+        root: str = "",
+    ) -> None:  # fmt: skip
         self._scope, self._receive, self._send, self.headers = scope, receive, send, list(headers)
         self.id = exchange_id
-        self.method, self.path = scope["method"], scope["path"]
+        self.method, self.path, self.root = scope["method"], scope["path"], root or scope.get("root_path", "")
+        if f"{self.path}/".startswith(f"{self.root}/"):  # else a proxy has removed it
+            self.path = self.path.removeprefix(self.root) or "/"
         self.client = scope["client"][0] if scope.get("client") else ""
         self.status, self.started = 0, time.perf_counter()
         self.log: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """`Front`: what the handlers of the front process share. Holds the tokenizer and the chat template, not the weights."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
     allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""  # the path under which a proxy serves the server
     request_timeout: float | None = None
     drain_timeout: float = 60.0
     stream_interval: int = 1
@@ -42,16 +44,23 @@ class ServerOptions:
     log_prompts: bool = False
     tool_call_parser: str = AUTO
     warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
+    imports: tuple[str, ...] = ()  # Python files that the engine's process runs before it loads the model
     quiet: bool = False
+
+    @property
+    def model_id(self) -> str:
+        """The model as answers name it: of a folder its name, without the path."""
+        path = os.path.expanduser(self.model)
+        return os.path.basename(os.path.abspath(path)) if os.path.isdir(path) else self.model
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names under which clients may ask for the model. The first one is in the answers."""
-        return self.served_model_names or (self.model,)
+        return self.served_model_names or (self.model_id,)
 
     def start_message(self, load_options: dict[str, Any]) -> Start:
         """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
-        return Start(load_options, progress=not self.quiet, warm_prompts=list(self.warm_prompts))
+        return Start(load_options, not self.quiet, list(self.warm_prompts), list(self.imports))
 
 
 @dataclass(eq=False)
@@ -60,6 +69,7 @@ class Front:
 
     Attributes:
         processor, info: once the model is loaded.
+        folder: of the model's files, once it is known.
         reply_format: how answers of chats are read.
         draining: whether new requests are refused, because the server is about to end.
         exchanges: those that are being answered.
@@ -71,6 +81,7 @@ class Front:
     engine: RemoteEngine
     metrics: Metrics
     created: int
+    folder: str | None = None
     processor: Processor | None = None
     tokenizer: Tokenizer | None = None
     info: Ready | None = None
@@ -87,9 +98,9 @@ class Front:
         Raises:
             MinirtError: the model cannot be loaded.
         """
-        folder = await self.engine.found
-        if folder is not None:
-            self.tokenizer = await self.in_thread(Tokenizer.load, Path(folder))
+        self.folder = await self.engine.found
+        if self.folder is not None:
+            self.tokenizer = await self.in_thread(Tokenizer.load, Path(self.folder))
         self._choose_reply_format()
         info = await self.engine.ready
         name = self.options.names[0]
@@ -140,6 +151,14 @@ class Front:
             expected = " or ".join(self.options.names)
             what, code = "there is no such model", "model_not_found"
             raise HTTPError(404, what, param="model", code=code, expected=expected, found=name[:200])
+
+    def for_client(self, error: MinirtError) -> MinirtError:
+        """The error as an answer says it: files of the model are named without their folder."""
+        public = error.at(error.where)
+        for name in ("what", "where", "expected", "found", "hint"):
+            if self.folder is not None and (value := getattr(public, name)) is not None:
+                setattr(public, name, str(value).replace(f"{self.folder}{os.sep}", ""))
+        return public
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from functools import cache
+from html import escape
 from pathlib import Path
 
 from minirt.server.exchange import Exchange
@@ -11,13 +12,15 @@ from minirt.server.front import Front
 
 
 @cache
-def content() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The page and its headers.
+def content(root: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """The page and its headers. `root`: see `Exchange`; the page's calls are relative to it.
 
     The browser runs no script and applies no style but the page's own, which it knows by their hashes. It connects to this server
     alone. With `require-trusted-types-for` it refuses to make markup of texts.
     """
-    data = Path(__file__).with_name("page.html").read_bytes()
+    data, base = Path(__file__).with_name("page.html").read_bytes(), "'none'"
+    if root:
+        data, base = data.replace(b"<head>", f'<head>\n<base href="{escape(root)}/">'.encode(), 1), "'self'"
 
     def allowed(tag: bytes) -> str:
         (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), data, re.DOTALL)
@@ -25,7 +28,7 @@ def content() -> tuple[bytes, list[tuple[bytes, bytes]]]:
 
     policy = (
         f"default-src 'none'; script-src {allowed(b'script')}; style-src {allowed(b'style')}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        f"base-uri {base}; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     return data, [
         (b"content-security-policy", policy.encode()), (b"x-content-type-options", b"nosniff"),
@@ -34,7 +37,7 @@ def content() -> tuple[bytes, list[tuple[bytes, bytes]]]:
 
 
 async def page(front: Front, exchange: Exchange) -> None:
-    data, headers = content()
+    data, headers = content(exchange.root)
     await exchange.answer(data, headers=headers, content_type=b"text/html; charset=utf-8")
 
 

@@ -31,11 +31,13 @@ class Start(msgspec.Struct, tag=True, array_like=True):
         options: the fields of `LoadOptions`.
         progress: draw progress bars on stderr.
         warm_prompts: names and texts of prompts that are computed at load and kept.
+        imports: Python files that are run first.
     """
 
     options: dict[str, Any]
     progress: bool
     warm_prompts: list[tuple[str, str]] = []
+    imports: list[str] = []
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):

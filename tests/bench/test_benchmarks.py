@@ -153,18 +153,20 @@ def test_a_share_above_the_ceiling_is_not_shown():
 
 def test_a_report_as_text(monkeypatch):
     """Catches columns that are not aligned, values that are lost on the way from Markdown, and lines wider than the terminal."""
-    rows = [{"a": "x | y", "b": "s", "n": 5, "none": "-"}, {"a": "**z**", "b": "s", "n": 1234, "none": ""}]
-    names = {"what": "a", "same": "b", "number": "n", "none": "none"}
+    rows = [{"a": "x | y", "b": "s", "n": 5, "m": 7, "none": "-"}, {"a": "**z**", "b": "s", "n": 1234, "m": 8, "none": ""}]
+    names = {"what": "a", "same": "b", "number": "n", "m": "m", "none": "none"}
     columns = [(title, lambda row, key=key: str(row[key]).replace("|", "\\|")) for title, key in names.items()]
     page = "\n".join(["**Head:** `c` \\* d", "", *report.table(columns, rows, left=2), "", "- end"]) + "\n"
     monkeypatch.setenv("COLUMNS", "80")
     head, _, same, _, *table, _, end = report.as_text(page).splitlines()
     assert (head, same, end) == ("Head: c * d", "same  s", "- end")
-    assert table == ["what   number", "─────────────", "x | y       5", "z        1234"]
-    assert report.as_text("\n".join(report.table(columns, rows[:1], left=2))) == "what    x | y\nsame    s\nnumber  5\n"
-    monkeypatch.setenv("COLUMNS", "12")
+    assert table == ["what   number  m", "────────────────", "x | y       5  7", "z        1234  8"]
+    one = report.as_text("\n".join(report.table(columns, rows[:1], left=2)))
+    assert one == "what    x | y\nsame    s\nnumber  5\nm       7\n"
+    monkeypatch.setenv("COLUMNS", "13")
     assert report.as_text(page).splitlines()[2:-2] == [
-        "same    s", "", "what    x | y", "number  5", "", "what    z", "number  1234"
+        "same  s", "", "what   number", "─────────────", "x | y       5", "z        1234",
+        "", "what   m", "────────", "x | y  7", "z      8",
     ]  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def test_sampling_values_of_a_line(run, folder, expected, file):
     assert len(records[1]["logprobs"]) == len(truth.token_ids)
     assert "logprobs" not in records[0]
     assert (records[2]["text"], records[2]["sampling"]["bad_words"]) == ("", ["x"])
-    refused(run(*base, path), "p.jsonl line 2", "logprobs needs --json")
+    refused(run(*base, path), "p.jsonl line 2", "logprobs: needs --json")
 
 
 NAN = b'{"prompt": "x", "temperature": NaN}'
@@ -210,6 +210,38 @@ NOT_FOR_THIS_MODEL = {
 def test_all_are_checked_before_the_first_runs(name, run, folder, file):
     bad, words = NOT_FOR_THIS_MODEL[name]
     refused(run("generate", "-m", folder, *CACHE, "--prompts", file("fine", bad)), "p.jsonl line 2", *words)
+
+
+@pytest.mark.parametrize("option", [
+    ("--logit-bias", "999=1"), ("--stop-token-ids", "999"), ("--allowed-token-ids", "999"), ("--regex", "("), ("--chat",),
+    ("--stop", "x<s>y"), ("--bad-words", "\x00"), ("--logprobs", "1"),
+    ("--min-tokens", "300"), ("--json-schema", '{"type": 5}'),
+])  # fmt: skip
+def test_an_error_of_an_option_does_not_name_the_file(option, run, hf_folder, file):
+    """Catches "p.jsonl line 1, SamplingParams.logit_bias": the line is right. A line that contradicts the option is named."""
+    base = ("generate", "-m", add_tokenizer(hf_folder("Llama", seed=3), template=None), *CACHE, *option, "--prompts")
+    code, out, err = run(*base, file("hello"))
+    assert (code, out, "p.jsonl" in err) == (2, "", False), err
+    assert err.startswith(f"minirt: {option[0]}")
+
+
+def test_a_line_that_contradicts_an_option(run, folder, file):
+    base = ("generate", "-m", folder, *CACHE, "--prompts")
+    result = run(*base, file({"prompt": "a", "max_tokens": 2}), "--min-tokens", 5)
+    refused(result, "--min-tokens, ", "p.jsonl line 1: is above --max-tokens; expected at most 2", code=2)
+    refused(run(*base, file({"prompt": "a", "logit_bias": {"999": 1}}), "--min-tokens", 5), "p.jsonl line 1, ", "logit_bias")
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_results_in_a_file(many, run, folder, file, tmp_path):
+    """The same bytes as on stdout, and nothing there."""
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 4, "--temperature", 0)
+    base += ("--prompts", file("hello", "a b")) if many else ("hello", "a b")
+    expected, target = run(*base)[1], tmp_path / "out.txt"
+    code, out, err = run(*base, "--output-file", target)
+    assert (code, out, target.read_text()) == (0, "", expected)
+    assert f"results in {target}" in err
+    refused(run(*base, "--output-file", tmp_path / "none" / "out"), "--output-file: the folder of", code=2)
 
 
 def test_no_requests_and_misuse(run, folder, file, tmp_path):

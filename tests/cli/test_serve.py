@@ -80,6 +80,32 @@ def test_a_file_of_options_that_is_missing(call, tmp_path):
     assert "get the file again" not in result[2]
 
 
+@pytest.mark.parametrize("arguments", [("--model", "a", "--model", "b"), ("a", "-m", "b"), ("-ma", "--model=a")])
+def test_two_models_are_refused(call, arguments):
+    """The last one was taken without a word."""
+    result, seen = call("-q", *arguments)
+    refused(result, "two models", "docs/fleets.md", code=2)
+    assert seen is None
+
+
+def test_a_folder_is_named_without_its_path(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, name in ((str(tmp_path), tmp_path.name), (".", tmp_path.name), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
+        assert call("-q", "--model", given)[1][0].names == (name,)
+
+
+def test_files_of_implementations_reach_the_process_of_the_engine(call):
+    """The front's process does not run them: it has no layers."""
+    _, (server, load, *_) = call("-q", "--import", "a.py", "--import", "b.py")
+    assert server.start_message(load).imports == ["a.py", "b.py"]
+
+
+@pytest.mark.parametrize("path", ["minirt", "/minirt/", "/", "/a//b", "/a b", '/"a'])
+def test_root_paths(call, path):
+    assert call("-q", "--root-path", "/a/b.c")[1][0].root_path == "/a/b.c"
+    refused(call("-q", "--root-path", path)[0], "--root-path: not a path", code=2)
+
+
 @pytest.mark.parametrize("origin", ["localhost:3000", "a.example", "https://a.example/", "https://a.example/page", ""])
 def test_origins_that_no_browser_sends(call, origin):
     result, seen = call("-q", "--allow-origin", "https://a.example:8443", "--allow-origin", origin)

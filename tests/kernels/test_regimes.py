@@ -9,9 +9,15 @@ def test_special_kernels_are_those_of_the_tables():
     regimes = [regime for module, name in TABLES for regime in getattr(import_module(module), name)]
     found = {}
     for regime in regimes:
-        if regime.capability is not None:
-            found.setdefault(regime.capability, set()).add(regime.kernel)
-    assert {capability: set(kernels) for capability, kernels in SPECIAL_KERNELS.items()} == found
+        if regime.capability is not None and regime.limits is not None:
+            limits, kernels = regime.limits, found.setdefault(regime.capability, {})
+            formats, head_dims = kernels.get(regime.kernel, (set(), set()))
+            kernels[regime.kernel] = formats | {*limits.formats}, head_dims | {*getattr(limits, "head_dims", ())}
+    stated = {
+        capability: {name: ({*formats}, {*head_dims}) for name, (_, formats, head_dims) in kernels.items()}
+        for capability, kernels in SPECIAL_KERNELS.items()
+    }
+    assert stated == found
 
 
 UNDECLARED = {"EARLY", "PREFILL_SEQUENCES", "CHUNK_PROMPTS"}  # tables of sizes, not of kernels

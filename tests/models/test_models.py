@@ -12,7 +12,7 @@ from support.config_files import as_file
 
 from minirt.layers import MLP, Attention, Embedding, GatedDeltaNet, Head, MoE
 from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
-from minirt.models.presets import COLUMNS, raw_configs
+from minirt.models.presets import COLUMNS, FP8_RELEASES, raw_configs
 
 TINY = {
     "hidden_size": 60,
@@ -144,6 +144,9 @@ PUBLISHED = {
     "Qwen3.5-27B": (26.896, None),  # 53.8 GB in bf16
     "Qwen3.5-35B-A3B": (34.66, None),
     "Qwen3.5-122B-A10B": (122.1, None),
+    "Qwen3.6-27B": (26.896, None),
+    "Qwen3.6-35B-A3B": (34.66, None),
+    "Qwen3.8-27B": (26.896, None),
     "Qwen3-Next-80B-A3B": (79.7, 79.0),
     "Llama-3.1-8B": (8.03, None),
     "Llama-3.1-70B": (70.55, None),
@@ -159,12 +162,12 @@ PUBLISHED = {
 
 
 def test_every_preset_has_a_published_size() -> None:
-    assert {entry.name.removesuffix("-Instruct") for entry in presets()} == set(PUBLISHED)
+    assert {entry.name.removesuffix("-Instruct").removesuffix("-FP8") for entry in presets()} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("entry", presets(), ids=lambda entry: entry.name)
 def test_preset_size(entry: Any) -> None:
-    total, inner = PUBLISHED[entry.name.removesuffix("-Instruct")]
+    total, inner = PUBLISHED[entry.name.removesuffix("-Instruct").removesuffix("-FP8")]
     config = entry.config
     assert config.num_parameters / 1e9 == pytest.approx(total, rel=0.01)
     if inner is not None:
@@ -222,7 +225,8 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 49
+    assert len(set(names)) == len(names) == 62
+    assert {entry.name for entry in presets() if entry.quantization} == {f"{name}-FP8" for name in FP8_RELEASES}
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -175,7 +175,7 @@ def test_state_dict_of_a_gated_mlp(t, linear):
     gate, up, down = mlp(linear)
     theirs = nn.ModuleDict({"gate_proj": gate, "up_proj": up, "down_proj": down})
     saved = {name: value.clone() for name, value in theirs.state_dict().items()}
-    model = nn.Sequential(mn.GatedMLP(t(22, 19), t(19, 11), "silu"))
+    model = nn.Sequential(mn.GatedMLP(19, 11))
     model.load_state_dict({f"0.{name}": value for name, value in saved.items()})
     found = model.state_dict()
     assert {name: tuple(value.shape) for name, value in found.items()} == {
@@ -250,24 +250,65 @@ def test_a_converted_fp8_weight_is_refused(linear, t):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda t: mn.RMSNorm(t(2, 3), 1e-6), "weight: wrong shape"),
-        (lambda t: mn.RMSNorm(t(3).double(), 1e-6), "weight: unsupported dtype"),
-        (lambda t: mn.RMSNorm(t(6)[::2], 1e-6), "weight: not contiguous"),
-        (lambda t: mn.RMSNormLinear(t(4), 1e-6, t(5, 3)), "norm_weight: wrong shape"),
-        (lambda t: mn.RMSNormLinear(t(3), 1e-6, t(5, 3), t(3)), "bias: wrong shape"),
-        (lambda t: mn.GatedMLP(t(7, 3), t(3, 3), "silu"), "gate_up_weight: odd number of rows"),
-        (lambda t: mn.GatedMLP(t(8, 3), t(3, 3), "silu"), "down_weight: wrong shape"),
-        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "swish"), "activation: unknown activation"),
-        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "silu", mn.RMSNorm(t(4), 1e-6)), "norm.weight: wrong shape"),
-        (lambda t: mn.GatedMLP(t(6, 3), t(3, 3), "silu", down_bias=t(2)), "down_bias: wrong shape"),
-        (lambda t: mn.FP8Linear(t(6, 3), t(6), None, 3), "weight: wrong dtype"),
-        (lambda t: mn.FP8Linear.from_linear(nn.Linear(3, 4).double()), "weight: unsupported dtype"),
-        (lambda t: mn.RotaryEmbedding(t(2, 3)), "inv_freq: wrong tensor"),
+        (lambda: mn.RMSNorm.from_module(nn.RMSNorm((2, 3))), r"module\.weight: wrong shape"),
+        (lambda: mn.RMSNorm.from_module(nn.RMSNorm(3).double()), r"module\.weight: unsupported dtype"),
+        (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(4), nn.Linear(3, 5)), "norm_weight: wrong shape"),
+        (lambda: mn.RMSNormLinear.from_modules(nn.RMSNorm(3), nn.Linear(3, 5).half()), "norm_weight: wrong dtype"),
+        (lambda: mn.RMSNorm(3, dtype=torch.float64), "weight: unsupported dtype"),
+        (lambda: mn.GatedMLP(3, 5, dtype=torch.float64), "weight: unsupported dtype"),
+        (lambda: mn.GatedMLP(3, 6, "swish"), "activation: unknown activation"),
+        (lambda: mn.GatedMLP(3, 6, "silu", mn.RMSNorm(4)), r"norm\.weight: wrong shape"),
+        (lambda: mn.GatedMLP(3, 6, norm=mn.RMSNorm(3), dtype=torch.float16), r"norm\.weight: wrong dtype"),
+        (lambda: mn.FP8Linear.from_linear(nn.Linear(3, 4).double()), "weight: unsupported dtype"),
+        (lambda: mn.RotaryEmbedding(7), "head_dim: rotary embedding rotates pairs"),
     ],
 )
-def test_wrong_weights_are_named(make, message, t):
+def test_wrong_weights_are_named(make, message):
     with pytest.raises(InputError, match=message):
-        make(t)
+        make()
+
+
+MADE = {
+    "RMSNorm": (lambda **own: mn.RMSNorm(19, eps=1e-4, **own), lambda: LlamaRMSNorm(19, eps=1e-4), mn.RMSNorm.from_module),
+    "GatedMLP": (
+        lambda **own: mn.GatedMLP(19, 11, "gelu", bias=True, **own),
+        lambda: (nn.Linear(19, 11), nn.Linear(19, 11), nn.Linear(11, 19)),
+        lambda parts: mn.GatedMLP.from_linears(*parts, "gelu"),
+    ),
+    "RMSNormLinear": (
+        lambda **own: mn.RMSNormLinear(19, 11, bias=False, eps=1e-4, **own),
+        lambda: (LlamaRMSNorm(19, eps=1e-4), nn.Linear(19, 11, bias=False)), lambda parts: mn.RMSNormLinear.from_modules(*parts),
+    ),
+    "FP8Linear": (lambda **own: mn.FP8Linear(19, 11, **own), lambda: nn.Linear(19, 11), mn.FP8Linear.from_linear),
+    "Int4Linear": (
+        lambda **own: mn.Int4Linear(19, 11, False, **own), lambda: nn.Linear(19, 11, False), mn.Int4Linear.from_linear,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_constructor_takes_sizes_and_a_state_dict(name, t):
+    """As those of `torch.nn`; then it computes what the module made of modules does. Also without memory, by `assign`. Parameters
+    need no gradient, so that a new module runs outside of `no_grad`."""
+    make, theirs, convert = MADE[name]
+    expected, x = convert(theirs()), t(3, 19)
+    with torch.enable_grad():
+        ours = make()
+        assert ours(x).isfinite().all()
+    assert repr(ours) == repr(expected)
+    ours.load_state_dict(expected.state_dict())
+    assert torch.equal(ours(x), expected(x))
+    late = make(device="meta")
+    late.load_state_dict(expected.state_dict(), assign=True)
+    assert torch.equal(late(x), expected(x))
+    assert make(dtype=torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_quantized_linear_without_memory_takes_weights_of_16_bits(linear, t):
+    theirs, x = linear(19, 11), t(3, 19)
+    ours = mn.FP8Linear(19, 11, False, device="meta")
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    assert torch.equal(ours(x), mn.FP8Linear.from_linear(theirs)(x))
 
 
 def test_wrong_inputs_are_named(t, linear):

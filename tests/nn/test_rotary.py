@@ -91,11 +91,16 @@ def test_rotary_embedding(rope, dtype, t):
         assert ours.state_dict() == {}
 
 
+def test_a_rotary_embedding_of_a_size():
+    theirs = LlamaRotaryEmbedding(config(rope_type="default", rope_theta=5e5))
+    assert torch.equal(mn.RotaryEmbedding(16, theta=5e5).inv_freq, theirs.inv_freq)
+
+
 def test_frequencies_that_depend_on_the_length_are_refused():
     theirs = LlamaRotaryEmbedding(config(rope_type="dynamic", rope_theta=1e4, factor=2.0))
     with pytest.raises(UnsupportedError, match=r"module\.rope_type: .*length of the sequence; found dynamic"):
         mn.RotaryEmbedding.from_module(theirs)
-    with pytest.raises(InputError, match="module: not a rotary embedding with inv_freq; found Linear"):
+    with pytest.raises(InputError, match=r"module: not a rotary embedding with inv_freq \[D / 2\]; found Linear"):
         mn.RotaryEmbedding.from_module(torch.nn.Linear(2, 3))
 
 
@@ -121,4 +126,4 @@ def test_wrong_arguments_are_named(t):
     with pytest.raises(InputError, match="norm_weight: wrong shape"):
         mn.fused_rmsnorm_rope(q, t(7), 1e-6, cos, sin)
     with pytest.raises(InputError, match="position_ids: wrong shape"):
-        mn.RotaryEmbedding(t(4))(q, torch.arange(3))
+        mn.RotaryEmbedding(8)(q, torch.arange(3))

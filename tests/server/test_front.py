@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 
@@ -672,3 +673,47 @@ def test_an_unforeseen_exception_ends_one_request_only(capfd):
         assert (await answer(other))[0] == 200
 
     run(scenario)
+
+
+@pytest.mark.parametrize("names", [(), ("own",)])
+def test_no_answer_has_a_path_of_the_server(tmp_path, names):
+    """Catches the folder's path as the id of the model, in what routers ask, and in an error of a file of the model."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(models.embedded(), folder)
+    broken = {"chat_template": "{{ raise_exception('never mind') }}"}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | broken))
+
+    async def main():
+        async with front(folder, model=str(folder), served_model_names=names) as (_, _, ask):
+            found = {}
+            for path in ("/v1/models", "/server_info", "/model_info", "/metrics"):
+                found[path] = (await answer((await ask(message(b"", path, "GET")))[0]))[2].decode()
+            for model in (None, str(tmp_path)):
+                body = {"messages": [{"role": "user", "content": "a"}], "model": model}
+                found[str(model)] = (await answer((await ask(message(body, "/v1/chat/completions")))[0]))[2].decode()
+        assert json.loads(found["/v1/models"])["data"][0]["id"] == (names or ("tiny",))[0]
+        assert json.loads(found["None"])["error"]["message"].startswith("tokenizer_config.json: the chat template failed: ")
+        assert "model_not_found" in found.pop(str(tmp_path))
+        assert str(tmp_path) not in str(found)
+
+    asyncio.run(main())
+
+
+def test_a_path_of_a_proxy():
+    """With and without the prefix, for a proxy that removes it or not. Catches a prefix that avoids the key, and a page that
+    calls another path."""
+
+    async def scenario(this, engine, ask):
+        async def get(path, **headers):
+            status, _, body = await answer((await ask(message(b"", path, "GET", **headers)))[0])
+            return status, body
+
+        key = {"x_api_key": "sesame"}
+        assert [(await get(path))[0] for path in ("/a/b/health", "/health", "/a/b", "/a/b/", "/")] == [200] * 5
+        assert [(await get(path))[0] for path in ("/a/b/v1/models", "/v1/models")] == [401] * 2
+        assert [(await get(path, **key))[0] for path in ("/a/b/v1/models", "/v1/models")] == [200] * 2
+        assert [(await get(path, **key))[0] for path in ("/a/v1/models", "/a/bv1/models", "/a/b/a/b/v1/models")] == [404] * 3
+        assert b'<base href="/a/b/">' in (await get("/a/b"))[1]
+
+    run(scenario, root_path="/a/b", api_keys=("sesame",))

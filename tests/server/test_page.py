@@ -16,6 +16,7 @@ from support.server import answer, events, front, message
 
 from minirt import SamplingParams
 from minirt.errors import InputError
+from minirt.server import page
 
 PAGE = (ROOT / "minirt" / "server" / "page.html").read_text(encoding="utf-8")
 SCRIPT = PAGE.split("<script>")[1].split("</script>")[0]
@@ -48,6 +49,13 @@ def test_the_policy_allows_the_page_and_nothing_else(tiny):
     assert PAGE.count("<script") == PAGE.count("<style") == 1
     # A hash does not cover attributes, so the browser would ignore these.
     assert not re.search(r"<[^>]*\s(style|on\w+)=", PAGE.replace(SCRIPT, "").replace(STYLE, ""))
+
+
+def test_the_page_below_a_path():
+    """Its calls are relative to the path, also if the browser has the path without a slash. The policy allows that base."""
+    data, headers = page.content("/a")
+    assert data.decode() == PAGE.replace("<head>", '<head>\n<base href="/a/">')
+    assert b"base-uri 'self'" in dict(headers)[b"content-security-policy"]
 
 
 def test_it_needs_no_key_and_the_api_does():

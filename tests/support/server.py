@@ -172,7 +172,7 @@ async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = F
     fake = FakeEngine(*await asyncio.open_connection(sock=other))
     running = asyncio.create_task(fake.run(folder, max_len, keeps_states))
     engine = await RemoteEngine.connect(own, None, Start({}, False))
-    this = Front(ServerOptions("fake", **{"quiet": True} | options), engine, Metrics("fake"), 0)
+    this = Front(ServerOptions(**{"model": "fake", "quiet": True} | options), engine, Metrics("fake"), 0)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         App(this), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,

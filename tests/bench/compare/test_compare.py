@@ -136,6 +136,38 @@ def test_the_command(run, folder, tmp_path):
     assert target.stat().st_size > 5000
 
 
+MINE = """
+from minirt.layers import implementation, register
+
+@register("mlp", "mine_{name}")
+def mine(layer):
+    return implementation("mlp", "eager").factory(layer)
+"""
+
+
+def test_an_implementation_of_a_file(run, folder, tmp_path):
+    """Without --import, the name is not known. The file runs after Triton's interpreter is on, and may import Triton."""
+    file, base = tmp_path / "mine_of_a_file.py", ("compare", "-m", folder, *CPU, *SHORT, "--impl", "*.mlp=mine_a")
+    file.write_text("import triton\n" + MINE.format(name="a"))
+    refused(run(*base, "-q"), "no implementation 'mine_a'", code=2)
+    code, out, _ = run(*base, "--import", file, "--layer", "*.mlp", "-o", "json")
+    assert code == 0
+    assert {row["implementation"] for row in json.loads(out)["results"]} == {"mine_a"}
+
+
+def test_a_result_prints_as_a_table(sound, monkeypatch):
+    """Also on a narrow terminal, where it is several tables. It was the repr of nested dictionaries, or a list for each row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(sound[1])
+    assert "All bounds hold." in text
+    lines = text[: text.index("Whole model")].splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line.split()[:2] for line in lines if line.startswith("step ")]
+    assert heads == [["step", "layer"]] * len(heads)
+    assert len(heads) > 1
+    assert sum(line.startswith("prefill 9") for line in lines) == 7 * len(heads)
+
+
 @pytest.mark.parametrize("options", [("--fp8",), ("--kv-cache-dtype", "fp8")])
 def test_fp8_is_sound_too(options, run, folder):
     """FP8 weights, activations and pages. The only differences are values between two codes that round to different sides."""
