@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from minirt.files import present, read_json, read_text
 from minirt.text.messages import MessageForm, checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
 from minirt.text.template_probe import Probe, end_of_turn, message_form
+from minirt.wording import warn
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
 _NAMES = ("default", "tool_use")  # the templates that transformers chooses by itself; others are chosen by the caller
@@ -38,7 +38,7 @@ class ChatTemplate:
             if texts != sources[0]:
                 path, used = (next(iter(templates.values())).path for templates in (other, named))
                 what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
-                warnings.warn(printable(what), stacklevel=2)
+                warn(printable(what))
         self._file = folder / "tokenizer_config.json"
         self._plain = named.get("default")
         self._tool = named.get("tool_use", self._plain)
@@ -155,7 +155,7 @@ class _Template:
 
     def _warn(self, what: str, error: RenderingError) -> None:
         text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
-        warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+        warn(printable(shortened(text, 1000)))
 
     def render(self, names: Mapping[str, Any]) -> str:
         """The text with these variables.
@@ -177,7 +177,7 @@ def _warn_of_lost_system(messages: list[dict[str, Any]], text: str, path: Path) 
     for message in checked_messages(messages):
         if message["role"] == "system" and message["content"].strip() not in text:
             what = f"{path}: the chat template leaves system messages out; put their text into the first user message"
-            warnings.warn(printable(what), stacklevel=2)
+            warn(printable(what))
             return
 
 
