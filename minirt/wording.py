@@ -17,7 +17,7 @@ _SWITCHES = {
     "no-cuda-graphs": "cuda_graphs=False", "no-prefix-cache": "prefix_cache=False",
 }  # fmt: skip
 # In a sentence, the word after an option is its value only if it looks like one.
-_WORDS = "auto|cpu|cuda|cuda:[0-9N]+|bfloat16|float16|float32|fp8|int4|eager|triton|ngram|mtp"
+_WORDS = "auto|cpu|cuda:[0-9N]+|cuda|bfloat16|float16|float32|fp8|int4|eager|triton|ngram|mtp"
 _VALUE = rf"[0-9][0-9.]*\w*\b|(?:{_WORDS})\b|'?[^\s,;()']+=[^\s,;()']+'?"
 _OPTION = rf"(?<![\w/-])--(?P<name>[a-z][a-z0-9-]*[a-z0-9])(?: (?P<value>{_VALUE})|(?<=--model) (?P<model>[\w./-]+))?"
 _COMMAND = r"(\b(?:minirt|pip|uv) [^,;()`]*)"  # a whole command stays as it is

@@ -101,7 +101,7 @@ def results(smollm2, tmp_path_factory):
     (repository / "snapshots" / ("0" * 40)).symlink_to(smollm2)
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "MINIRT_MODEL")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "ignore"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(ROOT / "tests" / "support" / "pages.py"), str(folder), *map(name, RUN)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

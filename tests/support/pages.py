@@ -1,7 +1,8 @@
 """Finds the examples of Markdown pages, and runs them in a separate process.
 
 Fences by their info string:
-    python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints.
+    python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints. A warning
+                    that points into minirt is a fault.
     console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
                     `$ echo TEXT |`; and `$ echo TEXT > FILE` or `>> FILE`. The exit code must be 0.
     console error   the same, with the expected stderr. The exit code must be 1 or 2.
@@ -225,6 +226,8 @@ def _fault(example: Example, namespace: dict) -> str | None:
         return trace
     if code not in ((1, 2) if example.kind == "error" else (0,)):
         return f"exit code {code}: {err[-2000:]}"
+    if example.kind == "python" and re.search(r"/minirt/\S+:[0-9]+: \w*Warning: ", err):
+        return err
     found = err.removeprefix(_NOTE) if example.kind == "error" else out
     if example.expected is None or matches(example.expected, found):
         return None
