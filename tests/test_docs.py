@@ -156,6 +156,16 @@ def test_most_of_the_readme_runs():
     assert sum(e.kind == "console" and e.why is None and bool(e.expected) for e in found) >= 2
 
 
+def test_sizes_of_files_in_the_readme():
+    """"[the MLP, 87 lines](FILE)": as many lines as the file has, or nearly. Catches a claim of small files that has grown old."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    claims = re.findall(r"\[[^]]*?, (\d+) lines\]\(([^)]*)\)", text)
+    assert len(claims) >= 2
+    for claimed, file in claims:
+        lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+        assert abs(int(claimed) - lines) <= 0.1 * lines, file
+
+
 def test_every_example_is_run():
     """examples/README.md shows what each script prints. One that needs a server's packages only compiles."""
     shown = pages.examples((ROOT / "examples" / "README.md").read_text(encoding="utf-8"))
