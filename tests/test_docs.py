@@ -157,7 +157,7 @@ def test_most_of_the_readme_runs():
 
 
 def test_sizes_of_files_in_the_readme():
-    """"[the MLP, 87 lines](FILE)": as many lines as the file has, or nearly. Catches a claim of small files that has grown old."""
+    """"[the MLP, 87 lines](FILE)": nearly as many lines as the file has. Catches a claim that has grown old."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     claims = re.findall(r"\[[^]]*?, (\d+) lines\]\(([^)]*)\)", text)
     assert len(claims) >= 2

@@ -22,7 +22,12 @@ from minirt.wording import warn, worded, worded_place
 # Arguments of other functions than `Generator.from_pretrained` with the same name as the option.
 OTHERS = {"gpu"}
 # Files whose messages only commands show.
-COMMANDS = ("minirt/cli/", "minirt/server/", "minirt/wording.py", "minirt/foreign_names.py", "minirt/bench/")
+COMMANDS = ("minirt/cli/", "minirt/server/", "minirt/wording.py", "minirt/foreign_names.py", "bench/", "models/recipe/")
+FILES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in ("minirt", "models", "kernels", "bench")  # in a checkout, the last three are links in the first
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
 
 
 @pytest.fixture
@@ -76,9 +81,8 @@ def test_every_message_of_the_package(python):
     """Catches a new message whose option is no argument of `LoadOptions`, so that Python callers cannot follow it."""
     known = {field.name for field in fields(LoadOptions)} | OTHERS
     unknown = {}
-    for path in sorted((ROOT / "minirt").rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        if name.startswith(COMMANDS) or "recipe" in path.parts:
+    for name, path in FILES.items():
+        if name.startswith(COMMANDS):
             continue
         for text in texts(ast.parse(path.read_text(encoding="utf-8"))):
             options = re.findall(r"(?<![\w/-])--[a-z][a-z0-9-]*", text)
@@ -88,6 +92,12 @@ def test_every_message_of_the_package(python):
                 if "--" in said or not arguments <= known:
                     unknown[f"{name}: {text}"] = said
     assert unknown == {}
+
+
+def test_the_package_warns_by_warn():
+    """Catches `warnings.warn`, whose stacklevel names a line of the package, and whose options Python callers do not have."""
+    found = {name for name, path in FILES.items() if "warnings.warn(" in path.read_text(encoding="utf-8")}
+    assert {name for name in found if not name.startswith("minirt/cli/")} == {"minirt/wording.py"}
 
 
 def test_warnings_name_the_callers_line(tmp_path):
