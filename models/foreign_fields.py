@@ -6,12 +6,12 @@ of training, of token ids, and of sizes that a decoder reads. A warning lists fi
 """
 
 import re
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import ACTIVATIONS, Fields, ModelConfig, shown
+from minirt.wording import warn
 
 _OFF = (False, 0)
 _ONE = (1,)
@@ -173,7 +173,7 @@ def warn_of_unread_fields(fields: Fields) -> None:
     if unread:
         names = f"fields {', '.join(unread)} are" if len(unread) > 1 else f"field {unread[0]} is"
         what = "unknown, and ignored: if it changes what the model computes, the output is wrong"
-        warnings.warn(f"{fields.where}: {names} {what}", stacklevel=3)
+        warn(f"{fields.where}: {names} {what}")
 
 
 def refuse_foreign_fields(fields: Fields, config: ModelConfig, handled: Collection[str] = ()) -> None:

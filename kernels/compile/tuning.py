@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +25,7 @@ from minirt.errors import InputError, MinirtError
 from minirt.files import cache_folder, replace_file
 from minirt.kernels.launch import Gpu, gpu_of
 from minirt.sizes import format_size
+from minirt.wording import warn
 
 try:
     import fcntl
@@ -325,4 +325,4 @@ def _read_regular(file: Path) -> bytes:
 
 def _warn(file: Path, found: str) -> None:
     what = f"{file} holds no usable tuned configurations ({found})"
-    warnings.warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning, stacklevel=3)
+    warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning)

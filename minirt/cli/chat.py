@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
 
+    The model needs a chat template, which the embedded one has not. /system TEXT sets the system message, /reset forgets the
+    conversation, /save FILE writes it as a line for `minirt generate --prompts`, and /stats prints times and memory.
     Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
+    Without a terminal, an error or an unknown command ends the program with exit code 1.
     """
     from minirt.models import EMBEDDED
 

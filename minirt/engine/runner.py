@@ -5,7 +5,6 @@ The host reads tokens from pinned memory after the event of their copy. On a CPU
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
+from minirt.wording import warn
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -272,7 +272,7 @@ class Runner:
                 raise
             self._buffers.table[:, NUM_NEXT].clamp_(max=1)  # each sequence goes on with its next token alone
             what, hint = "no memory left for drafts, so a step has none", "lower --kv-cache-memory or --max-num-seqs"
-            warnings.warn(f"{what} ({hint})", RuntimeWarning, stacklevel=2)
+            warn(f"{what} ({hint})", RuntimeWarning)
 
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling

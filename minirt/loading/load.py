@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from minirt.speculative.draft_vocabulary import draft_ids
 from minirt.speculative.options import SpeculativeOptions
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
+from minirt.wording import warn, worded
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 # Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
@@ -240,7 +240,7 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
     what = f"{len(reasons)} of {len(rows)} layers run eager on this GPU, which is slow: {'; '.join(dict.fromkeys(reasons))}"
     ways = ["--quantize int4"] * (options.quantization == "fp8") + ["--kv-cache-dtype auto"] * (options.kv_cache_dtype == "fp8")
     narrow = ways and compute_capability(model.device) < (8, 9)
-    return f"{what} (use {' and '.join(ways)})" if narrow else what
+    return worded(f"{what} (use {' and '.join(ways)})") if narrow else what
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
@@ -255,12 +255,12 @@ def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> 
         if mtp is not None and mtp.num_layers != 0:
             unused = [name for name in unused if not name.startswith(checkpoint.DRAFTS)]
             if count := len(matched.unused) - len(unused):
-                idle = f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them"
+                idle = worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")
         checkpoint.warn_of_extras(unused, options.model)
     quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
     if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
         what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
-        warnings.warn(f"{options.model}: {what}", stacklevel=3)
+        warn(f"{options.model}: {what}")
     return idle
 
 
@@ -354,7 +354,7 @@ def _headers(found: Found, options: LoadOptions) -> tuple[Found, Mapping[str, En
     if files.weight_files:
         return _settled(found, files)
     if files.revision is None and not options.random_weights:
-        warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
+        warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone")
     if files.revision is not None and found.quantization is not None:
         with suppress(ModelNotFoundError):
             return found, {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}, None
@@ -418,7 +418,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     _note(model, idle)
     _note(model, settled)
     if (slow := _note_slow(model, options)) is not None:
-        warnings.warn(slow, stacklevel=2)
+        warn(slow)
     report = checkpoint.LoadReport(0, ())
     with out_of_memory_while("loading the weights", device):
         if entries is None:
@@ -446,7 +446,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
         more = tokenizer.vocab_size - config.vocab_size
         what = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but vocab_size of config.json is {config.vocab_size}"
         more_than = f"prompts with one of these {more} ids, and grammars, are refused"
-        warnings.warn(f"tokenizer.json: {what}: {more_than}", stacklevel=3)
+        warn(f"tokenizer.json: {what}: {more_than}")
 
 
 def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
@@ -454,5 +454,5 @@ def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]
     unknown = [token for token in tokens if token >= config.vocab_size]
     if unknown:
         what = f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}"
-        warnings.warn(f"{what}: {unknown}", stacklevel=3)
+        warn(f"{what}: {unknown}")
     return tuple(token for token in tokens if token < config.vocab_size)

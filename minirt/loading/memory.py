@@ -5,7 +5,6 @@ What other processes and CUDA contexts hold lowers this budget, and the plan say
 refuses to start if other processes hold too much of it.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from minirt.kernels.sampling.slots import slot_bytes
 from minirt.modeling.model import Model
 from minirt.sizes import format_size, parse_size
 from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
+from minirt.wording import warn
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
@@ -302,7 +302,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         each = format_size(state_bytes(model.cache_specs))
         what = f"{options.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
         why = f"each keeps a state of {each}, and the free memory has no room for more"
-        warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
+        warn(f"{what}: {why}", RuntimeWarning)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
@@ -310,7 +310,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         raise does_not_fit(plan, str(device), f"use --max-model-len {plan.context}")
     if plan.state and not plan.snapshots and options.prefix_cache and options.snapshot_bytes is None:
         what = f"no prefix cache: it needs states of {format_size(plan.state)} each, and the free memory has no room for them"
-        warnings.warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning, stacklevel=4)
+        warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning)
     if plan.context < length:
         what, ways = "the free memory", [f"--max-model-len {plan.context}"]
         if options.kv_bytes is not None:
@@ -322,7 +322,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
         more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warnings.warn(what + more, RuntimeWarning, stacklevel=4)
+        warn(what + more, RuntimeWarning)
     return plan
 
 

@@ -7,12 +7,12 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 """
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.wording import warn
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {
@@ -434,7 +434,7 @@ def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None
     fields.integer_or_none("bos_token_id", minimum=0, maximum=vocab_size - 1)
     pad = fields.integer_or_none("pad_token_id", minimum=-1, maximum=MAX_VOCAB)
     if pad is not None and pad > vocab_size:
-        warnings.warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}", stacklevel=2)
+        warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}")
 
 
 def shown(value: object) -> str:

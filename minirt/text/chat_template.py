@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from minirt.files import present, read_json, read_text
 from minirt.text.messages import MessageForm, checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
 from minirt.text.template_probe import Kind, Probe, end_of_turn, left_out, message_form, outline
+from minirt.wording import warn
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
 _MAX_OUTLINES = 1000  # of conversations, whose losses a template remembers
@@ -39,7 +39,7 @@ class ChatTemplate:
             if texts != sources[0]:
                 path, used = (next(iter(templates.values())).path for templates in (other, named))
                 what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
-                warnings.warn(printable(what), stacklevel=2)
+                warn(printable(what))
         self._file = folder / "tokenizer_config.json"
         self._plain = named.get("default")
         self._tool = named.get("tool_use", self._plain)
@@ -107,7 +107,7 @@ class ChatTemplate:
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
         if (lost := template.left_out(outline(messages), bool(tools), special_tokens, variables)) is not None:
-            warnings.warn(lost, stacklevel=2)
+            warn(lost)
         return text
 
     def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
@@ -178,7 +178,7 @@ class _Template:
 
     def _warn(self, what: str, error: RenderingError) -> None:
         text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
-        warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+        warn(printable(shortened(text, 1000)))
 
     def render(self, names: Mapping[str, Any]) -> str:
         """The text with these variables.

@@ -5,7 +5,6 @@ Built on `tokenizers` and jinja2, which are imported only when a tokenizer is lo
 
 import functools
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
 from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps, splits_wrongly
+from minirt.wording import warn
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
@@ -332,7 +332,7 @@ def _check_added_tokens(added: Any, backend: Backend, path: Path, name: str) -> 
 
 
 def _warn(text: str) -> None:
-    warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+    warn(printable(shortened(text, 1000)))
 
 
 def eos_token_ids(
