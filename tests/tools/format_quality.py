@@ -56,7 +56,6 @@ LOADS: dict[str, dict[str, object]] = {  # of `options`; the LM heads of these m
     "fp32": {},
     "--dtype bfloat16": {"dtype": "bfloat16"},
     "--quantize fp8": {"quantization": "fp8"},
-    "--quantize fp8 --no-quantize-head": {"quantization": "fp8", "quantize_head": False},
     "--quantize int4": {"quantization": "int4"},
     "--quantize int4 --quantize-head": {"quantization": "int4", "quantize_head": True},
 }
@@ -82,7 +81,9 @@ def above(found: dict[str, list[float]], base: dict[str, list[float]]) -> tuple[
     return differences.mean().item(), (differences.std() / len(differences) ** 0.5).item()
 
 
-def measured(generator: Generator, windows: dict[str, list[list[int]]], base: dict[str, list[float]]) -> dict[str, object]:
+def measured(
+    generator: Generator, windows: dict[str, list[list[int]]], base: dict[str, list[float]], prompts: Sequence[str] = PROMPTS
+) -> dict[str, object]:
     found = scored(generator.logits, windows)
     difference, error = above(found, base or found)
     mean = sum(map(sum, found.values())) / sum(map(len, found.values()))
@@ -90,7 +91,7 @@ def measured(generator: Generator, windows: dict[str, list[list[int]]], base: di
     return {
         "weight_bytes": generator.plan.weight_bytes, "perplexity": round(math.exp(mean), 4), "difference": round(difference, 6),
         "standard_error": round(error, 6), "windows": {name: [round(x, 6) for x in own] for name, own in found.items()},
-        "text": [generator.generate(prompt, greedy).text for prompt in PROMPTS],
+        "text": [generator.generate(prompt, greedy).text for prompt in prompts],
     }  # fmt: skip
 
 
@@ -117,11 +118,11 @@ def described(name: str, size: int, count: int, texts: dict[str, Path]) -> dict[
 @torch.inference_mode()
 def options(source: Path, name: str, size: int, count: int, texts: dict[str, Path]) -> Iterator[dict[str, object]]:
     windows = read_windows(source, size, count, texts)
-    yield described(name, size, count, texts) | {"columns": "difference: mean nats a token above fp32, by window"}
+    yield described(name, size, count, texts) | {"columns": "difference: mean nats a token above fp32, by window", "prompts": ()}
     losses: dict[str, list[float]] = {}
     for option, own in LOADS.items():
         with load(source, **own) as generator:
-            found = measured(generator, windows, losses)
+            found = measured(generator, windows, losses, ())
         losses = losses or found["windows"]
         yield {"kind": "option", "model": name, "tokens": count * len(texts) * (size - 1), "name": option} | found
 
