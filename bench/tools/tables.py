@@ -1042,6 +1042,53 @@ def format_quality_table(records: Records) -> str:
     return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
+def options_quality_table(records: Records) -> str:
+    """What each option costs trained models: a row for each model and option."""
+    (lines,) = records.values()
+    rows = []
+    for line in lines:
+        if line["kind"] == "option":
+            base = line["name"] == "fp32"
+            loss = NONE if base else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
+            cells = f"{line['weight_bytes'] / MIB:,.0f}", f"{line['perplexity']:.2f}", loss, f"{line['tokens']:,}"
+            rows.append([f"{line['model']}, " + ("fp32" if base else f"`{line['name']}`"), *cells])
+    shown = table(["trained model", "weights, MiB", "perplexity", "nats per token above fp32", "tokens"], rows)
+    return f"{shown}\n\n{_trained_origin(lines)}; ± is the standard error over windows of 256 tokens."
+
+
+def trained_table(records: Records) -> str:
+    """What trained models answer: drafts that are right, chats beside transformers, tool calls, JSON by a schema."""
+    (lines,) = records.values()
+    kinds: dict[str, dict[str, list[Result]]] = {}
+    for line in lines:
+        kinds.setdefault(line["kind"], {}).setdefault(line.get("model", ""), []).append(line)
+    rows = [
+        [
+            f"{own['model']} {own['dtype']}, {own['prompts']}", f"{own['num_accepted_tokens']:,} of {own['num_draft_tokens']:,}",
+            f"{own['output_tokens'] / (own['output_tokens'] - own['num_accepted_tokens']):.2f}",
+            f"{own['same_texts']} of {own['texts']}",
+        ]
+        for own in (line for each in kinds.get("drafts", {}).values() for line in each)
+    ]  # fmt: skip
+    parts = [table(["n-gram drafts", "drafts right", "tokens a step", "same text"], rows)] if rows else []
+    for model, chats in kinds.get("chat", {}).items():
+        same, tokens = sum(line["same_tokens"] for line in chats), sum(line["tokens"] for line in chats)
+        text = f"{model}: {same} of {len(chats)} greedy answers in fp32, {tokens} tokens together, are those of transformers"
+        parts.append(f"{text}, token for token.")
+    for kind, what in (("tool", "questions with a tool each"), ("schema", "requests with a JSON schema")):
+        for model, own in kinds.get(kind, {}).items():
+            valid, right = (sum(line[name] for line in own) for name in ("valid", "right"))
+            text = f"{model}, {len(own)} {what}, in bf16 through `minirt serve`: {valid} valid by the schema"
+            parts.append(f"{text}, {right} with the right content.")
+    return "\n\n".join([*parts, f"{_trained_origin(lines)}."])
+
+
+def _trained_origin(lines: Result) -> str:
+    about = lines[0]
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU, {about['device'].partition(', ')[2]}"
+    return f"{about['weights'][0].upper()}{about['weights'][1:]}. From `cpu-trained-models` ({where})"
+
+
 _SIZES = {"fp32": "float32", "--quantize fp8": "`--fp8`", "--quantize int4": "`--quantize int4`"}  # lines of `sizes_table`
 
 
@@ -1140,6 +1187,7 @@ BLOCKS = {
         "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
         "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
     ),
+    "trained": Block(("cpu-trained-models",), trained_table, _MODELS, names=False),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), replays_table, _MODELS,
         "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
@@ -1273,6 +1321,7 @@ BLOCKS = {
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
+    "quality-options": Block(("cpu-trained-models",), options_quality_table, QUANTIZATION, names=False),
     "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 

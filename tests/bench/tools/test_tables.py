@@ -251,6 +251,34 @@ def test_sizes_and_quality():
     ]  # fmt: skip
 
 
+def test_trained_models():
+    """Catches models that are mixed up, and the mean over models."""
+
+    def line(kind, model="A", **own):
+        return {"kind": kind, "model": model} | own
+
+    def option(name, model, size, difference):
+        own = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
+        return line("option", model, perplexity=9.0, tokens=9, **own)
+
+    about = line("about", date="d", versions={"torch": "2"}, device="CPU, 1 thread", weights="found, not stated")
+    drafts = {"num_accepted_tokens": 5, "num_draft_tokens": 8, "output_tokens": 15, "texts": 4}
+    lines = [about, option("fp32", "A", 2 << 20, 0.0), option("--quantize int4", "B", 1 << 20, -0.25)]
+    lines += [line("drafts", dtype="fp32", prompts="p", same_texts=3, **drafts), line("chat", same_tokens=True, tokens=7)]
+    lines += [line("chat", same_tokens=False, tokens=8), line("chat", "B", same_tokens=True, tokens=3)]
+    lines += [line("tool", valid=True, right=right) for right in (False, True)] + [line("schema", valid=False, right=False)]
+    quality, origin = tables.options_quality_table({"a": lines}).split("\n\n")
+    assert rows(quality) == [
+        ["A, fp32", "2", "9.00", "–", "9"], ["B, `--quantize int4`", "1", "9.00", "−0.2500 ± 0.5000", "9"]
+    ]  # fmt: skip
+    assert origin.startswith("Found, not stated. From `cpu-trained-models` (d, torch 2, eager layers on a CPU, 1 thread)")
+    shown, *told, _ = tables.trained_table({"a": lines}).split("\n\n")
+    assert rows(shown) == [["A fp32, p", "5 of 8", "1.50", "3 of 4"]]
+    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with a tool", "A, 1 requests"]
+    assert all(text.startswith(start) for text, start in zip(told, starts, strict=True))
+    assert "2 valid by the schema, 1 with the right content" in told[2]
+
+
 def test_losses_are_told_and_a_tie_is_none():
     text = tables.losses_table(STEPS | PROMPTS)
     assert text == (
