@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from minirt import SamplingParams
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
+from minirt.engine.logits_processors import LogitsProcessors
 from minirt.engine.state_cache import StatePrefixCache
 from minirt.errors import ContextLengthError, EngineError, UnsupportedError
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT
@@ -548,3 +549,27 @@ def test_models_of_attention_layers_copy_nothing(monkeypatch):
         it.step()
     assert len(called) == count
     assert all(plan.copies is NO_COPIES for plan in plans)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_out_of_memory_for_a_requests_rules_ends_that_request(lookahead, monkeypatch):
+    """The others of its step have changed their states by then, and begin again. Catches states that are computed twice."""
+    prompts = [[i + 1, 2, 3, 4, 5] * 3 for i in range(3)]
+    expected = [complete(engine(lookahead=lookahead)[0], prompt, 12)[0] for prompt in prompts]
+    it, cache = engine(lookahead=lookahead)
+    plain, own = (resolve(SamplingParams(max_tokens=12, temperature=0.0, presence_penalty=p), None) for p in (0.0, 1.0))
+    good = [Request(next(NUMBERS), prompt, plain) for prompt in prompts]
+    for request in good:
+        it.add(request)
+    outputs = [*it.step(), *it.step()]
+
+    def fails(self, values, dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(LogitsProcessors, "_sent", fails)
+    it.add(bad := Request(next(NUMBERS), [9, 9, 9], own))
+    while it.has_work:
+        outputs += it.step()
+    assert [[token for o in outputs if o.request_id == own.id for token in o.token_ids] for own in good] == expected
+    assert [o.request_id for o in outputs if o.error is not None] == [bad.id]
+    check(it, cache)
