@@ -158,7 +158,8 @@ def warn_of_unread_fields(fields: Fields) -> None:
 
     `fields`: those of the top level, after an architecture has read them.
     """
-    levels, inner = {"": fields.raw}, fields.raw.get("text_config")
+    levels: dict[str, Mapping[str, Any]] = {"": fields.raw}
+    inner = fields.raw.get("text_config")
     if isinstance(inner, Mapping):
         levels["text_config."] = inner
     unread = [
