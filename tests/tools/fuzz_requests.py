@@ -51,7 +51,10 @@ def main(count: int, first: int = 0) -> int:
         except OSError as error:
             status, answer = 599, str(error).encode()
         statuses[f"{path} {status}"] += 1
-        slow = sorted([*slow, (round(cpu(processes) - start, 2), seed, f"{path} {status} {answer[:300]!r}")])[-12:]
+        seconds = round(cpu(processes) - start, 2)
+        slow = sorted([*slow, (seconds, seed, f"{path} {status} {answer[:300]!r}")])[-12:]
+        if seconds > 1:
+            print(f"{seconds} s, seed {seed}: {path} {status} {body[:120]!r} {answer[:200]!r}", flush=True)
         if status >= 500:
             bad.append(f"seed {seed}: {path} {status} {answer[:300]!r}")
             if not all(map(psutil.Process.is_running, processes)) or server.process.poll() is not None:
