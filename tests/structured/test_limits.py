@@ -4,7 +4,6 @@ Catches an overflow of the stack in llguidance, which ends the process, work tha
 does not say what is too large.
 """
 
-import json
 
 import pytest
 from fuzz.request_cases import DEEPEST, WRAPS, chain, rules
@@ -46,12 +45,15 @@ def test_what_is_too_large_is_named(spec, message):
         compiled(OWN, **spec)
 
 
+APART = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": pattern("b")}}], "$defs": {"a": {"items": pattern("a")}}}
+CYCLE = {"$ref": "#/$defs/n", "$defs": {"n": {"allOf": [{"properties": {"n": {"$ref": "#/$defs/n"}}}]}}}
+MANY = {"type": "object", "properties": {f"p{i}": pattern("a") for i in range(60)}}  # one value has one of them
+
+
 @pytest.mark.parametrize("spec", [
-    {"json": {"type": "object", "properties": {f"p{i}": pattern("a") for i in range(60)}}},  # one value has one of them
-    {"json": {"$defs": {"a": {"properties": {"a": pattern("a")}}}, "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": pattern("b")}}]}},
-    {"json": json.dumps({"$ref": "#/$defs/n", "$defs": {"n": {"allOf": [{"properties": {"n": {"$ref": "#/$defs/n"}}}]}}})},
-    {"grammar": conjunctions(2)}, {"grammar": "start: T\nT: " + '"a"~2 ' * 9}, {"grammar": 'start: "(((' + "&" * 9000 + ':" # ((((\n' + "//" + "(" * 9000},
-])  # fmt: skip
+    {"json": MANY}, {"json": APART}, {"json": CYCLE}, {"grammar": conjunctions(2)}, {"grammar": "start: T\nT: " + '"a"~2 ' * 9},
+    {"grammar": 'start: "(((' + "&" * 9000 + ':" # ((((\n' + "//" + "(" * 9000},
+], ids=["many", "apart", "cycle", "conjunctions", "repetitions", "literals"])  # fmt: skip
 def test_what_only_looks_large_compiles(spec):
     compiled(OWN, **spec)
 
