@@ -107,13 +107,12 @@ class Constraint:
     def error(self) -> InputError:
         """Why there is no mask."""
         text, where = self.matcher.get_error().partition("<")[0].strip(), f"generated token {self._count}"
-        if (error := reached(text, where)) is not None:
-            return error
-        found = shortened(text)
         what, hint = "the grammar cannot go on", "simplify the grammar"
-        if FORCED_TOO_LONG in found:
+        if FORCED_TOO_LONG in text:
             what, hint = f"{what}: it allows only one text from here, which is endless or too long", "let the text end"
-        return InputError(what, where=where, found=found, hint=hint)
+        elif (error := reached(text, where)) is not None:
+            return error
+        return InputError(what, where=where, found=shortened(text), hint=hint)
 
 
 class Constraints:

@@ -32,7 +32,7 @@ _LARK = re.compile(
 _MAX_REASONING_ENDS = 16  # that are kept
 _NEVER = -1e9  # the score of a piece that no text is tokenized to
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
-_MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
+_MAX_WORK = 1  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
 class Grammar:

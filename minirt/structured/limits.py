@@ -12,18 +12,21 @@ from typing import Any
 from minirt.errors import InputError, shortened
 
 COMPILE_STACK = 64 << 20  # bytes; of address space until they are used
-MAX_LEVELS = 4096  # that one path may have: rules, terminals and brackets of a grammar; levels of all schemas with a "$ref" to them
+# Bounds what one path may have: rules, terminals and brackets of a grammar; the levels of all schemas that a "$ref" leads to.
+MAX_LEVELS = 4096
 MAX_NESTING = 100  # brackets within brackets in the JSON of a schema; serde reads 128, of which the form around it takes some
 MAX_PATTERN_PROPERTIES = 32  # of one schema: llguidance compares each with each
 MAX_COMBINATIONS = 50_000  # of the character classes of patterns that one text must match: some 20 µs each
+MAX_NEGATIONS = 8  # "~" of one grammar: towers of them and of repetitions take exponential time
 MAX_ROW = 2000  # items of the parser at one place of the text
 MAX_SCHEMAS = 50_000  # that llguidance makes of one schema
 MAX_ITEMS = 50_000  # of the parser for one mask
 MAX_LEXER_STATES = 50_000  # 1 to 2 kB each, for each sequence
-MAX_FUEL = 1_000_000  # expressions that llguidance makes for the lexer of a grammar
+MAX_FUEL = 500_000  # expressions that llguidance makes for the lexer of a grammar
 _FORMAT = 8  # character classes of a "format", at most
 
 _STRING = re.compile(r'"(?:\\.|[^"\\])*+"?', re.DOTALL)
+_NEGATION = re.compile(r"~(?!\s*[0-9])")  # with a number, it is a repetition
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\\[pP](?:\{[^}]*\}|.)|\\[dDwWsS]|\.", re.DOTALL)
 
 # What llguidance says where it reaches a limit, and the limit. The grammar is too complex then.
@@ -45,7 +48,7 @@ _ROW = re.compile(r"Current row has (\d+) items")
 def reached(message: str, where: str) -> InputError | None:
     """The error for a message of llguidance about one of its limits; None: it is about something else."""
     if row := _ROW.search(message):
-        what, hint = "too many alternatives at one place", "an optional property is up to four of them: require some, or nest them"
+        what, hint = "too many alternatives at one place", "an optional property is some four: require some, or nest them"
         return InputError(what, where=where, expected=f"at most {MAX_ROW:,}", found=f"{int(row[1]):,} or more", hint=hint)
     for words, expected in _REACHED:
         if words in message.lower():
@@ -61,7 +64,8 @@ def check_nesting(text: str, where: str) -> None:
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
-        raise InputError("the schema is nested too deeply", where=where, expected=f"at most {MAX_NESTING} brackets", found=deepest)
+        what, expected = "the schema is nested too deeply", f"at most {MAX_NESTING} brackets"
+        raise InputError(what, where=where, expected=expected, found=deepest)
 
 
 def check_levels(count: int, of: str, where: str) -> None:
@@ -74,6 +78,9 @@ def check_lark(between: Sequence[str], regexes: Iterable[str], where: str) -> No
     """Check a Lark grammar. `between`: its text without literals, comments and JSON."""
     count = sum(part.count(sign) for part in between for sign in ":([{")
     check_levels(count, "rules, terminals and opening brackets", where)
+    negations = sum(len(_NEGATION.findall(part)) for part in between)
+    if negations > MAX_NEGATIONS:
+        raise InputError('too many "~"', where=where, expected=f"at most {MAX_NEGATIONS}", found=negations)
     joins = sum(part.count("&") for part in between)
     classes = {own for regex in regexes for own in _CLASS.findall(regex)}
     ranges = sum(part.count("..") + part.count("%import") for part in between)

@@ -28,10 +28,10 @@ WRAPS: tuple[Callable[[Any], Any], ...] = (
     lambda own: {"allOf": [own, {"pattern": "^([^a]|.a)*$"}]},
 )  # fmt: skip
 LEAVES: tuple[Any, ...] = (
-    {"type": "null"}, {"type": "object"}, {"type": "string"}, {"type": "string", "pattern": "([^b]|.b)*"}, {"enum": [1, "a", None]},
+    {"type": "null"}, {"type": "object"}, {"type": "string"}, {"type": "string", "pattern": "([^b]|.b)*"}, {"enum": [1, "a"]},
     {"type": "integer", "minimum": 3}, {"format": "date-time", "type": "string"}, True,
 )  # fmt: skip
-RULES = ('"x" {}', "{} {} | \"x\"", "{}", "{}?", '{} "x" | "z"', '({} | "x")*', '[{}] "y"', '({}){{2,5}}', '(("a" ({})))', "{} | {}")
+RULES = ('"x" {}', '{} {} | "x"', "{}", "{}?", '{} "x" | "z"', '({} | "x")*', '[{}] "y"', "({}){{2,5}}", '(("a" ({})))')
 TERMINALS = ('{} "x"', "{} {}", '{} | "x{i}"', "{} & /[^a]*/", "~({})", "({}){{3}}", "/[a-z]+/ | {}", "{}? {}")
 REGEXES = ("({})*", "({}|b)", "({}){{1,9}}", "({})?", "[a-z]{}", "(?:{})+", "{}a", "{}|a", "(a|{}b)", "{}{}")
 
@@ -42,7 +42,8 @@ def size(random: Random, largest: int) -> int:
 
 
 def schema(random: Random) -> Any:
-    shape, count, leaf = random.choice(("chain", "chain", "tower", "tower", "cycle", "wide")), size(random, 9000), random.choice(LEAVES)
+    shape = random.choice(("chain", "chain", "tower", "tower", "cycle", "wide"))
+    count, leaf = size(random, 9000), random.choice(LEAVES)
     wraps = random.choices(WRAPS, k=random.choice((1, 1, 2, 3)))
     if shape == "tower":
         text = leaf
@@ -72,15 +73,17 @@ def grammar(random: Random) -> str:
     shape = random.choice(("chain", "chain", "cycle", "wide", "tower", "template", "condition"))
     last = f"{name}0" if shape == "cycle" else '"y"'
     if shape == "wide":
-        return "start: " + random.choice((" | ", " ", " & ")).join(random.choice((f'"a{i}"', f"/[a-z]{i}/")) for i in range(count))
+        parts = [random.choice((f'"a{i}"', f"/[a-z]{i}/")) for i in range(count)]
+        return "start: T\nT: " + random.choice((" | ", " ", " & ")).join(parts)
     if shape == "tower":
         return "start: T0\nT0: " + random.choice(("(", "[", "~(", "((")) * count + '"a"' + ")" * count
     if shape == "template":
         return "start: " + "a{" * count + "a" + "}" * count + '\na: "x"'
     if shape == "condition":
-        return 'start: a::0x0\na::_: "x" %if ' + "not(" * count + "true()" + ")" * count
-    lines = [f"{name}{i}: " + forms[i % len(forms)].replace("{}", f"{name}{i + 1}").replace("{i}", str(i)) for i in range(count)]
-    return "\n".join([f"start: {name}0", *(line.replace("{{", "{").replace("}}", "}") for line in lines), f"{name}{count}: {last}"])
+        return 'start: a::0x0\na::_: "x" %if ' + "not(" * count + "true" + ")" * count
+    bodies = [forms[i % len(forms)].replace("{}", f"{name}{i + 1}").replace("{i}", str(i)) for i in range(count)]
+    lines = [f"{name}{i}: {body.replace('{{', '{').replace('}}', '}')}" for i, body in enumerate(bodies)]
+    return "\n".join([f"start: {name}0", *lines, f"{name}{count}: {last}"])
 
 
 def regex(random: Random) -> str:
@@ -95,7 +98,8 @@ def regex(random: Random) -> str:
 def nested(random: Random) -> Any:
     """JSON text of a value."""
     count = size(random, 200_000)
-    return random.choice(('{"a":' * count + "1" + "}" * count, "[" * count + "]" * count, "[" + "[]," * count + "1]", "9" * count))
+    objects, lists = '{"a":' * count + "1" + "}" * count, "[" * count + "]" * count
+    return random.choice((objects, lists, "[" + "[]," * count + "1]", "9" * count))
 
 
 def case(random: Random) -> tuple[str, bytes]:
@@ -140,3 +144,64 @@ def case(random: Random) -> tuple[str, bytes]:
         names = ("metadata", "tools", "chat_template_kwargs", "structured_outputs", "response_format", "text", "unknown", field)
         text = f'{text[:-1]}, "{random.choice(names)}": {raw}}}'
     return path, text.encode()
+
+
+def chain(count: int, wrap: Callable[[Any], Any], leaf: Any) -> str:
+    """A schema of `count` definitions that each refer to the next."""
+    names = {f"a{i}": wrap({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": names | {f"a{count}": leaf}})
+
+
+def rules(count: int, form: str) -> str:
+    """A grammar of `count` rules that each refer to the next."""
+    lines = [f"r{i}: " + form.replace("{}", f"r{i + 1}") for i in range(count)]
+    return "\n".join(["start: r0", *lines, f'r{count}: "y"'])
+
+
+def _all(own: Any) -> Any:
+    return {"allOf": [own]}
+
+
+def _items(own: Any) -> Any:
+    return {"items": own, "type": "array"}
+
+
+# What recurses deeply, at `limits.MAX_LEVELS`.
+DEEPEST: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
+    ("objects", lambda most: {"json": chain(most // 2 - 2, WRAPS[1], {"type": "null"})}),
+    ("references", lambda most: {"json": chain(most - 5, WRAPS[0], {"type": "null"})}),
+    ("allOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _all(_all(_all(_all(own)))), {})}),
+    ("anyOf", lambda most: {"json": chain(most // 5 - 2, lambda own: _items(_items(WRAPS[9](_items(own)))), {"type": "null"})}),
+    ("rules", lambda most: {"grammar": rules(most - 2, '"x" {}')}),
+    ("brackets", lambda most: {"grammar": rules(most // 11 - 1, '(((((((((("x" {}))))))))))')}),
+    ("templates", lambda most: {"grammar": "start: " + "a{" * (most - 2) + "a" + "}" * (most - 2) + '\na: "x"'}),
+    ("conditions", lambda most: {"grammar": 'start: a::0x0\na::_: "x" %if ' + "not(" * (most - 7) + "true" + ")" * (most - 7)}),
+)  # fmt: skip
+
+
+def compiles(random: Random, folder: Any) -> str:
+    """A case for `support.fuzz.run`: seeds below the number of `DEEPEST` are those, others are drawn."""
+    from support.structured import EOS, allowed, constraints  # only its processes need it
+
+    from minirt.structured.limits import MAX_LEVELS
+    from minirt.structured.params import StructuredOutputsParams
+
+    global _OWN
+    _OWN = _OWN or constraints()
+    first = random.random()
+    index = next((i for i in range(len(DEEPEST)) if Random(i).random() == first), None)
+    if index is not None:
+        spec = DEEPEST[index][1](MAX_LEVELS)
+    else:
+        kind = random.choice(("json", "json", "grammar", "grammar", "regex"))
+        spec = {kind: json.dumps(schema(random)) if kind == "json" else grammar(random) if kind == "grammar" else regex(random)}
+    constraint = _OWN.prepare(StructuredOutputsParams(**spec), (EOS,), 0).result()
+    for _ in range(4):
+        tokens = allowed(_OWN, constraint).nonzero().flatten().tolist()
+        copy = constraint.copy()
+        copy.accept([tokens[-1]])
+        constraint.accept([tokens[-1]])
+    return "compiles" if index is None else DEEPEST[index][0]
+
+
+_OWN: Any = None

@@ -157,7 +157,7 @@ def test_an_error_behind_a_draft_allows_no_token_and_leaves_the_state_alone():
 
 def test_errors_are_those_of_sequences_not_of_rows(monkeypatch):
     """The rows after the first have no masks then. The other sequences have theirs."""
-    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
     own, letters = constraints(), random.Random(0)
     bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
     bad.accept([token for _ in range(2000) for token in TOKENIZER.encode(letters.choice("ab"))])

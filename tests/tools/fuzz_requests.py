@@ -1,7 +1,7 @@
 """Send many deep and large requests to a real `minirt serve` of the embedded model, and report what they cost.
 
-`python tests/tools/fuzz_requests.py COUNT [FIRST_SEED]`. It fails if a process ends or an answer is a 5xx. The times are seconds of
-CPU of all processes of the server.
+`python tests/tools/fuzz_requests.py COUNT [FIRST_SEED]`. It fails if a process ends or an answer is a 5xx. The times are seconds
+of CPU of all processes of the server.
 """
 
 import json
@@ -51,13 +51,17 @@ def main(count: int, first: int = 0) -> int:
         except OSError as error:
             status, answer = 599, str(error).encode()
         statuses[f"{path} {status}"] += 1
-        slow = sorted([*slow, (round(cpu(processes) - start, 2), seed, f"{path} {status} {answer[:300]!r}")])[-12:]
+        seconds = round(cpu(processes) - start, 2)
+        slow = sorted([*slow, (seconds, seed, f"{path} {status} {answer[:300]!r}")])[-12:]
+        if seconds > 1:
+            print(f"{seconds} s, seed {seed}: {path} {status} {body[:120]!r} {answer[:200]!r}", flush=True)
         if status >= 500:
             bad.append(f"seed {seed}: {path} {status} {answer[:300]!r}")
             if not all(map(psutil.Process.is_running, processes)) or server.process.poll() is not None:
                 break
-        if seed % 100 == 0:
-            print(seed, dict(sum_of(statuses)), f"slowest {slow[-1][0]} s; front, engine {memory(processes)}; bad {len(bad)}", flush=True)
+        if seed % 200 == 0:
+            figures = f"slowest {slow[-1][0]} s; front, engine {memory(processes)}; bad {len(bad)}"
+            print(seed, dict(sum_of(statuses)), figures, flush=True)
     print(json.dumps(statuses, indent=1))
     print("\n".join(f"{seconds} s, seed {seed}: {text}" for seconds, seed, text in slow))
     print(f"memory of front, engine: {before}; afterwards {memory(processes)}")
