@@ -523,7 +523,7 @@ def test_variables_of_the_chat_template(run, hf_folder, tmp_path):
         out = run(*base, "--chat", *switch, "--prompts", lines)[1].splitlines()
         prompts = [json.loads(line)["prompt_token_ids"] for line in out]
         assert prompts == [ids(thinks, f"[user]{own}\n{end}") for own in ("hi", "ho")]
-    refused(run(*base, "--chat", "--chat-template-kwargs", '{"mood": 1}', "hi"), "no such variable", "mood")
+    refused(run(*base, "--chat", "--chat-template-kwargs", '{"mood": 1}', "hi"), "no such variable", "mood", code=2)
     refused(run(*base, "--chat", "--chat-template-kwargs", "[1]", "hi"), "not a JSON object", code=2)
     refused(run(*base, "--chat-template-kwargs", off, "hi"), "needs --chat", code=2)
     lines.write_text('"hi"\n')
@@ -938,7 +938,7 @@ def completions(*words):
 
 
 def test_completion():
-    assert completions("generate", "--model", "qwen3-1") == ["Qwen3-1.7B", "Qwen3-14B"]
+    assert completions("generate", "--model", "qwen3-1") == ["Qwen3-1.7B", "Qwen3-14B", "Qwen3-14B-FP8"]
     assert "Llama-3.2-1B-Instruct" in completions("eval", "fp8", "-m", "llama-3.2")
     assert completions("plan", "--gpu", "h") == ["H200", "H100", "H100-NVL"]
     assert completions("chat", "--dtype", "f") == ["float16", "float32"]
