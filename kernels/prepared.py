@@ -20,7 +20,6 @@ If it differs, a warning says so, once, and from then on Triton launches what is
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CellType, FunctionType, SimpleNamespace
@@ -34,6 +33,7 @@ from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.device import interpreting
+from minirt.wording import warn
 
 by_triton: ContextVar[bool] = ContextVar(
     "by_triton", default=False
@@ -138,7 +138,7 @@ class PreparedKernel(JITFunction):
         except Exception as error:  # private parts of Triton are missing, or are others
             _state["usable"] = False
             why = f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})"
-            warnings.warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning, stacklevel=4)
+            warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning)
 
 
 _CONSTANTS: set[type] = set()

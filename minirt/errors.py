@@ -3,6 +3,8 @@
 from types import TracebackType
 from typing import Self
 
+from minirt.wording import worded, worded_place
+
 
 def printable(text: object) -> str:
     """`text` with every character that is not printable escaped as in a Python literal.
@@ -26,6 +28,7 @@ class MinirtError(Exception):
     Args:
         what: the problem in one sentence.
         where: the file, tensor, field or argument concerned; of an option of the command line "--name", or "--name value".
+            In all texts but `found`, callers from Python see arguments in place of options (`minirt.wording`).
         expected, found: the two sides of a mismatch.
         hint: what the user can do about it.
     """
@@ -37,13 +40,14 @@ class MinirtError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where is not None else self.what
+        what = worded(self.what)
+        text = f"{worded_place(str(self.where))}: {what}" if self.where is not None else what
         if self.expected is not None:
-            text += f"; expected {self.expected}"
+            text += f"; expected {worded(str(self.expected))}"
         if self.found is not None:
             text += f"; found {self.found}"
         if self.hint:
-            text += f" ({self.hint})"
+            text += f" ({worded(self.hint)})"
         return printable(text)
 
     def at(self, where: object) -> Self:

@@ -7,7 +7,6 @@ another one. Imports no torch.
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,6 +21,7 @@ from minirt.sampling_params import resolve as resolve_sampling
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
 from minirt.text.stop_strings import StopStrings, stop_tokens
 from minirt.text.tokenizer import ChatTokens, Tokenizer
+from minirt.wording import warn
 
 
 class TokenArray(Protocol):
@@ -244,7 +244,7 @@ class Processor:
             if tokens[:count] != alone and len(tokens) > count:
                 what = "the tokenizer joins the end of the prompt and the beginning of the completion in one token"
                 quoted = f"{shortened(str(prompt)[-20:])!r} and {shortened(completion, 20)!r}"
-                warnings.warn(f"{what}; the tokens after the first {count} are scored: {quoted}", stacklevel=2)
+                warn(f"{what}; the tokens after the first {count} are scored: {quoted}")
         if not count:
             hint = "give a prompt; generate with max_tokens 0 and prompt_logprobs 0 scores a text from its second token on"
             raise InputError("there is no token before the completion, which its first token needs", hint=hint)

@@ -144,7 +144,8 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each time it was generated; -2 to 2.
         repetition_penalty: positive logits of tokens in the prompt or the generated tokens are divided by it, negative ones are
             multiplied; 1 is off.
-        logit_bias: token id → a number from -100 to 100 that is added to its logit.
+        logit_bias: token id → a number from -100 to 100 that is added to its logit. An engine takes up to 4,096, and as many
+            of `bad_words` after they are split, with as many tokens before their last ones.
         allowed_token_ids: the only tokens that may be drawn.
         bad_words: texts that are not generated: the token that would complete one is never drawn. They are forbidden as the
             tokenizer splits them in a text, within a word and after a space; other tokens with the same text are not.

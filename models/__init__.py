@@ -26,6 +26,7 @@ from minirt.models import (
     qwen3_vl,
     smollm3,
 )
+from minirt.models.foreign_fields import warn_of_unread_fields
 from minirt.models.presets import raw_configs
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def embedded() -> Path:
 
 
 def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
-    """Parse and check the content of a config.json. `where` names the file in messages.
+    """Parse and check the content of a config.json. `where` names the file in messages. A warning lists unknown fields.
 
     Raises:
         ConfigError: a value is wrong or missing.
@@ -88,7 +89,9 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
             expected=f"one of {', '.join(ARCHITECTURES)}",
             hint="take a model of one of these architectures; minirt models lists some",
         )
-    return ARCHITECTURES[model_type].config(fields)
+    config: ModelConfig = ARCHITECTURES[model_type].config(fields)
+    warn_of_unread_fields(fields)
+    return config
 
 
 def decoder_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:

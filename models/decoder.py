@@ -1,6 +1,5 @@
 """Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
 
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +24,8 @@ from minirt.modeling.config import (
     shown,
 )
 from minirt.modeling.quantization_config import read_quantization
-from minirt.models.foreign_fields import refuse_foreign_fields
+from minirt.models.foreign_fields import refuse_foreign_fields, refuse_other_names
+from minirt.wording import warn
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
@@ -127,9 +127,10 @@ def decoder_config(
         zero_centered_norms=zero_centered_norms,
     )
     refuse_foreign_fields(fields, config, handled)
+    refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
-        warnings.warn(f"{fields.place('sliding_window')}: {what}", stacklevel=3)
+        warn(f"{fields.place('sliding_window')}: {what}")
     return config
 
 
@@ -172,7 +173,7 @@ def _dtype(fields: Fields) -> str:
     for name in ("dtype", "torch_dtype"):
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
-            given[name] = Fields({name: plain}, fields.where, fields.prefix, fields.outer).choice(name, DTYPES)
+            given[name] = fields.over({name: plain}).choice(name, DTYPES)
     if len(set(given.values())) > 1:
         what = "dtype and torch_dtype contradict each other"
         raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
@@ -213,10 +214,10 @@ def refuse_unserved(fields: Fields) -> None:
     name = "dual_chunk_attention_config"
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
-        warnings.warn(f"{fields.place(name)}: {what}", stacklevel=2)
+        warn(f"{fields.place(name)}: {what}")
     if "AutoModelForCausalLM" in fields.nested("auto_map").raw:
         what = f"the model's own code is not run; it is computed as model_type {fields.string('model_type')!r}"
-        warnings.warn(f"{fields.place('auto_map')}: {what}", stacklevel=2)
+        warn(f"{fields.place('auto_map')}: {what}")
 
 
 def refuse_experts(fields: Fields) -> None:
@@ -232,7 +233,7 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
     for name in fields.strings_or_none("architectures") or ():
         if name.startswith("FSDP") and name.removeprefix("FSDP") in classes:  # PyTorch's FSDP2 renames the class that it shards
             what = "the prefix FSDP is ignored: it tells how the model was trained"
-            warnings.warn(f"{fields.place('architectures')}: {name}: {what}", stacklevel=4)
+            warn(f"{fields.place('architectures')}: {name}: {what}")
         elif name not in classes:
             raise UnsupportedError(
                 f"not a class of model_type {fields.string('model_type')!r} that minirt computes",

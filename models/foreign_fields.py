@@ -2,14 +2,16 @@
 
 A field that nobody reads gives a wrong result without an error: a Llama with `no_rope_layers`, for example, is a SmolLM3. The
 table was made from the configuration classes of decoders in transformers, and from fields of other runtimes. It has no fields
-of training, of token ids, and of sizes that a decoder reads.
+of training, of token ids, and of sizes that a decoder reads. A warning lists fields that are in no table and that no code reads.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from minirt.errors import UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import ACTIVATIONS, Fields, ModelConfig, shown
+from minirt.wording import warn
 
 _OFF = (False, 0)
 _ONE = (1,)
@@ -111,6 +113,67 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_router_logit_softcapping": _OFF, "zero_expert_num": _OFF, "moe_latent_size": _OFF,
     },
 }  # fmt: skip
+
+
+# Fields that no code reads, and that do not change logits: where a file comes from, how its model was trained, what a call of
+# transformers returns, and all that belongs to images.
+_HARMLESS = re.compile(
+    r"model_type|architectures|_name_or_path|transformers_version|transformers\.js_config|tokenizer_class|is_llama_config|unsloth_.*"
+    r"|initializer_range|.*dropout|.*_pdrop|pretraining_tp|router_aux_loss_coef|gradient_checkpointing|is_decoder|use_bfloat16"
+    r"|use_cache|output_(hidden_states|attentions|router_logits|scores)|return_dict(_in_generate)?|torchscript|tf_legacy_loss"
+    r"|chunk_size_feed_forward|id2label|label2id|problem_type|finetuning_task|_?attn_implementation(_autoset)?|.*_token_id"
+    r"|tie_encoder_decoder|remove_invalid_values|max_sequence_length|max_window_layers|use_mrope"
+    r"|(image|video|vision|audio|multimodal|projector|spatial)_.*"
+)
+# Settings of `generate` that older versions of transformers wrote here, with the value that changes nothing.
+_GENERATION = {
+    "temperature": 1, "top_k": 50, "top_p": 1, "typical_p": 1, "repetition_penalty": 1, "length_penalty": 1,
+    "diversity_penalty": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "max_length": 20, "min_length": 0,
+    "do_sample": False, "early_stopping": False, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1,
+}  # fmt: skip
+# Other names of fields that have a default: a file with such a name and without ours does not mean the default.
+_OTHER_NAMES = {
+    "rms_norm_eps": {
+        "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_epsilon",
+        "rmsnorm_eps",
+    },
+    "rope_theta": {"rope_base", "rope_freq_base", "rotary_base"},
+    "num_key_value_heads": {"num_kv_heads", "n_kv_heads", "multi_query_group_num"},
+}  # fmt: skip
+
+
+def refuse_other_names(fields: Fields) -> None:
+    """Raise ConfigError if a field that is absent stands in the file under the name of another runtime."""
+    ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
+    for name, others in _OTHER_NAMES.items():
+        stated = any(level.get(name) is not None for level in ((fields.raw, *ropes) if name == "rope_theta" else (fields.raw,)))
+        for other in sorted(fields.raw.keys() & others):
+            if not stated:
+                what, hint = "the field has another name here", f"rename it to {name}"
+                raise ConfigError(what, where=fields.place(other), expected=name, found=shown(fields.raw[other]), hint=hint)
+
+
+def warn_of_unread_fields(fields: Fields) -> None:
+    """Warn of fields of a config.json that nobody has read, unless they are known to change nothing.
+
+    `fields`: those of the top level, after an architecture has read them.
+    """
+    levels, inner = {"": fields.raw}, fields.raw.get("text_config")
+    if isinstance(inner, Mapping):
+        levels["text_config."] = inner
+    unread = [
+        f"{prefix}{name}"
+        for prefix, level in levels.items()
+        for name, value in level.items()
+        if f"{prefix}{name}" not in fields.read
+        and value not in (None, [], {})
+        and not _HARMLESS.fullmatch(name)
+        and not (name in _GENERATION and value == _GENERATION[name])
+    ]
+    if unread:
+        names = f"fields {', '.join(unread)} are" if len(unread) > 1 else f"field {unread[0]} is"
+        what = "unknown, and ignored: if it changes what the model computes, the output is wrong"
+        warn(f"{fields.where}: {names} {what}")
 
 
 def refuse_foreign_fields(fields: Fields, config: ModelConfig, handled: Collection[str] = ()) -> None:

@@ -59,7 +59,7 @@ def hybrid_config(
     """
     ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
     if not any("partial_rotary_factor" in level for level in (fields.raw, *ropes)):
-        fields = Fields({**fields.raw, "partial_rotary_factor": 0.25}, fields.where, fields.prefix, fields.outer)
+        fields = fields.over({**fields.raw, "partial_rotary_factor": 0.25})
     for name, only in _ONLY.items():
         value = fields.raw.get(name)
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):

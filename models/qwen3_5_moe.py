@@ -33,6 +33,5 @@ def _decoder(fields: Fields) -> ModelConfig:
             )  # fmt: skip
     moe = moe_config(fields, shared_expert=True, normalize=True)
     if fields.raw.get("intermediate_size") is None:
-        raw = {**fields.raw, "intermediate_size": moe.intermediate_size}
-        fields = Fields(raw, fields.where, fields.prefix, fields.outer)
+        fields = fields.over({**fields.raw, "intermediate_size": moe.intermediate_size})
     return hybrid_config(fields, model_type="qwen3_5_moe", moe=moe)

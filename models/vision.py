@@ -46,7 +46,8 @@ def text_fields(fields: Fields, *, tied: bool = False, flat: bool = False) -> Fi
     raw |= {name: fields.raw[name] for name in taken}
     levels = [level for level in (fields, fields.nested("text_config")) if level.raw.get("tie_word_embeddings") is not None]
     stated = [level.boolean("tie_word_embeddings") for level in levels]
-    return Fields(raw | {"tie_word_embeddings": any(stated) if stated else tied}, fields.where, "text_config.", frozenset(taken))
+    raw["tie_word_embeddings"] = any(stated) if stated else tied
+    return Fields(raw, fields.where, "text_config.", frozenset(taken), fields.read)
 
 
 def text_config(
@@ -55,7 +56,7 @@ def text_config(
     """The config of the decoder. `fields`: those of the top level, `text`: from `text_fields`."""
     refuse_other_classes(fields, classes)
     if text is fields:
-        return decoder(Fields({name: own for name, own in fields.raw.items() if name not in _WRAPPER}, fields.where))
+        return decoder(fields.over({name: own for name, own in fields.raw.items() if name not in _WRAPPER}))
     parsed = decoder(text)
     refuse_foreign_fields(fields, parsed, ("text_config",))
     return parsed

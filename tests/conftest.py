@@ -2,12 +2,14 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from minirt.wording import command_line
 
 ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
@@ -41,6 +43,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries complain of objects that are left at the end
+
+
+@pytest.fixture(scope="session", autouse=True)
+def messages_of_the_command_line() -> Iterator[None]:
+    """Messages name options in all tests, those of the Python API too. `test_wording.py` has the arguments of Python."""
+    with command_line():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import pytest
 from support import pages
 from support.package import ROOT
 
+from minirt.bench.tools import cli_page
 from minirt.errors import MinirtError
 
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
@@ -100,7 +101,7 @@ def results(smollm2, tmp_path_factory):
     (repository / "snapshots" / ("0" * 40)).symlink_to(smollm2)
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "MINIRT_MODEL")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "ignore"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(ROOT / "tests" / "support" / "pages.py"), str(folder), *map(name, RUN)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -153,6 +154,16 @@ def test_most_of_the_readme_runs():
     found = pages.examples((ROOT / "README.md").read_text(encoding="utf-8"))
     assert sum(e.kind == "python" and e.why is None for e in found) >= 2
     assert sum(e.kind == "console" and e.why is None and bool(e.expected) for e in found) >= 2
+
+
+def test_sizes_of_files_in_the_readme():
+    """"[the MLP, 87 lines](FILE)": nearly as many lines as the file has. Catches a claim that has grown old."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    claims = re.findall(r"\[[^]]*?, (\d+) lines\]\(([^)]*)\)", text)
+    assert len(claims) >= 2
+    for claimed, file in claims:
+        lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+        assert abs(int(claimed) - lines) <= 0.1 * lines, file
 
 
 def test_every_example_is_run():
@@ -272,24 +283,22 @@ def test_a_wrong_example_is_found(tmp_path):
 # --- docs/cli.md and docs/python-api.md are complete ---
 
 
-def commands(group, path=()):
-    """(words, command) of all commands that are no groups."""
-    for word, command in group.commands.items():
-        yield from commands(command, (*path, word)) if hasattr(command, "commands") else [((*path, word), command)]
+def test_the_command_line_page_is_up_to_date():
+    """`python bench/tools/cli_page.py` writes it. Catches an option or help text that was changed without the page."""
+    text = cli_page.PAGE.read_text(encoding="utf-8")
+    assert cli_page.render(text) == text
 
 
-def test_every_option_is_documented_and_exists():
-    from minirt.cli.app import cli
-
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    table = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    shown = set(re.findall(r"`(--?[a-z0-9-]+)`", table)) | set(re.findall(r"`(--[a-z0-9-]+) ", table))
-    known = {"--help", "--version", "-h", "-q"}  # of all commands
-    for words, command in commands(cli):
-        assert f"`{words[-1]}`" in table or f"`minirt {' '.join(words)}" in table or f"`{' '.join(words)}`" in table, words
-        known |= {option for p in command.params for option in (*p.opts, *p.secondary_opts) if option.startswith("-")}
-    assert shown - known == set()
-    assert known - shown - {"--help", "--version", "-h", "-q"} == set()
+def test_the_command_line_page_has_every_option():
+    """Independent of how the page is laid out: each command's section names each of its options, in one of its spellings."""
+    text = cli_page.PAGE.read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", text, flags=re.DOTALL | re.MULTILINE))
+    described = "".join(section for title, section in sections.items() if title.endswith(" options"))
+    for words, command in cli_page.commands():
+        section = sections[" ".join(words)]
+        for option in (one for one in command.params if one.param_type_name == "option"):
+            assert any(f"`{name}`" in section or f"{name} " in section or f"{name}`" in section for name in option.opts), words
+            assert option.help is None or any(f"{name}{end}" in section + described for name in option.opts for end in " `,")
 
 
 def test_the_python_api_is_documented():

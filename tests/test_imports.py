@@ -11,9 +11,9 @@ from support.package import ROOT
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
-    ["minirt.errors", "minirt.files", "minirt.foreign_names", "minirt.gpus", "minirt.progress", "minirt.sizes", "minirt.threads",
-     "minirt.user_code",
-     "minirt.structured", "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params"],
+    ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.gpus", "minirt.progress", "minirt.sizes",
+     "minirt.threads", "minirt.user_code", "minirt.structured", "minirt.structured.contradictions",
+     "minirt.structured.schema", "minirt.structured.params"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.nn", "minirt.nn.*"],
@@ -34,6 +34,7 @@ TIERS = [
     ["minirt.server", "minirt.server.*"],
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
+    ["minirt.bench.tools.cli_page"],
 ]
 # Libraries that a benchmark measures. It imports them when it runs.
 MEASURED = {"minirt.bench.patch": {"transformers", "liger_kernel"}}

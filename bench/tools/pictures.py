@@ -4,7 +4,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minirt.bench.compare.picture import draw, save
-from minirt.bench.tools.results import VLLM_PROMPTS, VLLM_STEPS, Records, format_of, mark, run_of
+from minirt.bench.tools.results import (
+    BESIDE_VLLM,
+    IN_PROCESS,
+    VLLM_PROMPTS,
+    VLLM_STEPS,
+    Records,
+    format_of,
+    mark,
+    points_of,
+    run_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,24 +62,31 @@ _PROMPT_TITLE = "{}: time to the first token, µs per prompt token (lower is bet
 
 
 def engines(records: Records, target: Path, note: str) -> None:
-    """Draw decode steps and times to the first token of minirt and vLLM on one card."""
+    """Draw decode steps and times to the first token of minirt and vLLM on cards of one type.
+
+    Of two measurements of vLLM, the faster one is drawn.
+    """
     from matplotlib.figure import Figure
 
-    (record,) = records.values()
+    record, older = records[BESIDE_VLLM], records[IN_PROCESS]
     figure = Figure(figsize=(10.0, 5.0), layout="constrained")
     axes = figure.subplots(2, 2)
+    names = ("minirt", f"vLLM {run_of(record, 'vLLM', 'bf16').build}")
     for column, form in enumerate(("bf16", "fp8")):
-        own, theirs = (run_of(record, engine, form) for engine in ("minirt", "vLLM"))
-        names = ("minirt", f"vLLM {theirs.build}")
         for row, kind in enumerate(("step", "prompt")):
-            points = [point for point in own.values if point[0] == kind]
-            labels = [_step(*point[1:]) if kind == "step" else f"{point[1]:,} tokens" for point in points]
-            scale = [1e3 if kind == "step" else 1e6 / point[1] for point in points]
-            mine, peers = ([run.values[p] * s for p, s in zip(points, scale, strict=True)] for run in (own, theirs))
+            points = {key: own for key, own in points_of(records, form).items() if key[0] == kind and own.own and own.theirs}
+            labels = [
+                (_step(*key[1:]) if kind == "step" else f"{key[1]:,} tokens") + "‡" * point.in_process
+                for key, point in points.items()
+            ]
+            scale = [1e3 if kind == "step" else 1e6 / key[1] for key in points]
+            mine = [point.own[0] * s for point, s in zip(points.values(), scale, strict=True)]
+            peers = [point.theirs[0] * s for point, s in zip(points.values(), scale, strict=True)]
             _bars(axes[row][column], labels, mine, peers, names)
             axes[row][column].set_title((_STEP_TITLE, _PROMPT_TITLE)[row].format(form), fontsize=9)
-    title = f"{record['model']} shapes, random weights · one {record['device']} for both · {record['date']} · {_RATIO_TITLE}"
-    title += f"\n{record['correctness']['why']}" * bool(mark(record))
+    title = f"{record['model']} shapes, random weights · {record['device']}, a card for each · {record['date']} · {_RATIO_TITLE}"
+    title += f"\n‡: vLLM in the caller's process, {older['date']}"
+    title += f" · {record['correctness']['why']}" * bool(mark(record))
     figure.suptitle(title, fontsize=9)
     save(figure, target, note)
 

@@ -30,29 +30,33 @@ def mark(record: Result) -> str:
     return "" if record.get("correctness", {"checked": True})["checked"] else "†"
 
 
-BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm"  # minirt and vLLM on one card, one after the other
+# minirt and vLLM, whose engine is a process of its own, as is its default. They ran on two cards of one type.
+BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm-default"
+IN_PROCESS = "h100-80gb-hbm3-beside-vllm"  # earlier, vLLM's engine in the caller's process; on one card
+
+Key = tuple[Any, ...]  # ("step", batch, context), ("prompt", tokens) or ("offline",)
 
 
 class Run(NamedTuple):
-    """One run of an engine in `BESIDE_VLLM`.
+    """One run of an engine in `BESIDE_VLLM` or `IN_PROCESS`.
 
     Attributes:
         engine: "minirt" or "vLLM".
         build: its commit or its version.
         versions: of torch and Triton.
         note: what the engine lacked, or an empty text.
-        values: seconds by ("step", batch, context) and ("prompt", tokens), output tokens per second by ("offline",).
+        values: seconds of a step or prompt, output tokens per second offline: all measurements, ascending.
     """
 
     engine: str
     build: str
     versions: dict[str, str]
     note: str
-    values: dict[tuple[Any, ...], float]
+    values: dict[Key, tuple[float, ...]]
 
 
 def _run(own: Result) -> Run:
-    values: dict[tuple[Any, ...], float] = {}
+    values: dict[Key, Any] = {}
     for row in own["results"]:
         if "input_len" in row:
             values["prompt", row["input_len"]] = row["time_to_first_token_s"]
@@ -60,7 +64,8 @@ def _run(own: Result) -> Run:
             values["step", row["batch_size"], row["context_len"]] = row["step_s"]
     if own["output_tokens_per_s"] is not None:
         values["offline",] = own["output_tokens_per_s"]
-    return Run(own["engine"], own.get("commit") or own["version"], own["versions"], own.get("note", ""), values)
+    several = {key: tuple(sorted(value)) if isinstance(value, list) else (value,) for key, value in values.items()}
+    return Run(own["engine"], own.get("commit") or own["version"], own["versions"], own.get("note", ""), several)
 
 
 def run_of(record: Result, engine: str, form: str) -> Run:
@@ -71,6 +76,28 @@ def run_of(record: Result, engine: str, form: str) -> Run:
 def latest(record: Result) -> Run:
     """The last run of minirt."""
     return _run([own for own in record["runs"] if own["engine"] == "minirt"][-1])
+
+
+class Point(NamedTuple):
+    """A point of a comparison.
+
+    Attributes:
+        own, theirs: minirt's and vLLM's measurements, ascending; empty if there are none.
+        in_process: vLLM was measured in the caller's process only.
+    """
+
+    own: tuple[float, ...]
+    theirs: tuple[float, ...]
+    in_process: bool
+
+
+def points_of(records: Records, form: str) -> dict[Key, Point]:
+    """All points of a format: steps by context and batch, prompts, offline. vLLM's default setting is preferred."""
+    own, theirs = (run_of(records[BESIDE_VLLM], engine, form).values for engine in ("minirt", "vLLM"))
+    older = run_of(records[IN_PROCESS], "vLLM", form).values
+    kinds = "step", "prompt", "offline"
+    keys = sorted({*own, *theirs, *older}, key=lambda key: (kinds.index(key[0]), key[2:], key[1:]))
+    return {key: Point(own.get(key, ()), theirs.get(key) or older.get(key, ()), key not in theirs) for key in keys}
 
 
 def stack_of(run: Run) -> str:

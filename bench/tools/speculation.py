@@ -1,4 +1,4 @@
-"""Tokens a second with drafts and without: `python bench/tools/speculation.py MODEL [--fp8] [--synthetic RATE | --text FILE …]`.
+"""Tokens a second with drafts and without: `python bench/tools/speculation.py MODEL [--fp8] --synthetic RATE`.
 
 `--method mtp`: drafts by the model's layers of multi-token prediction (3 in a step) in place of n-grams. With `--synthetic`, they
 take their time, and are accepted with the probability. At 0.77, a step yields 2.8 tokens on average. `drafting_share` is the part
@@ -9,8 +9,8 @@ of the GPU's time in which they are made. With `--adaptive`, the engine chooses 
 0.7415, a step with 4 drafts yields 3 tokens on average. The case `never` is n-gram matching where nothing matches, at
 temperature 1.
 
-`--text FILE`: real weights, a folder. A JSON list of chat prompts (speculation_prompts.json); n-gram matching beside plain
-decoding, greedy. Both yield the same text in fp32. The acceptance is that of these texts.
+`minirt bench speculate` measures how often drafts of real weights are right, as with `--chat --prompts
+bench/tools/speculation_prompts.jsonl`.
 
 Prints JSON. Plain decoding and drafts take turns: the median of all pairs, with a 95% confidence interval. With `--alone`, for
 models of which the GPU holds one only, plain decoding runs first.
@@ -23,7 +23,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,56 +198,19 @@ def synthetic(
     return device, rows
 
 
-def texts(
-    model: str, dtype: str, files: Sequence[Path], max_tokens: int, method: str
-) -> tuple[torch.device, list[dict[str, Any]]]:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    prompts = [prompt for file in files for prompt in json.loads(file.read_text())]
-    kinds: dict[str, Any] = {"plain": None, "drafts": SpeculativeOptions(method=method)}
-    generators = {name: Generator.from_pretrained(model, dtype=dtype, speculative=own) for name, own in kinds.items()}
-    rows = []
-    for number, prompt in enumerate(prompts):
-        seconds: dict[str, list[float]] = {name: [] for name in kinds}
-        found: dict[str, Any] = {}
-        for pair in range(2):
-            for name in list(kinds)[:: 1 if pair % 2 else -1]:
-                found[name] = generators[name].chat([{"role": "user", "content": prompt["content"]}], params)
-                own = found[name].token_times_s
-                seconds[name].append((own[-1] - own[0]) / max(1, len(own) - 1))
-        same, drafts = found["plain"].token_ids == found["drafts"].token_ids, found["drafts"]
-        rows.append({
-            "prompt": number, "kind": prompt["kind"], "tokens": len(drafts.token_ids), "same_text": same,
-            "num_draft_tokens": drafts.num_draft_tokens, "num_accepted_tokens": drafts.num_accepted_tokens,
-            "acceptance_length": drafts.acceptance_length,
-            "speedup": statistics.median(seconds["plain"]) / statistics.median(seconds["drafts"]),
-            "tokens_per_s": 1 / statistics.median(seconds["drafts"]),
-        })  # fmt: skip
-    return generators["plain"].device, rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram")
-    parser.add_argument("--adaptive", action="store_true", help="with --method mtp --synthetic")
-    parser.add_argument("--alone", action="store_true", help="with --synthetic: one after the other, if two do not fit")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--synthetic", type=float, metavar="RATE")
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--max-tokens", type=int, default=80, help="of each text")
+    parser.add_argument("--adaptive", action="store_true", help="with --method mtp")
+    parser.add_argument("--alone", action="store_true", help="one after the other, if two do not fit")
+    parser.add_argument("--synthetic", type=float, required=True, metavar="RATE")
     options = parser.parse_args()
     quantization = "fp8" if options.fp8 else None
-    if options.adaptive and (options.method != "mtp" or options.synthetic is None):
-        parser.error("--adaptive is for --method mtp --synthetic RATE")
-    if options.alone and options.synthetic is None:
-        parser.error("--alone is for --synthetic RATE")
-    if (options.synthetic is None) == (options.text is None):
-        parser.error("give either --synthetic or --text")
-    if options.text:
-        device, rows = texts(options.model, options.dtype, options.text, options.max_tokens, options.method)
-    else:
-        device, rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
+    if options.adaptive and options.method != "mtp":
+        parser.error("--adaptive is for --method mtp")
+    device, rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
     shared = machine("speculation", device, ["python", "bench/tools/speculation.py", *sys.argv[1:]], None)
     given = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
     print(json.dumps(shared | given | {"results": rows}, indent=1))

@@ -3,8 +3,9 @@
 python bench/tools/steps.py MODEL [fp8|int4]     random weights; prints JSON
 
 A step is the replay of its CUDA graph alone: `minirt bench decode` also measures Python's part. A prompt is one request for one
-token, in Python. The limit of a step is the time to read the weights and the KV cache, at the measured bandwidth. Of a mixture,
-the weights of the expected number of experts count, if all are equally likely.
+token, in Python. A step that does not fit into memory has no time, and says why. The limit of a step is the time to read the
+weights and the KV cache, at the measured bandwidth. Of a mixture, the weights of the expected number of experts count, if all
+are equally likely.
 """
 
 import json
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minirt.errors import MinirtError
+from minirt.errors import ContextLengthError, InputError, MinirtError
 
 BATCHES, PROMPTS, CONTEXT, REPEATS = (1, 3, 8, 24, 64, 100, 256), (512, 2048), 128, 5
 
@@ -40,10 +41,13 @@ def main(words: list[str]) -> None:
         cached = generator.kv_bytes_per_token * CONTEXT
         for batch in BATCHES:
             read = step_read_bytes(generator.model, batch) + batch * (cached + generator.step_state_bytes)
-            times = summarize(replay_times(generator, batch, CONTEXT))
             limit = read / ceiling.bytes_per_s
-            results.append({"batch_size": batch, "context_len": CONTEXT, "step_s": times, "limit_s": limit})
-            results[-1]["share_of_limit"] = limit / results[-1]["step_s"]["median"]
+            row: dict[str, Any] = {"batch_size": batch, "context_len": CONTEXT, "step_s": None, "limit_s": limit}
+            try:
+                row["step_s"] = summarize(replay_times(generator, batch, CONTEXT))
+            except (ContextLengthError, InputError) as error:  # fewer sequences run at once, or there are fewer pages
+                row["left_out"] = str(error)
+            results.append(row | {"share_of_limit": row["step_s"] and limit / row["step_s"]["median"]})
         draw = random.Random(0)
         for length in PROMPTS:
             seconds = []

@@ -20,17 +20,21 @@ from minirt.bench.tools import pictures
 from minirt.bench.tools.results import (
     BESIDE_VLLM,
     FORMATS,
+    IN_PROCESS,
     RESULTS,
     ROOT,
     VLLM_MIXTURE_PROMPTS,
     VLLM_MIXTURE_STEPS,
     VLLM_PROMPTS,
     VLLM_STEPS,
+    Key,
+    Point,
     Records,
     Result,
     format_of,
     latest,
     mark,
+    points_of,
     run_of,
     stack_of,
     stored,
@@ -163,7 +167,7 @@ def _beside_vllm(
     return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM 0.24, {form}"))], rows)
 
 
-# --- both engines on one card ---
+# --- both engines on H100s ---
 
 # The decode steps and prompts that README.md shows.
 _README_POINTS = (
@@ -172,128 +176,157 @@ _README_POINTS = (
 # The sections of docs/benchmarks/models.md with all points of both engines, and with runs that were checked before timing.
 _ALL_POINTS, _CHECKED_RUNS = "#beside-vllm", "#an-earlier-vllm-on-an-h200"
 _TIE = 0.02  # times that differ by less are a tie
+_IN_PROCESS = "‡"  # marks vLLM's figures that are not of its default setting
 
 
-def _name_of(point: tuple[Any, ...]) -> str:
-    kind, *rest = point
+def _name_of(key: Key) -> str:
+    kind, *rest = key
     if kind == "step":
         return f"decode step, batch {rest[0]}" + (f", context {rest[1]:,}" if rest[1] != 128 else "")
     return f"first token, prompt of {rest[0]:,} tokens" if kind == "prompt" else "offline, output tokens/s"
 
 
-def _row_of(point: tuple[Any, ...]) -> str:
-    return _name_of(point) + ", ms" * (point != ("offline",))
+def _row_of(key: Key) -> str:
+    return _name_of(key) + ", ms" * (key != ("offline",))
 
 
-def _cell_of(point: tuple[Any, ...], value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if point == ("offline",) else milliseconds(value * 1e3)
+def _cell_of(key: Key, values: Sequence[float]) -> str:
+    return " to ".join(f"{value:,.0f}" if key == ("offline",) else milliseconds(value * 1e3) for value in values) or NONE
 
 
-def _unit_of(point: tuple[Any, ...]) -> str:
-    return "" if point == ("offline",) else " ms"  # the name of a rate has its unit
+def _unit_of(key: Key) -> str:
+    return "" if key == ("offline",) else " ms"  # the name of a rate has its unit
 
 
-def speedup(point: tuple[Any, ...], own: float, theirs: float) -> float:
-    """How many times as fast as vLLM minirt is, by times or, offline, by rates."""
-    return own / theirs if point == ("offline",) else theirs / own
+def speedups(key: Key, own: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """How many times as fast as vLLM minirt is, by times or, offline, by rates: for all measurements of both, ascending."""
+    return sorted(a / b if key == ("offline",) else b / a for a in own for b in theirs)
+
+
+def _times(ratios: Sequence[float]) -> str:
+    """1.33, or 1.33 to 1.39."""
+    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1])))
 
 
 def headline(records: Records) -> str:
-    """README.md's first sentence about speed."""
-    (record,) = records.values()
-    ranges = []
+    """README.md's first sentence about speed: only points at which vLLM ran as it does by default."""
+    record, steps, offline = records[BESIDE_VLLM], [], []
     for form in FORMATS:
-        own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
-        ratios = [speedup(point, own[point], theirs[point]) for point in own if point[0] == "step"]
-        ranges.append(f"{min(ratios):.2f} to {max(ratios):.2f} times")
-    peer, card = stack_of(run_of(record, "vLLM", "bf16")), record["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        points = {key: point for key, point in points_of(records, form).items() if point.own and not point.in_process}
+        ratios = {key: speedups(key, point.own, point.theirs) for key, point in points.items()}
+        steps.append(_times(sorted(ratio for key, own in ratios.items() if key[0] == "step" for ratio in own)))
+        offline.append(_times(ratios["offline",]))
+    peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
+    card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
-        f"On one {card}, decode steps of {record['model']} are {ranges[0]} as fast as those of {peer.partition(' with')[0]} in "
-        f"bf16, and {ranges[1]} in FP8 ([details](#speed)). The weights are random, as in most measurements of this project."
+        f"On {card}s, decode steps of {record['model']} are {steps[0]} times as fast as those of {peer} in bf16, and {steps[1]} "
+        f"times in FP8; many requests at once yield {offline[0]} and {offline[1]} times as many tokens per second "
+        f"([details](#speed)). The weights are random, as in most measurements of this project."
     )
 
 
 def readme_table(records: Records) -> str:
-    """README.md's table beside vLLM, the ties, the origin of the figures, and what is not stored with them."""
-    (record,) = records.values()
-    page, points = "docs/benchmarks/models.md", run_of(record, "minirt", "bf16").values
-    where = f" that were measured ([all {len(points)} of each format]({page}{_ALL_POINTS}))"
-    return f"{_engines_table(record, _README_POINTS)}\n\n{ties(record, where)}\n\n{_origin_of(record, page)}"
+    """README.md's table beside vLLM, what its figures lack, the ties, and the origin of the figures."""
+    page = "docs/benchmarks/models.md"
+    where = f" that were measured ([all points]({page}{_ALL_POINTS}))"
+    parts = _engines_table(records, _README_POINTS), _lacking(records), ties(records, where), _origin_of(records, page)
+    return "\n\n".join(parts)
 
 
 def engines_table(records: Records) -> str:
     """All points of both engines, and those of minirt on a later PyTorch."""
-    (record,) = records.values()
-    other = latest(record)
-    points = run_of(record, "minirt", "bf16").values
-    first = run_of(record, "minirt", "bf16")
-    rows = [
-        [_row_of(point), _cell_of(point, first.values[point]), _cell_of(point, other.values.get(point))] for point in points
-    ]
+    record, older = records[BESIDE_VLLM], records[IN_PROCESS]
+    first, other = run_of(older, "minirt", "bf16"), latest(older)
+    rows = [[_row_of(key), _cell_of(key, own), _cell_of(key, other.values.get(key, ()))] for key, own in first.values.items()]
     shown = table(["bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
     versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
+    sampled = next(own["sampled_output_tokens_per_s"] for own in record["runs"] if "sampled_output_tokens_per_s" in own)
+    parts = (
+        _engines_table(records, tuple(points_of(records, "fp8"))), _lacking(records), ties(records), _origin_of(records, ""),
+        _protocol_of(record),
+        f"At temperature 0.8 and top-p 0.95, with a seed for each request, minirt yields {sampled:,} output tokens/s offline in "
+        f"FP8.",
+        f"minirt `{first.build}` with two versions of PyTorch on one card ({versions}), from `{IN_PROCESS}`:", shown,
+    )  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def _engines_table(records: Records, keys: Sequence[Key]) -> str:
+    points = [points_of(records, form) for form in FORMATS]
+    rows = []
+    for key in keys:
+        cells = [_row_of(key)]
+        for own in points:
+            point = own.get(key, Point((), (), False))
+            ratios = speedups(key, point.own, point.theirs)
+            marked = _IN_PROCESS * bool(point.theirs and point.in_process)
+            cells += [_cell_of(key, point.own), _cell_of(key, point.theirs) + marked]
+            cells.append((f"{_times(ratios)} ×" + ", tie" * _tied(ratios)) if ratios else NONE)
+        rows.append(cells)
+    heads = ["minirt bf16", "vLLM bf16", "faster", "minirt `--fp8`", "vLLM fp8", "faster"]
+    return table([records[BESIDE_VLLM]["model"], *heads], rows)
+
+
+def _tied(ratios: Sequence[float]) -> bool:
+    return abs(ratios[0] - 1) < _TIE
+
+
+def _lacking(records: Records) -> str:
+    """The first line below the table: what vLLM ran without, and which of its figures are of another setting."""
     return (
-        f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record, '')}\n\n{_protocol_of(record)}\n\n"
-        f"minirt with two versions of PyTorch on the same card ({versions}):\n\n{shown}"
+        f"vLLM ran {run_of(records[BESIDE_VLLM], 'vLLM', 'bf16').note}. {_IN_PROCESS} vLLM was measured only with its engine in "
+        f"the caller's process, on {records[IN_PROCESS]['date']}; by default, it is a process of its own. The two engines ran on "
+        f"different cards of one type."
     )
 
 
-def _engines_table(record: Result, points: Sequence[tuple[Any, ...]]) -> str:
-    runs = {form: [run_of(record, engine, form).values for engine in ("minirt", "vLLM")] for form in FORMATS}
-    rows = []
-    for point in points:
-        cells = [_row_of(point)]
-        for own, theirs in runs.values():
-            cells += [_cell_of(point, own[point]), _cell_of(point, theirs[point])]
-            ratio = speedup(point, own[point], theirs[point])
-            cells.append(f"{ratio:.2f} ×" + (", tie" if abs(ratio - 1) < _TIE else ""))
-        rows.append(cells)
-    heads = ["minirt bf16", "vLLM bf16", "faster", "minirt `--fp8`", "vLLM fp8", "faster"]
-    return table([record["model"], *heads], rows)
-
-
-def ties(record: Result, where: str = "") -> str:
-    """How many points minirt wins, the points at which both engines are equally fast, and those at which vLLM is faster.
+def ties(records: Records, where: str = "") -> str:
+    """How many points minirt wins, the points at which both engines are equally fast, and those at which vLLM is faster. With two
+    measurements of a point, the one that is better for vLLM counts.
 
     `where`: where these points are, if they are not all in the table above.
     """
-    faster, tied, slower = 0, [], []
+    faster, default, tied, slower = 0, 0, [], []
     for form in FORMATS:
-        own, theirs = (run_of(record, engine, form).values for engine in ("minirt", "vLLM"))
-        for point in own:
-            ratio = speedup(point, own[point], theirs[point])
-            unit = _unit_of(point)
-            values = f"minirt {_cell_of(point, own[point])}{unit}, vLLM {_cell_of(point, theirs[point])}{unit}"
-            text = f"{form}, {_name_of(point)} ({values})"
-            if abs(ratio - 1) < _TIE:
+        for key, point in points_of(records, form).items():
+            ratios = speedups(key, point.own, point.theirs)
+            if not ratios:
+                continue
+            default += not point.in_process
+            unit = _unit_of(key)
+            values = f"minirt {_cell_of(key, point.own)}{unit}, vLLM {_cell_of(key, point.theirs)}{unit}"
+            text = f"{form}, {_name_of(key)} ({values})"
+            if _tied(ratios):
                 tied.append(text)
-            elif ratio < 1:
+            elif ratios[0] < 1:
                 slower.append(text)
             else:
                 faster += 1
-    parts = [f"minirt is faster at {faster} of the {faster + len(tied) + len(slower)} points{where}."]
+    count = faster + len(tied) + len(slower)
+    parts = [f"minirt is faster at {faster} of the {count} points{where}; at {default} of them, vLLM ran as it does by default."]
     are = "One is a tie" if len(tied) == 1 else f"{len(tied)} are ties"
     parts += [f"{are} (less than {_TIE:.0%} apart): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
     return " ".join(parts)
 
 
-def _origin_of(record: Result, page: str) -> str:
-    """Card, date, both stacks, what another PyTorch changes, and what is missing.
+def _origin_of(records: Records, page: str) -> str:
+    """Stores, cards, dates, both stacks, what another PyTorch changes, and what is missing.
 
     `page`: how docs/benchmarks/models.md is linked to; empty on that page.
     """
+    record, older = records[BESIDE_VLLM], records[IN_PROCESS]
     own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
-    measuring = "docs/measuring.md" if page else "../measuring.md"
-    steps = f" A decode step is {record['protocol']['decode step'].partition('; ')[2]}." if page else ""  # the page has all of it
+    root, measuring = ("", "docs/measuring.md") if page else ("../../", "../measuring.md")
+    stores = [f"[`{name}`]({root}bench/results/{name}.json)" for name in (BESIDE_VLLM, IN_PROCESS)]
+    steps = f" A decode step is {record['protocol']['decode step'].split('; ')[1]}." if page else ""  # the page has all of it
     return (
-        f"{stack_of(own)}; {stack_of(theirs)}, {theirs.note}. {_other_stack_of(record, page)} Both ran on the same "
-        f"{record['device']}, one after the other, on {record['date']}. Random weights, greedy decoding, a context of 128 tokens "
-        f"unless the row says another.{steps}\n\n"
-        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): its stored result has "
-        f"one value for each point, no correctness check and no roofline of the card. In [an earlier "
+        f"{stack_of(own)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}; figures with "
+        f"{_IN_PROCESS} on a card of that type on {older['date']}. Two cards of one type differ by up to several per cent. "
+        f"{_other_stack_of(older, page)} Random weights, greedy decoding, a context of 128 tokens unless the row says "
+        f"another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
+        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): its stored results "
+        f"have no single runs, no correctness check and no roofline of the card. In [an earlier "
         f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was "
         f"timed."
     )
@@ -302,15 +335,71 @@ def _origin_of(record: Result, page: str) -> str:
 def _other_stack_of(record: Result, page: str) -> str:
     """How much the latest PyTorch changes minirt's figures."""
     first, other = run_of(record, "minirt", "bf16"), latest(record)
-    ratios = [speedup(point, first.values[point], value) for point, value in other.values.items()]
-    most = max(abs(ratio - 1) for ratio in ratios)
+    most = max(abs(ratio - 1) for key, own in other.values.items() for ratio in speedups(key, first.values[key], own))
     differ = f"differ by at most {most:.0%}"
     differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (the last table of this section)"
     return f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times {differ}."
 
 
 def _protocol_of(record: Result) -> str:
-    return "\n".join(f"- {what[0].upper()}{what[1:]}: {how}." for what, how in record["protocol"].items())
+    names = "order", "clock", "prompts", "decode step", "first token", "offline"
+    return "\n".join(f"- {name[0].upper()}{name[1:]}: {record['protocol'][name]}." for name in names)
+
+
+def correction_table(records: Records) -> str:
+    """The points at which vLLM was measured in both settings, with what the earlier one claimed."""
+    older, rows = records[IN_PROCESS], []
+    for form in FORMATS:
+        before, theirs = (run_of(older, engine, form).values for engine in ("minirt", "vLLM"))
+        for key, point in points_of(records, form).items():
+            if not point.in_process and key in theirs:
+                claims = (speedups(key, before[key], theirs[key]), speedups(key, point.own, point.theirs))
+                cells = _cell_of(key, theirs[key]), _cell_of(key, point.theirs), *(f"{_times(own)} ×" for own in claims)
+                rows.append([f"{form}, {_row_of(key)}", *cells])
+    heads = ["vLLM in the caller's process", "in its own", f"minirt faster, {older['date']}", "now"]
+    return table([records[BESIDE_VLLM]["model"], *heads], rows)
+
+
+def drafts_table(records: Records) -> str:
+    """Tokens per second with drafts, minirt beside vLLM where it was measured."""
+    (record,) = records.values()
+    theirs = {own["model"]: own for own in record["drafts"] if own["engine"] == "vLLM"}
+    rows = []
+    for own in record["drafts"]:
+        if own["engine"] == "minirt":
+            peer = theirs.get(own["model"], {"results": []})
+            rates = {row["batch_size"]: row["tokens_per_s"] for row in peer["results"]}
+            kind = f"{own['num_drafts']} {'MTP' if own['method'] == 'mtp' else own['method']} drafts"
+            for row in own["results"]:
+                n, rate = row["batch_size"], row["tokens_per_s"]
+                cells = [f"{own['tokens_per_step']:.2f}", f"{rate:,.1f}", f"{row['speedup']:.2f} ×"]
+                cells += [f"{rates[n]:,.1f}", f"{rate / rates[n]:.2f} ×"] if n in rates else [NONE, NONE]
+                rows.append([f"{own['model']} {format_of(own)}, {kind}, batch {n}", *cells])
+    (peer,) = theirs.values()
+    drafts = record["protocol"]["drafts"]
+    heads = ["tokens a step", "minirt, tokens/s", "of plain decoding", "vLLM, tokens/s", "minirt faster"]
+    shown = table(["drafts", *heads], rows)
+    return (
+        f"{shown}\n\nminirt `{record['commit']}`; vLLM {peer['version']}, {peer['note']}, "
+        f"{peer['tokens_per_step']} tokens a step, on a card of the same type; whether its engine was a process of its own was "
+        f"not recorded. {drafts[0].upper()}{drafts[1:]}: the figures say how fast steps are, not how often drafts are right. "
+        f"From `{BESIDE_VLLM}`."
+    )
+
+
+def first_token_table(records: Records) -> str:
+    """Seconds from the start of the interpreter to the first token on an H100, by part."""
+    (record,) = records.values()
+    names = "import_torch_s", "cuda_s", "load_s", "warm_up_s", "first_token_s"
+    rows = []
+    for own in record["start"]:
+        caches = f"{own['caches']} kernel caches" if own["caches"] != "of bf16" else "kernel caches of bf16"
+        cells = [NONE if own[name] is None else f"{own[name]:.1f}" for name in names]
+        rows.append([f"{title_of(format_of(own))}, {caches}", *cells, str(own["kernels_compiled"] or NONE)])
+    heads = ["import torch", "CUDA", "load", "warm-up", "first token after", "kernels compiled"]
+    about = f"minirt `{record['commit']}`, one {record['device']}, {record['date']}; {record['protocol']['start']}"
+    shown = table([f"{record['model']}, seconds", *heads], rows)
+    return f"{shown}\n\n{about}. From `{BESIDE_VLLM}`."
 
 
 def losses_table(records: Records) -> str:
@@ -368,7 +457,8 @@ def replays_table(records: Records) -> str:
                 name, cell = f"prompt of {row['input_len']:,} tokens", milliseconds(row["time_to_first_token_s"]["median"] * 1e3)
             else:
                 name = f"decode step, batch {row['batch_size']}"
-                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
+                fits = row["step_s"] is not None
+                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})" if fits else NONE
             found.setdefault(name, []).append(cell)
     rows = [[name, *cells] for name, cells in found.items()]
     several = len({record["quantization"] for record in records.values()}) > 1
@@ -953,6 +1043,53 @@ def format_quality_table(records: Records) -> str:
     return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
+def options_quality_table(records: Records) -> str:
+    """What each option costs trained models: a row for each model and option."""
+    (lines,) = records.values()
+    rows = []
+    for line in lines:
+        if line["kind"] == "option":
+            base = line["name"] == "fp32"
+            loss = NONE if base else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
+            cells = f"{line['weight_bytes'] / MIB:,.0f}", f"{line['perplexity']:.2f}", loss, f"{line['tokens']:,}"
+            rows.append([f"{line['model']}, " + ("fp32" if base else f"`{line['name']}`"), *cells])
+    shown = table(["trained model", "weights, MiB", "perplexity", "nats per token above fp32", "tokens"], rows)
+    return f"{shown}\n\n{_trained_origin(lines)}; ± is the standard error over windows of 256 tokens."
+
+
+def trained_table(records: Records) -> str:
+    """What trained models answer: drafts that are right, chats beside transformers, tool calls, JSON by a schema."""
+    (lines,) = records.values()
+    kinds: dict[str, dict[str, list[Result]]] = {}
+    for line in lines:
+        kinds.setdefault(line["kind"], {}).setdefault(line.get("model", ""), []).append(line)
+    rows = [
+        [
+            f"{own['model']} {own['dtype']}, {own['prompts']}", f"{own['num_accepted_tokens']:,} of {own['num_draft_tokens']:,}",
+            f"{own['output_tokens'] / (own['output_tokens'] - own['num_accepted_tokens']):.2f}",
+            f"{own['same_texts']} of {own['texts']}",
+        ]
+        for own in (line for each in kinds.get("drafts", {}).values() for line in each)
+    ]  # fmt: skip
+    parts = [table(["n-gram drafts", "drafts right", "tokens a step", "same text"], rows)] if rows else []
+    for model, chats in kinds.get("chat", {}).items():
+        same, tokens = sum(line["same_tokens"] for line in chats), sum(line["tokens"] for line in chats)
+        text = f"{model}: {same} of {len(chats)} greedy answers in fp32, {tokens} tokens together, are those of transformers"
+        parts.append(f"{text}, token for token.")
+    for kind, what in (("tool", "questions with a tool each"), ("schema", "requests with a JSON schema")):
+        for model, own in kinds.get(kind, {}).items():
+            valid, right = (sum(line[name] for line in own) for name in ("valid", "right"))
+            text = f"{model}, {len(own)} {what}, in bf16 through `minirt serve`: {valid} valid by the schema"
+            parts.append(f"{text}, {right} with the right content.")
+    return "\n\n".join([*parts, f"{_trained_origin(lines)}."])
+
+
+def _trained_origin(lines: Result) -> str:
+    about = lines[0]
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU, {about['device'].partition(', ')[2]}"
+    return f"{about['weights'][0].upper()}{about['weights'][1:]}. From `cpu-trained-models` ({where})"
+
+
 _SIZES = {"fp32": "float32", "--quantize fp8": "`--fp8`", "--quantize int4": "`--quantize int4`"}  # lines of `sizes_table`
 
 
@@ -1004,6 +1141,7 @@ class Block(NamedTuple):
     names: bool = True
 
 
+_BOTH_ENGINES = BESIDE_VLLM, IN_PROCESS
 _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
@@ -1012,10 +1150,23 @@ _LOADED = ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8", "mixture-fused
 _STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
-    "headline": Block((BESIDE_VLLM,), headline, README, names=False),
-    "vllm": Block((BESIDE_VLLM,), readme_table, README, names=False),
+    "headline": Block(_BOTH_ENGINES, headline, README, names=False),
+    "vllm": Block(_BOTH_ENGINES, readme_table, README, names=False),
     "sizes": Block(("cpu-format-quality",), sizes_table, README, names=False),
-    "engines": Block((BESIDE_VLLM,), engines_table, _MODELS, names=False),
+    "engines": Block(_BOTH_ENGINES, engines_table, _MODELS, names=False),
+    "correction": Block(
+        _BOTH_ENGINES, correction_table, _MODELS,
+        "Until this correction, README.md and this page compared minirt with an engine of vLLM in the caller's process "
+        "(`VLLM_ENABLE_V1_MULTIPROCESSING=0`). There, Python code of the caller delays large batches. By default, vLLM's engine "
+        "is a process of its own that schedules asynchronously. The earlier figures were too good for minirt with many requests; "
+        "those of single cells below also differ because the cards do:",
+    ),
+    "drafts": Block(
+        (BESIDE_VLLM,), drafts_table, _MODELS,
+        "Speculative decoding on an H100. Synthetic drafts take no time to make, MTP drafts do (`bench/tools/speculation.py "
+        "--synthetic`):",
+        names=False,
+    ),
     "about": Block(_STEPS + _PROMPTS, about_table, _MODELS, names=False),
     "decode": Block(_STEPS, decode_table, _MODELS),
     "prefill": Block(_PROMPTS, prefill_table, _MODELS),
@@ -1037,6 +1188,7 @@ BLOCKS = {
         "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
         "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
     ),
+    "trained": Block(("cpu-trained-models",), trained_table, _MODELS, names=False),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), replays_table, _MODELS,
         "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
@@ -1128,6 +1280,7 @@ BLOCKS = {
         "Milliseconds that a decode step of Qwen2.5-7B takes longer when one technique is left out. An empty cell means that the "
         "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py`):",
     ),
+    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, "On an H100, with more parts:", names=False),
     "startup": Block(
         ("h200-startup-bf16", "h200-startup-fp8"), startup_table, _SYSTEM,
         "From process start to the first token, Qwen2.5-7B with random weights. Warm rows are medians of several starts "
@@ -1169,6 +1322,7 @@ BLOCKS = {
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
+    "quality-options": Block(("cpu-trained-models",), options_quality_table, QUANTIZATION, names=False),
     "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
@@ -1221,7 +1375,7 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "speed": Picture((BESIDE_VLLM,), pictures.engines, README),
+    "speed": Picture(_BOTH_ENGINES, pictures.engines, README),
     "speed-h200": Picture(_STEPS + _PROMPTS, pictures.speed, _MODELS),
     "layers": Picture(("h200-compare-embedded",), pictures.layers, _LAYERS),
     "mixture": Picture(_MIXTURE, pictures.mixture, _MODELS),

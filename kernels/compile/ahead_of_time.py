@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -15,8 +14,9 @@ import torch
 import triton
 from triton import JITFunction
 
-from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
+from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn_of_one_process
 from minirt.kernels.prepared import by_triton
+from minirt.wording import warn
 
 _mode: ContextVar[str] = ContextVar("launches", default="run")  # or "compile" or "skip"; each thread has its own value
 
@@ -45,7 +45,7 @@ def compile_ahead(
         except (AttributeError, TypeError) as error:
             asynchronous = None
             what = f"kernels are compiled one after the other: Triton {triton.__version__} has no asynchronous mode ({error})"
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
+            warn(what, RuntimeWarning)
         if asynchronous is None:
             yield
             return
@@ -134,7 +134,7 @@ class _Compilers(ThreadPoolExecutor):
             with self._starting:
                 if not self._alone:
                     self._alone = True
-                    warn(f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})")
+                    warn_of_one_process(f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})")
             return
         self.compiles = True
         with self._starting:
@@ -143,7 +143,7 @@ class _Compilers(ThreadPoolExecutor):
                 try:
                     self._processes = CompileProcesses(self._count)
                 except OSError as error:
-                    warn(f"no other processes can be started ({error})")
+                    warn_of_one_process(f"no other processes can be started ({error})")
         if self._processes is not None:
             self._processes.compile(request)
 

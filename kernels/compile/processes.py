@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +23,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
+
+from minirt.wording import warn
 
 if TYPE_CHECKING:
     from triton.compiler.compiler import ASTSource
@@ -142,7 +143,7 @@ class CompileProcesses:
             self._warned = True
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-        warn(f"the other processes have ended (exit code {code}{': ' if last else ''}{last})")
+        warn_of_one_process(f"the other processes have ended (exit code {code}{': ' if last else ''}{last})")
 
     def _take(self) -> Connection | None:
         with self._lock:
@@ -156,8 +157,8 @@ class CompileProcesses:
             return self._ready.popleft() if self._ready else None
 
 
-def warn(why: str) -> None:
-    warnings.warn(f"kernels are compiled in this process only, which takes longer: {why}", RuntimeWarning, stacklevel=3)
+def warn_of_one_process(why: str) -> None:
+    warn(f"kernels are compiled in this process only, which takes longer: {why}", RuntimeWarning)
 
 
 def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +25,7 @@ from minirt.errors import InputError, MinirtError
 from minirt.files import cache_folder, replace_file
 from minirt.kernels.launch import Gpu, gpu_of
 from minirt.sizes import format_size
+from minirt.wording import warn
 
 try:
     import fcntl
@@ -174,6 +174,7 @@ class LinearShape:
         experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
         blocks: whether fp8 weights have a scale for each block, not for each row.
         int4: whether the weights have 4 bits.
+        joins: whether each token also uses a shared expert of this form, which a step of few tokens computes with the others.
     """
 
     N: int
@@ -186,6 +187,7 @@ class LinearShape:
     experts: tuple[int, int] | None = None
     blocks: bool = False
     int4: bool = False
+    joins: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
@@ -323,4 +325,4 @@ def _read_regular(file: Path) -> bytes:
 
 def _warn(file: Path, found: str) -> None:
     what = f"{file} holds no usable tuned configurations ({found})"
-    warnings.warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning, stacklevel=3)
+    warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning)

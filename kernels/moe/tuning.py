@@ -22,9 +22,11 @@ Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
 
 
 def few_tokens_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of few tokens, which have the configurations of one."""
+    """Steps of few tokens, which have the configurations of one. A shared expert that joins is like one more of those chosen."""
     for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
-        case = few_tokens.FAMILY.case(shape_facts(shape, 1), device, partial(_prepare_few, shape, 1, E, k, device))
+        k += shape.joins
+        facts = shape_facts(shape, 1)._replace(k=k)
+        case = few_tokens.FAMILY.case(facts, device, partial(_prepare_few, shape, 1, E, k, device))
         if case is not None:
             yield case
 

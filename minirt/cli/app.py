@@ -31,6 +31,7 @@ from minirt.cli.suggestions import Commands, for_option, takes_only_options
 from minirt.cli.tune import tune
 from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
 from minirt.threads import limit_spinning
+from minirt.wording import command_line
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: run a command, and turn errors into one line on stderr and an exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     limit_spinning()  # before a command imports PyTorch
-    with standard_streams(), warning_lines():
+    with standard_streams(), warning_lines(), command_line():
         code = _exit_code(arguments)
     sys.exit(code)
 

@@ -1,6 +1,6 @@
 """`minirt bench speed | decode | prefill | latency | throughput`: options and output. minirt.bench measures.
 
-`minirt bench kernels` is in bench_kernels.py, `minirt bench patch` in bench_patch.py, `minirt bench serve` in bench_serve.py.
+`minirt bench kernels` is in bench_kernels.py, and so are `patch`, `serve` and `speculate` in bench_patch.py and so on.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
+from minirt.cli.bench_speculate import speculate
 from minirt.cli.help import option_group
 from minirt.cli.options import (
     NUMBERS,
@@ -72,17 +73,18 @@ _measure_options = option_group(
 
 @click.group(cls=Commands, short_help="Measure speed: tokens/s, steps, prompts, a server.")
 def bench() -> None:
-    """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; its kernels
-    alone, or in transformers; or a server.
+    """Measure a model: its speed with prompts and decode steps; both in detail; end-to-end latency, throughput; what drafts
+    bring; its kernels alone, or in transformers; or a server.
 
-    Prompts are random token ids, so no tokenizer is needed. Generation continues after an end-of-sequence token. Before
-    anything is timed, the model is compared with its eager layers (but not by `serve`, which may measure any server).
+    Except for `serve` and `speculate`, prompts are random token ids, so no tokenizer is needed, and generation continues after an
+    end-of-sequence token. Before anything is timed, the model is compared with its eager layers.
     """
 
 
 bench.add_command(kernels)
 bench.add_command(patch)
 bench.add_command(serve)
+bench.add_command(speculate)
 
 
 @bench.command(short_help="Tokens per second of a prompt and of decode steps.")

@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
 
+    The model needs a chat template, which the embedded one has not. /system TEXT sets the system message, /reset forgets the
+    conversation, /save FILE writes it as a line for `minirt generate --prompts`, and /stats prints times and memory.
     Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
+    Without a terminal, an error or an unknown command ends the program with exit code 1.
     """
     from minirt.models import EMBEDDED
 
@@ -70,6 +73,13 @@ class _Conversation:
     def __init__(
         self, generator: "Generator", params: "SamplingParams", system: str | None, variables: dict[str, Any] | None, quiet: bool
     ) -> None:
+        from minirt.text.reply_format import ReplyFormat
+
+        tokenizer, self._form = generator.tokenizer, ReplyFormat()
+        if tokenizer is not None:
+            self._form = ReplyFormat.choose(tokenizer.tool_template, tokenizer.response_template)
+            if self._form.needs_special_tokens(tokenizer.special_tokens):
+                params = replace(params, skip_special_tokens=False)
         self._generator, self._params, self._system, self._quiet = generator, params, system, quiet
         self._variables = variables
         self._turns: list[dict[str, str]] = []
@@ -102,13 +112,11 @@ class _Conversation:
     def _message(self, prompt: list[int], answer: str) -> dict[str, str]:
         """An answer as a message of the conversation. Templates take reasoning apart from the content."""
         from minirt.text.reply import parse
-        from minirt.text.reply_format import ReplyFormat
 
         tokenizer = self._generator.tokenizer
         if tokenizer is None:
             return {"role": "assistant", "content": answer}
-        form = ReplyFormat.choose(tokenizer.tool_template, tokenizer.response_template)
-        reply = parse(form.parser(tokenizer.decode(prompt, skip_special_tokens=False)), answer)
+        reply = parse(self._form.parser(tokenizer.decode(prompt, skip_special_tokens=False)), answer)
         return {"role": "assistant", "content": reply.content} | ({"reasoning": reply.reasoning} if reply.reasoning else {})
 
     def _messages(self) -> list[dict[str, str]]:

@@ -178,7 +178,8 @@ gpu_option = option_group(
     "Model",
     click.option(
         "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
-        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB.",
+        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its "
+        "compute capability (default: 8.0, which has no FP8).",
     ),
 )
 
@@ -199,7 +200,7 @@ memory_options = option_group(
     "Memory and speed",
     click.option(
         "--max-model-len", type=TokenCount(auto=True), help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and "
-        "auto: the model's own, or as many as fit.",
+        "auto: the model's own, or as many as fit. A number that does not fit is refused.",
     ),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
@@ -216,7 +217,8 @@ memory_options = option_group(
     kv_cache_dtype_option,
     click.option(
         "--max-num-batched-tokens", type=TokenCount(1),
-        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
+        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests. Default: "
+        "8,192 on a GPU, less where the memory is short; 512 on a CPU.",
     ),
     click.option(
         "--no-cuda-graphs", "--enforce-eager", is_flag=True,
@@ -277,7 +279,8 @@ warm_prompt_option = option_group(
     "Memory and speed",
     click.option(
         "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
-        help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
+        help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable). For a chat: the "
+        "beginning as the template writes it, without the special tokens that the tokenizer adds.",
     ),
 )
 chat_options = option_group(
@@ -291,7 +294,8 @@ template_option = option_group(
     "Prompts",
     click.option(
         "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
-        help="More variables of the chat template, such as '{\"enable_thinking\": false}'.",
+        help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
+        "refused.",
     ),
 )
 # A distribution's filters, which the benchmarks also have.
@@ -312,7 +316,10 @@ _structured_options = option_group(
         "--disable-any-whitespace", is_flag=True,
         help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on it.",
     ),
-    click.option("--regex", help="The text is matched by a regular expression from its beginning to its end."),
+    click.option(
+        "--regex", help="The text is matched by a regular expression from its beginning to its end. \\d is any Unicode digit: "
+        "write [0-9]."
+    ),
     click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),
     click.option("--grammar", metavar="FILE", help="The text follows the grammar in a file, in llguidance's Lark syntax."),
     click.option(
@@ -325,7 +332,7 @@ sampling_options = option_group(
     click.option("--temperature", type=float, help="0 is greedy."),
     filter_options,
     click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
-    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
+    click.option("--stop", multiple=True, help="End the text before this string, or at this special token (repeatable)."),
     click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
     click.option("--min-tokens", type=int, help="New tokens before an end token or a stop string may end the text."),
     click.option("--stop-token-ids", type=TokenIds(), help="More tokens that end the text."),
@@ -355,8 +362,11 @@ detail_options = option_group(
         "Prompts",
         click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
     ),
-    click.option("--logprobs", type=int, help="With --json: log-probabilities of new tokens and of so many most probable ones."),
-    click.option("--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."),
+    click.option(
+        "--logprobs", type=int,
+        help="With --json: log-probabilities of new tokens, and of 0 to 20 of the most probable ones; -1: of all."
+    ),
+    click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt. --max-tokens 0 generates nothing."),
     click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
 )
 def output_format_option(*formats: str) -> Callable:

@@ -13,7 +13,7 @@ _NOT_HERE = {
     "minirt bench serve": {"--speculate": "an option of the server: minirt serve --speculate"},
     "minirt bench": {
         "--speculate": "prompts of minirt bench are random tokens, where drafts are seldom right; "
-        "minirt generate --speculate prints the speed with texts of yours"
+        "minirt bench speculate measures them with prompts of yours"
     },
 }
 _SHOWN = 3  # commands that a hint names

@@ -146,8 +146,9 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
     """The shapes of a model's linear layers, each once."""
     from minirt.kernels.compile.tuning import LinearShape
 
-    shapes = []
+    shapes = list[LinearShape]()
     for layer in model.unique_layers():
+        own = list[LinearShape]()
         for linear, gated, residual, logits, experts in layer.linear_ops():
             if linear.no_triton is not None:
                 continue
@@ -156,7 +157,9 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"
             blocks = fp8 and stored is not None and len(stored.scale_shape(linear.rows, linear.in_features)) == 2
             shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
-            shapes.append(LinearShape(*shape, blocks=blocks, int4=int4))
+            own.append(LinearShape(*shape, blocks=blocks, int4=int4))
+        joins = all(replace(shape, experts=None) in own for shape in own if shape.experts is not None)  # a shared expert
+        shapes += [shape if shape.experts is None else replace(shape, joins=joins) for shape in own]
     return list(dict.fromkeys(shapes))
 
 

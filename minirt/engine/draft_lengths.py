@@ -88,33 +88,31 @@ class DraftLengths:
 
         (If there are more slots, one each.)
         """
-        known = (self._epochs[slots] == self._slots.epochs[slots]) & (self._counts[slots] > 0)
-        drafting = int(known.sum())
-        new = np.ones(len(slots), np.int64)
-        if not drafting:
-            return new
-        most = (most_rows - len(slots)) // drafting
-        sizes = [size for size in self._sizes if size <= most]
-        if not sizes:
-            return new
-        chosen = sizes[-1]
-        if self.times is not None:
-            chosen = self._best(len(slots), self._right[slots[known]] / self._trials[slots[known]], sizes)
-        new[known] += chosen
-        return new
+        counts = np.where(self._epochs[slots] == self._slots.epochs[slots], self._counts[slots], 0)
+        known = counts > 0
+        if not known.any():
+            return 1 + counts
+        # A step that the host has not read may have proposed more.
+        counts[known & (self._slots.steps[slots] > 0)] = self._sizes[-1]
+        room = most_rows - len(slots)
+        chosen = max((size for size in self._sizes if int(np.minimum(counts, size).sum()) <= room), default=0)
+        if self.times is not None and chosen:
+            rates = self._right[slots[known]] / self._trials[slots[known]]
+            chosen = self._best(len(slots), rates, counts[known], [size for size in self._sizes if size <= chosen])
+        return 1 + np.minimum(counts, chosen)
 
-    def _best(self, seqs: int, rates: np.ndarray, sizes: list[int]) -> int:
-        """The number of drafts with the most expected tokens a second."""
+    def _best(self, seqs: int, rates: np.ndarray, counts: np.ndarray, sizes: list[int]) -> int:
+        """The number of drafts with the most expected tokens a second. `rates`, `counts`: of the sequences with drafts."""
         if self.times is None or (plain := self.times.seconds(seqs, seqs)) is None:
             return 0
         best, speed = 0, seqs / plain
         expected, power, done = np.ones_like(rates), np.ones_like(rates), 0
         for size in sizes:
-            for _ in range(size - done):
+            for i in range(done, size):
                 power = power * rates
-                expected = expected + power
+                expected = expected + power * (counts > i)
             done = size
-            seconds = self.times.seconds(seqs, seqs + size * len(rates))
+            seconds = self.times.seconds(seqs, seqs + int(np.minimum(counts, size).sum()))
             if seconds is None:  # it is known after this step
                 return size
             if (own := (seqs - len(rates) + float(expected.sum())) / seconds) > speed:

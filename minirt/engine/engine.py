@@ -26,6 +26,7 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
+from minirt.engine.sampling_stages import SlotOutOfMemory
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
@@ -36,6 +37,13 @@ from minirt.step.kv_cache import KVCache
 class _InFlight(NamedTuple):
     step: Step
     work: Work
+
+
+class _OutOfMemory(NamedTuple):
+    """Why a step was not started: the allocator's message. `slot`: whose request alone needs the memory; None: the whole step."""
+
+    message: str
+    slot: int | None = None
 
 
 class Engine:
@@ -210,7 +218,8 @@ class Engine:
         not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
-        many tokens. If a step of one token does not fit, its request ends with an error in its output.
+        many tokens. If a step of one token does not fit, its request ends with an error in its output. So does a request whose
+        penalties, biases or masks do not fit; then the step is tried again without it.
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
@@ -221,17 +230,22 @@ class Engine:
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, queue_full(self.limits.max_waiting)) for sequence in self._scheduler.refused()]
             while work is not None and (problem := self._start(work, outputs, deliver)) is not None:
-                tokens, slot = int(work.planned.num_tokens.sum()), int(work.planned.slots[0])
-                same = self._scheduler.slots.epochs[slot] == work.epochs[0]  # else it has ended while masks were filled
-                first = self._scheduler.slots.sequences[slot] if same else None
+                tokens, slots = int(work.planned.num_tokens.sum()), work.planned.slots.tolist()
+                place = 0 if problem.slot is None else slots.index(problem.slot)
+                slot = slots[place]
+                same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
+                blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft(), deliver)
-                if tokens == 1:
-                    if first is not None and self._requests.get(first.id) is first:
-                        outputs.append(self._fail(first.id, out_of_memory("a step of one token", problem)))
-                    break
-                self._scheduler.limit_tokens(tokens // 2)
+                if tokens == 1 or problem.slot is not None:
+                    if blamed is not None and blamed in self._requests.values():
+                        what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
+                        outputs.append(self._fail(blamed.id, out_of_memory(what, problem.message)))
+                    if problem.slot is None:
+                        break
+                else:
+                    self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or work is None):
                 outputs += self._collect(self._in_flight.popleft(), deliver)
@@ -252,8 +266,8 @@ class Engine:
             self._scheduler.add(sequence)
         return outputs
 
-    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> str | None:
-        """Start a step. Returns None, or the allocator's message if memory runs out; in this case the step has changed nothing.
+    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> _OutOfMemory | None:
+        """Start a step. Returns None, or a problem if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
         """
@@ -265,10 +279,12 @@ class Engine:
                 self._scheduler.starting = work
                 self._fill_masks(work, outputs, deliver)
                 step = self._runner.draw()
+        except SlotOutOfMemory as error:
+            return _OutOfMemory(str(error), error.slot)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
-            return str(error)
+            return _OutOfMemory(str(error))
         if self._step_times is not None and not work.prompts and not plan.sampling.masked:
             self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)

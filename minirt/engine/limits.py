@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from minirt.errors import InputError
 from minirt.kernels.attention.limits import KV_SPLIT
 
-# The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
-MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
+# The default token budget of a step. On a CPU a larger step is hardly faster, and an interrupt or another request waits for it.
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 256}
 MAX_LOGITS_ROWS = 256  # rows of logits of a step, those of drafts included, unless more sequences run at once
 MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
 MAX_STEP_MS = 60.0  # the default time of the prompt tokens of a step beside decoding sequences

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
-from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Drafts, Slots
+from minirt.errors import InputError
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, MOST_ENTRIES, PENALTIES, Drafts, Slots, counts_dtype
 from minirt.sampling_params import EffectiveSampling
 
+PROCESSED_ROWS = 64  # of logits that are processed at once: their copy takes memory
 _ALWAYS = 2**31 - 1
-_ENTRIES = 128  # lists have room for this number of entries times a power of two, so that no size compiles another kernel
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ class Rules:
         words = [(word[-1], _ALWAYS, word[:-1]) for word in self.bad_words]
         return words + [(token, min(self.min_tokens, _ALWAYS), ()) for token in self.end_ids]
 
+    def check_sizes(self) -> None:
+        """Raise InputError if the device has no room for one of the lists."""
+        bans = self.bans
+        sizes = {
+            ("logit_bias", "biases"): len(self.bias),
+            ("bad_words", "tokens that bad_words and min_tokens forbid"): len(bans),
+            ("bad_words", "tokens before the last ones of bad words"): sum(len(prefix) for _, _, prefix in bans),
+        }
+        for (where, what), size in sizes.items():
+            if size > MOST_ENTRIES:
+                raise InputError(f"too many {what}", where=where, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")
+
     def banned(self, generated: Sequence[int]) -> set[int]:
         """The tokens that `bans` forbid after the generated tokens. The host needs them for errors only."""
         count, known = len(generated), tuple(generated)
@@ -87,60 +100,53 @@ _NONE = Rules()
 class LogitsProcessors:
     """Masks, biases and penalties for the rows of a step.
 
+    All memory that requests can ask for is allocated here, so that the plan of the device's memory holds it.
+
     Args:
         num_slots: sequences that run at once.
         vocab: columns of the logits.
         max_len: tokens of the longest sequence.
+        rows: rows that `process` gets at once, at most.
+
+    Attributes:
+        slots: what the device keeps.
     """
 
-    def __init__(self, num_slots: int, vocab: int, max_len: int, device: torch.device, impl: str = "auto") -> None:
-        self._vocab, self._max_len, self._device, self._num_slots = vocab, max_len, device, num_slots
+    def __init__(
+        self, num_slots: int, vocab: int, max_len: int, device: torch.device, impl: str = "auto", rows: int = PROCESSED_ROWS
+    ) -> None:
+        self._vocab, self._device = vocab, device
         self._triton = impl == "triton" or (impl == "auto" and is_nvidia(device))
-        self._meta = torch.zeros(num_slots, 4, dtype=torch.int32, device=device)
-        self._penalties = torch.zeros(num_slots, 4, dtype=torch.float32, device=device)
-        # Grown by the first request that needs them.
-        self._counts = self._empty(torch.int32)
-        self._allowed = self._empty(torch.int32)
-        self._bias_ids, self._biases = self._empty(torch.int32), self._empty(torch.float32)
-        self._bans = torch.zeros(num_slots, 0, 4, dtype=torch.int32, device=device)
-        self._prefixes, self._history = self._empty(torch.int32), self._empty(torch.int32)
-        self._out = torch.empty(0, vocab, dtype=torch.float32, device=device)
 
-    def _empty(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self._num_slots, 0, dtype=dtype, device=self._device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
-    @property
-    def slots(self) -> Slots:
-        """The buffers as they are now."""
-        return Slots(
-            self._meta, self._penalties, self._counts, self._allowed, self._bias_ids, self._biases, self._bans,
-            self._prefixes, self._history,
+        self.slots = Slots(
+            zeros(4), zeros(4, dtype=torch.float32), zeros(vocab + vocab % 2, dtype=counts_dtype(max_len)),
+            zeros(-(-vocab // 32)), zeros(MOST_ENTRIES), zeros(MOST_ENTRIES, dtype=torch.float32), zeros(MOST_ENTRIES, 4),
+            zeros(MOST_ENTRIES), zeros(MOST_ENTRIES),
         )  # fmt: skip
+        self._out = torch.empty(rows if self._triton else 0, vocab, dtype=torch.float32, device=device)
 
     def fill(self, slot: int, rules: Rules, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Write a slot's data for a sequence that was admitted, whose tokens the host knows. Does not wait for the device."""
-        bans = rules.bans
+        bans, slots = rules.bans, self.slots
         flags = PENALTIES * rules.penalizes | ALLOWED * (rules.allowed is not None) | HISTORY * any(ban[2] for ban in bans)
         if rules.penalizes:
-            self._counts = self._grown(self._counts, self._vocab)
-            counts = self._counts[slot].zero_()
+            counts = slots.counts[slot].zero_()
             counts.index_fill_(0, self._sent(prompt, torch.int64), 1)
-            counts.scatter_add_(0, self._sent(generated, torch.int64), self._sent([2] * len(generated), torch.int32))
+            counts.scatter_add_(0, self._sent(generated, torch.int64), self._sent([2] * len(generated), counts.dtype))
         if rules.allowed is not None:
-            words = -(-self._vocab // 32)
-            self._allowed = self._grown(self._allowed, words)
-            self._allowed[slot].copy_(self._sent(_bitmask(rules.allowed, words), torch.int32))
+            slots.allowed[slot].copy_(self._sent(_bitmask(rules.allowed, slots.allowed.shape[1]), torch.int32))
         if rules.bias:
             count = len(rules.bias)
-            self._bias_ids = self._grown(self._bias_ids, _room(count))
-            self._biases = self._grown(self._biases, _room(count))
-            self._bias_ids[slot, :count].copy_(self._sent(list(rules.bias), torch.int32))
-            self._biases[slot, :count].copy_(self._sent(list(rules.bias.values()), torch.float32))
+            slots.bias_ids[slot, :count].copy_(self._sent(list(rules.bias), torch.int32))
+            slots.biases[slot, :count].copy_(self._sent(list(rules.bias.values()), torch.float32))
         if bans:
             self._fill_bans(slot, bans, generated)
         penalties = [rules.presence, rules.frequency, rules.repetition, 0.0]
-        self._penalties[slot].copy_(self._sent(penalties, torch.float32))
-        self._meta[slot].copy_(self._sent([flags, len(rules.bias), len(bans), 0], torch.int32))
+        slots.penalties[slot].copy_(self._sent(penalties, torch.float32))
+        slots.meta[slot].copy_(self._sent([flags, len(rules.bias), len(bans), 0], torch.int32))
 
     def _fill_bans(self, slot: int, bans: list[tuple[int, int, tuple[int, ...]]], generated: Sequence[int]) -> None:
         prefixes: list[int] = []
@@ -148,21 +154,12 @@ class LogitsProcessors:
         for token, until, prefix in bans:
             entries.append([token, until, len(prefixes), len(prefix)])
             prefixes += prefix
-        self._bans = self._grown(self._bans, _room(len(bans)))
-        self._bans[slot, : len(bans)].copy_(self._sent(entries, torch.int32))
+        self.slots.bans[slot, : len(bans)].copy_(self._sent(entries, torch.int32))
         if prefixes:
-            self._prefixes = self._grown(self._prefixes, _room(len(prefixes)))
-            self._prefixes[slot, : len(prefixes)].copy_(self._sent(prefixes, torch.int32))
-            self._history = self._grown(self._history, -(-self._max_len // 16) * 16)
-            self._history[slot, : len(generated)].copy_(self._sent(generated, torch.int32))
-
-    def _grown(self, buffer: Tensor, columns: int) -> Tensor:
-        """A buffer with at least this number of columns and the same content."""
-        if buffer.shape[1] >= columns:
-            return buffer
-        larger = buffer.new_zeros(buffer.shape[0], columns, *buffer.shape[2:])
-        larger[:, : buffer.shape[1]] = buffer
-        return larger
+            self.slots.prefixes[slot, : len(prefixes)].copy_(self._sent(prefixes, torch.int32))
+            last, place = generated[-MOST_ENTRIES:], max(0, len(generated) - MOST_ENTRIES) % MOST_ENTRIES
+            last = [*last[len(last) - place :], *last[: len(last) - place]]  # the first of them belongs in column `place`
+            self.slots.history[slot, : len(last)].copy_(self._sent(last, torch.int32))
 
     def _sent(self, values: Sequence, dtype: torch.dtype) -> Tensor:
         """Values on their way to the device. PyTorch keeps the pinned memory until the copy has ended."""
@@ -173,7 +170,8 @@ class LogitsProcessors:
         self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool,
         drafts: Drafts | None = None
     ) -> Tensor:  # fmt: skip
-        """The processed logits [B, V] fp32 of `logits` [B, V], which stay as they are. Valid until the next call.
+        """The processed logits [B, V] fp32 of `logits` [B, V], which stay as they are. Valid until the next call. The eager form
+        waits for the device.
 
         Args:
             rows: [B] int32 on the device: the slot of each row; -1: a row without rules.
@@ -185,8 +183,6 @@ class LogitsProcessors:
         if self._triton:
             from minirt.kernels.sampling import process as kernels
 
-            if len(self._out) < len(logits):
-                self._out = torch.empty(max(len(logits), self._num_slots), self._vocab, dtype=torch.float32, device=self._device)
             return kernels.process(
                 logits.to(torch.float32).contiguous(), self._out[: len(logits)], rows, step, self.slots,
                 any_bias=any_bias, any_ban=any_ban, mask=mask, drafts=drafts,
@@ -201,10 +197,6 @@ class LogitsProcessors:
             kernels.record(tokens, rows, step, self.slots, self._vocab)
         else:
             record(tokens, rows, step, self.slots)
-
-
-def _room(count: int) -> int:
-    return max(_ENTRIES, 1 << (count - 1).bit_length())
 
 
 def _bitmask(allowed: Sequence[int], words: int) -> list[int]:
@@ -222,18 +214,22 @@ def process(
     x = logits.to(torch.float32, copy=True)
     at, ruled = rows.clamp(min=0).long(), (rows >= 0).unsqueeze(1)
     meta = torch.where(ruled, slots.meta[at], 0)
-    flags = meta[:, :1]
+    flags, biases = meta[:, :1], int(meta[:, 1].max()) if len(meta) else 0
     if mask is not None:
         x.masked_fill_(~unpacked(mask, x.shape[1]), -torch.inf)
-    if slots.allowed.shape[1]:
+    if (flags & ALLOWED).any():
         x.masked_fill_((flags & ALLOWED > 0) & ~unpacked(slots.allowed[at], x.shape[1]), -torch.inf)
-    entries = torch.arange(slots.biases.shape[1], device=x.device)
-    inside = entries < meta[:, 1:2]
-    x.scatter_add_(1, torch.where(inside, slots.bias_ids[at], 0).long(), torch.where(inside, slots.biases[at], 0.0))
-    x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1], drafts), -torch.inf)
-    if slots.counts.shape[1]:
+    if biases:
+        inside = torch.arange(biases, device=x.device) < meta[:, 1:2]
+        ids, values = slots.bias_ids[:, :biases][at], slots.biases[:, :biases][at]
+        x.scatter_add_(1, torch.where(inside, ids, 0).long(), torch.where(inside, values, 0.0))
+    if meta[:, 2].any():
+        x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1], drafts), -torch.inf)
+    if (flags & PENALTIES).any():
         presence, frequency, repetition, _ = slots.penalties[at].unsqueeze(-1).unbind(1)
-        counts = slots.counts[at]
+        counts = slots.counts[at, : x.shape[1]].int()
+        if slots.counts.dtype == torch.int16:
+            counts &= 0xFFFF
         if drafts is not None:
             before = torch.arange(drafts.tokens.shape[1], device=x.device) < drafts.counts.unsqueeze(1)
             counts.scatter_add_(1, torch.where(before, drafts.tokens[at], 0).long(), 2 * before.int())
@@ -246,19 +242,17 @@ def process(
 
 def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int, drafts: Drafts | None) -> Tensor:
     """[B, V] bool: the tokens that are forbidden at this step."""
-    token, until, first, length = slots.bans[at].long().unbind(-1)
+    token, until, first, length = slots.bans[:, : int(count.max())][at].long().unbind(-1)
     banned = (torch.arange(token.shape[1], device=at.device) < count) & (step < until) & (length <= step)
-    if slots.history.shape[1]:
-        prefixes, history = slots.prefixes[at], slots.history[at]
-        for j in range(int(torch.where(banned, length, 0).max()) if banned.numel() else 0):
-            wanted = prefixes.gather(1, (first + j).clamp(max=prefixes.shape[1] - 1))
-            place = step - length + j
-            found = history.gather(1, place.clamp(0, history.shape[1] - 1))
-            if drafts is not None:  # they are not in the history
-                after = place - (step - drafts.counts.unsqueeze(1))
-                proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
-                found = torch.where(after < 0, found, proposed)
-            banned &= (j >= length) | (wanted == found)
+    for j in range(int(torch.where(banned, length, 0).max())):
+        wanted = slots.prefixes[at.unsqueeze(1), (first + j).clamp(max=MOST_ENTRIES - 1)]
+        place = step - length + j
+        found = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
+        if drafts is not None:  # they are not in the history
+            after = place - (step - drafts.counts.unsqueeze(1))
+            proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
+            found = torch.where(after < 0, found, proposed)
+        banned &= (j >= length) | (wanted == found)
     ids = torch.where(banned, token, 0)
     return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
 
@@ -274,10 +268,7 @@ def record(tokens: Tensor, rows: Tensor, step: Tensor, slots: Slots) -> None:
     at = rows.clamp(min=0).long()
     # Before step 0: a sequence whose first draw was unusable computes a token of its prompt again, until the host knows.
     flags = torch.where((rows >= 0) & (tokens >= 0) & (step >= 0), slots.meta[at, 0], 0)
-    if vocab := slots.counts.shape[1]:
-        counted = (flags & PENALTIES > 0).int() * 2
-        slots.counts.view(-1).index_add_(0, at * vocab + tokens.clamp(min=0), counted)
-    if length := slots.history.shape[1]:
-        where = at * length + step.clamp(0, length - 1)
-        history = slots.history.view(-1)
-        history.index_add_(0, where, torch.where(flags & HISTORY > 0, tokens.int() - history[where], 0))
+    counted = (flags & PENALTIES > 0).to(slots.counts.dtype) * 2
+    slots.counts.view(-1).index_add_(0, at * slots.counts.shape[1] + tokens.clamp(min=0), counted)
+    history, places = slots.history.view(-1), at * MOST_ENTRIES + step % MOST_ENTRIES
+    history.index_add_(0, places, torch.where(flags & HISTORY > 0, tokens.int() - history[places], 0))

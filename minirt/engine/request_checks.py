@@ -53,6 +53,8 @@ class RequestChecks:
                     raise no_constraints()
                 if compiles:
                     self._constraints.compile(spec)
+        if rules is not None:
+            rules.check_sizes()
         if rules is not None and (rules.bad_words or rules.end_ids):
             largest = max(map(max, rules.bad_words), default=-1)
             if largest >= self._vocab_size:

@@ -27,7 +27,7 @@ from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.sampling_stages import SamplingStages, ScoredRows
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
-from minirt.errors import EngineError, UnsupportedError
+from minirt.errors import UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT, PROMPT_LEN, Columns, Rows, StepTensors
 from minirt.modeling.model import Model
@@ -36,6 +36,7 @@ from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
+from minirt.wording import warn
 
 if TYPE_CHECKING:
     from minirt.kernels.linear.product import RowMaxima
@@ -206,7 +207,8 @@ class Runner:
         Returns:
             None if its sampling is masked: write the masks to `masks`, then call `draw`.
         Raises:
-            torch.OutOfMemoryError: no memory for the step's activations. In this case a plan with the same edits can be started.
+            torch.OutOfMemoryError, SlotOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
+                a plan with the same edits can be started.
         """
         self._masked = None
         with self._inference, self._on_device:
@@ -254,7 +256,8 @@ class Runner:
         return Step(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
-        """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again."""
+        """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again. If memory
+        runs out, there are none."""
         try:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
@@ -267,8 +270,9 @@ class Runner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            found, hint = str(error).strip().partition("\n")[0], "allocate the proposer's memory when it is made"
-            raise EngineError("the proposer runs out of memory", where="speculative", found=found, hint=hint) from error
+            self._buffers.table[:, NUM_NEXT].clamp_(max=1)  # each sequence goes on with its next token alone
+            what, hint = "no memory left for drafts, so a step has none", "lower --kv-cache-memory or --max-num-seqs"
+            warn(f"{what} ({hint})", RuntimeWarning)
 
     def _forward(self, plan: StepPlan) -> _Forward:
         needs = plan.sampling

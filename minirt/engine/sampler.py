@@ -65,6 +65,13 @@ class SamplingBatch:
         temperature, top_k, top_p, min_p, seed, step = (torch.tensor(v, dtype=t).to(device) for v, t in columns)
         return cls(temperature, top_k, top_p, min_p, seed, step, *_flags(requests))
 
+    def part(self, rows: slice) -> "SamplingBatch":
+        """Some of the requests."""
+        return SamplingBatch(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seed[rows], self.step[rows],
+            self.all_greedy, self.any_top_k, self.any_top_p, self.any_min_p,
+        )  # fmt: skip
+
 
 _DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)  # in the order of the fields
 

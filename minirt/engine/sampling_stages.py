@@ -1,7 +1,7 @@
 """`SamplingStages`: from a step's logits to its tokens and log-probabilities. docs/design/sampling.md has the order.
 
-Nothing here waits. What a step needs is allocated before its tokens reach the table of slots: if memory runs out, nothing has
-changed, and the step can be tried again.
+Nothing here waits. All buffers whose size does not depend on the step are allocated with the engine. What else a step needs is
+allocated before its tokens reach the table of slots: if memory runs out, nothing has changed, and the step can be tried again.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minirt.device import is_out_of_memory
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.limits import EngineLimits
-from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.kernels.sampling.slots import Drafts
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
+
+
+class SlotOutOfMemory(Exception):
+    """No memory for the rules of one sequence, that in `slot`. The message is the allocator's."""
+
+    def __init__(self, slot: int, message: str) -> None:
+        super().__init__(message)
+        self.slot = slot
 
 
 class ScoredRows(NamedTuple):
@@ -55,30 +64,40 @@ class SamplingStages:
     """
 
     def __init__(self, limits: EngineLimits, vocab: int, max_draws: int, device: torch.device) -> None:
-        self._limits, self._vocab, self._max_draws, self._device = limits, vocab, max_draws, device
+        self._limits, self._vocab, self._device = limits, vocab, device
         self._cuda = device.type == "cuda"
-        self._processors = LogitsProcessors(limits.max_num_seqs, vocab, limits.max_model_len, device)
+        rows = min(PROCESSED_ROWS, max_draws)
+        self._processors = LogitsProcessors(limits.max_num_seqs, vocab, limits.max_model_len, device, rows=rows)
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=device)
-        self._packed: Tensor | None = None  # [max_draws, columns(MAX_TOP)], allocated when first asked for
-        self._packed_host: list[Tensor] = []
-        self._masks: CpuGpuBuffer | None = None  # allocated when first asked for
+        packed = max_draws, columns(MAX_TOP)
+        self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
+        self._packed_host = [torch.zeros(packed, dtype=torch.int32, pin_memory=True) for _ in range(2)] if self._cuda else []
+        self._masks = CpuGpuBuffer((max_draws, -(-vocab // 32)), device)
         self._workspace: SamplingWorkspace | None = None
         self._logprobs_workspace: LogprobsWorkspace | None = None
         if self._cuda:
-            from minirt.kernels.sampling import filters
+            from minirt.kernels.sampling import filters, logprobs
 
             self._workspace = filters.SamplingWorkspace(max_draws, vocab, device)
+            self._logprobs_workspace = logprobs.LogprobsWorkspace(max_draws, vocab, device)
 
     def masks(self, count: int) -> Tensor:
         """The host's buffer for the masks of `count` draws, [count, ceil(V / 32)] int32, to be written before `draw`."""
-        if self._masks is None:
-            self._masks = CpuGpuBuffer((self._max_draws, -(-self._vocab // 32)), self._device)
         return self._masks.host()[:count]
 
     def fill_slots(self, rules: Sequence[SlotRules]) -> None:
-        """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens."""
+        """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens.
+
+        Raises:
+            SlotOutOfMemory: no memory for what is sent to the device.
+        """
         for slot, own, prompt, generated in rules:
-            self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
+            try:
+                self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise SlotOutOfMemory(slot, str(error)) from None
 
     def draw(
         self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan, proposed: Tensor | None = None
@@ -95,21 +114,25 @@ class SamplingStages:
         count, raw, own = len(logits), logits, plan.sampling
         num_top = max(own.logprobs, default=-1)
         packed = self._room(count, num_top) if num_top >= 0 else None
-        mask = None
-        if own.masked and self._masks is not None:
+        if own.masked:
             self._masks.send(count)
-            mask = self._masks.device[:count]
-        if own.any_rules or mask is not None:
-            drafts = None if proposed is None else Drafts(proposed, step.draw_drafts)
-            logits = self._processors.process(
-                logits, step.draw_slots, step.step, mask, any_bias=own.any_bias, any_ban=own.any_ban, drafts=drafts
-            )
-            row_maxima = None
         batch = SamplingBatch(
             step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, own.all_greedy, own.any_top_k,
             own.any_top_p, own.any_min_p,
         )  # fmt: skip
-        tokens = sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=self._drawn[:count])
+        tokens = self._drawn[:count]
+        if own.any_rules or own.masked:
+            for first in range(0, count, PROCESSED_ROWS):
+                rows = slice(first, min(first + PROCESSED_ROWS, count))
+                mask = self._masks.device[rows] if own.masked else None
+                drafts = None if proposed is None else Drafts(proposed, step.draw_drafts[rows])
+                processed = self._processors.process(
+                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=own.any_bias, any_ban=own.any_ban,
+                    drafts=drafts,
+                )  # fmt: skip
+                sample(processed, batch.part(rows), workspace=self._workspace, out=tokens[rows])
+        else:
+            sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=tokens)
         if packed is not None:
             token_logprobs(
                 raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace
@@ -150,7 +173,7 @@ class SamplingStages:
         """Launch every kernel but those of `sample` on one row, so that warm-up compiles it."""
         from minirt.kernels.sampling.process import VARIANTS
 
-        processors = LogitsProcessors(1, self._vocab, self._limits.max_model_len, self._device)
+        processors = self._processors
         rules = Rules(presence=1.0, bias={0: 1.0}, allowed=(0,), bad_words=((0, 0),))
         processors.fill(0, rules, [0], [0])
         logits = torch.zeros(1, self._vocab, dtype=torch.float32, device=self._device)
@@ -166,15 +189,6 @@ class SamplingStages:
         """Where `token_logprobs` writes its result."""
         if num_top > MAX_TOP:
             return torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
-        if self._packed is None:
-            shape = self._max_draws, columns(MAX_TOP)
-            packed = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            if self._cuda:
-                from minirt.kernels.sampling.logprobs import LogprobsWorkspace
-
-                self._packed_host = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(2)]
-                self._logprobs_workspace = LogprobsWorkspace(self._max_draws, self._vocab, self._device)
-            self._packed = packed  # last: memory may run out before
         return self._packed[:count]
 
     def _packed_to_host(self, packed: Tensor) -> Tensor:

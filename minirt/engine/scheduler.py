@@ -7,10 +7,10 @@ number of tokens that only the device knows. So the scheduler reserves pages for
 returns what is too much once the host knows.
 """
 
-import math
+import operator
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,18 +18,19 @@ import numpy as np
 
 from minirt.engine.draft_lengths import DraftLengths
 from minirt.engine.limits import MAX_SHARING, EngineLimits
-from minirt.engine.prefix_cache import NO_HIT, PrefixCache
+from minirt.engine.prefix_cache import NO_HIT, Hit, PrefixCache
 from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import FEW, NEVER, HostSlots
 from minirt.engine.state_cache import StatePrefixCache
 from minirt.engine.waiting_queue import WaitingQueue
-from minirt.errors import ContextLengthError, EngineError
+from minirt.errors import ContextLengthError
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Snapshot
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
+_ANY_TIME = 1e9  # seconds
 _PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
 _Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`; last, the epoch
 
@@ -49,7 +50,33 @@ class Work(NamedTuple):
     snapshots: tuple[Snapshot, ...] = ()
 
 
+class _Room(NamedTuple):
+    """What is left of a step for prompts.
+
+    Args:
+        rows: of logits, beside one draw of each running sequence.
+        splits: KV splits.
+        seconds: while others decode.
+    """
+
+    tokens: int
+    rows: int
+    splits: int
+    seconds: float
+
+    def half(self) -> "_Room":
+        """Half of all but the KV splits, of which sequences that share no pages cannot run out."""
+        return _Room((self.tokens + 1) // 2, (self.rows + 1) // 2, self.splits, self.seconds / 2)
+
+    def plus(self, other: "_Room") -> "_Room":
+        return _Room._make(map(operator.add, self, other))
+
+    def less(self, other: "_Room") -> "_Room":
+        return _Room._make(map(operator.sub, self, other))
+
+
 _NO_EPOCHS = np.zeros(0, np.int64)
+_age, _size = operator.attrgetter("rank"), operator.attrgetter("size_rank")
 
 
 def _splits(length: Any) -> Any:
@@ -72,10 +99,11 @@ def _planned(
 
 
 class Scheduler:
-    """Schedules running sequences first. Then waiting ones, by priority value (the lowest first), then by arrival.
+    """Schedules sequences that decode first. Then prompts, by priority value (the lowest first), then by `_schedule_prompts`.
 
-    When pages run out, preempts the running sequence with the highest priority value, the youngest of several. A waiting sequence
-    preempts none.
+    A waiting sequence is admitted if the pages of all its tokens are free, and preempts none. Until the first one fits, others
+    pass it whose tokens, those that they generate included, are together as many as those of its prompt. When pages run out,
+    preempts the running sequence with the highest priority value, the youngest of several.
 
     Args:
         prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
@@ -90,7 +118,7 @@ class Scheduler:
         # The token limit of a step, lowered when memory runs out, and the number of steps since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._pinned: set[int] = set()  # pages of pinned prompts
-        self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
+        self.clock = 0  # number of tokens of all steps
         self._added: list[Sequence] = []  # since the last step, if they may be refused
         self.max_len = min(limits.max_model_len, cache.capacity)
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
@@ -130,9 +158,14 @@ class Scheduler:
             return
         if sequence.group is not None:
             self._followers[sequence.group], sequence.leads = OrderedDict(), True
-        self.waiting.add(sequence)
+        self._wait(sequence)
         if self.limits.max_waiting is not None:
             self._added.append(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.size = len(sequence.tokens) - next(self._hits(sequence)).tokens
+        sequence.due = self.clock + sequence.size
+        self.waiting.add(sequence)
 
     def refused(self) -> list[Sequence]:
         """The sequences to refuse: as many as wait above `max_waiting`, the latest of those added since the last step.
@@ -187,7 +220,7 @@ class Scheduler:
         elif followers:
             _, following = followers.popitem(last=False)
             sequence.leads, following.leads = False, True
-            self.waiting.add(following)
+            self._wait(following)
         else:
             sequence.leads = False
             del self._followers[sequence.group]
@@ -198,7 +231,7 @@ class Scheduler:
         if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
             sequence.leads = False
             for following in self._followers.pop(sequence.group).values():
-                self.waiting.add(following)
+                self._wait(following)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
         """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started, in this order.
@@ -207,7 +240,6 @@ class Scheduler:
         """
         self.running.clear()
         self._pinned.clear()
-        self._blocked = (-1, -1)
         self.slots.reset()
         self._prefilling.clear()
         self._decoding.clear()
@@ -215,78 +247,29 @@ class Scheduler:
         self._away.clear()
         self.waiting = WaitingQueue()
         self._followers.clear()
-        for sequence in waiting:
-            sequence.leads = False  # it has not started
-            self.add(sequence)
-        self._added.clear()
         self._cache.allocator.reset()
         self.starting = None
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
+        for sequence in waiting:
+            sequence.leads = False  # it has not started
+            self.add(sequence)
+        self._added.clear()
         self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
     def schedule(self) -> Work | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
         preemptions, limit = self.num_preemptions, self._limit_tokens
         most_splits = MAX_SHARING * (self._cache.capacity // KV_SPLIT)  # see `max_splits`
-        # Rows of logits beside one draw of each running sequence, and of the next one that is admitted.
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
-        own_rows = self.limits.max_logits_rows - len(self.running) - admits
-        slots, counts, lens = self._schedule_decoding(limit, most_splits, own_rows)
+        rows = self.limits.max_logits_rows - len(self.running)  # beside one draw of each running sequence
+        slots, counts, lens = self._schedule_decoding(limit, most_splits, rows - admits)
         epochs = self.slots.epochs[slots] if len(slots) else _NO_EPOCHS
         prompts = list[tuple[Sequence, _Planned]]()
-
-        def room() -> tuple[int, int, int]:
-            """Tokens, rows of logits and KV splits that are left for further sequences."""
-            tokens, rows, splits = limit, own_rows, most_splits
-            if len(slots):
-                kept = self.slots.epochs[slots] == epochs  # others were preempted since
-                used = int(counts[kept].sum())
-                tokens, rows, splits = tokens - used, rows - (used - int(kept.sum())), splits - int(_splits(lens[kept]).sum())
-            for sequence, own in prompts:
-                if sequence.slot >= 0:
-                    tokens, rows, splits = tokens - own[2], rows - max(0, own[3] - 1), splits - _splits(own[5])
-            return tokens, rows, splits
-
-        time_left = self._seconds_of_prompts() if len(slots) else math.inf
-        budget, rows, splits = room() if self._prefilling or self.waiting else (0, 0, 0)
-        for sequence in list(self._prefilling.values()):
-            if budget <= 0:
-                break
-            if sequence.slot < 0:  # preempted for an earlier one
-                continue
-            own = self._plan_prompt(sequence, self._in_time(sequence.num_prefilled, budget, time_left), rows + 1)
-            if own is None or _splits(own[5]) > splits:
-                continue
-            while not self._reserve(sequence, own[5]):
-                if self._preempt_last() is sequence:
-                    break
-            else:
-                prompts.append((sequence, own))
-                time_left -= self._seconds(own)
-            budget, rows, splits = room()
-        rows += admits
-        while (
-            self.waiting and budget > 0 and rows > 0 and len(self.running) < self.limits.max_num_seqs
-            and self.num_preemptions == preemptions and (not prompts or self._in_time(0, budget, time_left))
-        ):  # fmt: skip
-            sequence = self.waiting.first()
-            if _splits(len(sequence.tokens)) > splits or not self._admit(sequence):
-                break
-            own = self._plan_prompt(sequence, max(1, self._in_time(sequence.num_prefilled, budget, time_left)), rows)
-            if own is None:
-                raise EngineError("an admitted sequence has nothing to compute", where=f"request {sequence.id}")
-            self._reserve(sequence, own[5])
-            self.running[sequence.id] = self._prefilling[sequence.id] = self.waiting.pop()
-            self._release_followers(sequence)
-            prompts.append((sequence, own))
-            time_left -= self._seconds(own)
-            splits -= _splits(own[5])
-            budget, rows = budget - own[2], rows - max(1, own[3])
-        if self.num_preemptions != preemptions:
-            kept = self.slots.epochs[slots] == epochs
-            slots, counts, lens, epochs = slots[kept], counts[kept], lens[kept], epochs[kept]
-            prompts = [own for own in prompts if own[0].slot >= 0]
+        used, seconds = (int(counts.sum()), self._seconds_of_prompts()) if len(slots) else (0, _ANY_TIME)
+        if used < limit and (self._prefilling or self.waiting):
+            room = _Room(limit - used, rows - used + len(slots), most_splits - int(_splits(lens).sum()), seconds)
+            prompts = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not len(slots) and not prompts:
             return None
         copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
@@ -299,16 +282,56 @@ class Scheduler:
             snapshots = self.prefix_cache.snapshots(places, [own[5] for _, own in prompts])
         return Work(planned, epochs, places, copies, snapshots)
 
+    def _schedule_prompts(self, room: _Room, admits: bool) -> list[tuple[Sequence, _Planned]]:
+        """The prompts of the next step, of sequences that are admitted already, and of waiting ones if `admits`.
+
+        Half of the room goes to the oldest prompts, the rest to those with the fewest tokens left. So a short prompt does not
+        wait for a long one, and a long one takes at most twice as long beside any number of short ones.
+        """
+        planned = dict[Sequence, _Planned]()
+        first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
+        for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
+            rest = (own for own in self._prefilling.values() if own not in planned or planned[own][5] < own.prefill_len)
+            pending = sorted(rest, key=rank, reverse=True)
+            enters = admits and bool(self.waiting) and self._lets_pass(self.waiting.oldest(), part.splits)
+            while part.tokens > 0:
+                enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
+                if enters and (not pending or rank(waiting()) < rank(pending[-1])):
+                    sequence, least = waiting(), 1
+                    in_time = not planned or self._in_time(0, part.tokens, part.seconds)
+                    hit = self._fitting(sequence, part.splits) if in_time else None
+                    if hit is None:
+                        enters = False
+                        continue
+                    self._admit(sequence, hit)
+                    part = part._replace(rows=part.rows - 1)
+                elif pending:
+                    sequence, least = pending.pop(), int(not planned)
+                else:
+                    break
+                free = part if (own := planned.get(sequence)) is None else part.plus(self._taken(own))
+                own = self._plan_prompt(sequence, free, least)
+                if own is not None:
+                    planned[sequence], part = own, free.less(self._taken(own))
+            part = part.plus(room).less(first)
+        return list(planned.items())
+
+    def _lets_pass(self, sequence: Sequence, splits: int) -> bool:
+        """Whether others may be admitted before the oldest that waits: if it fits, or has not waited for its number of tokens."""
+        return self.clock < sequence.due or self._fitting(sequence, splits) is not None
+
+    def _taken(self, own: _Planned) -> _Room:
+        """What a prompt takes of a step's room."""
+        seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(own[1], own[2])
+        return _Room(own[2], max(0, own[3] - 1), _splits(own[5]), seconds)
+
     def _seconds_of_prompts(self) -> float:
         """How long a step may compute prompts while others decode."""
-        return self.limits.max_step_ms / 1e3 if self.prompt_time is not None and self.limits.max_step_ms else math.inf
-
-    def _seconds(self, own: _Planned) -> float:
-        return 0.0 if self.prompt_time is None else self.prompt_time.seconds(own[1], own[2])
+        return self.limits.max_step_ms / 1e3 if self.prompt_time is not None and self.limits.max_step_ms else _ANY_TIME
 
     def _in_time(self, start: int, budget: int, seconds: float) -> int:
         """How many of `budget` tokens of a prompt, the first at position `start`, a step computes in so many seconds."""
-        if self.prompt_time is None or seconds == math.inf:
+        if self.prompt_time is None:
             return budget
         tokens = self.prompt_time.tokens(start, seconds)
         if tokens >= budget or tokens < _PROMPT_TILE:
@@ -391,13 +414,18 @@ class Scheduler:
         values = np.array(kept, np.int32).reshape(-1, 2)
         return values[:, 0], np.ones(len(kept), np.int32), values[:, 1]
 
-    def _plan_prompt(self, sequence: Sequence, budget: int, rows: int) -> _Planned | None:
-        """What a step computes of a sequence's known tokens, with at most so many tokens and rows of logits; None: nothing."""
+    def _plan_prompt(self, sequence: Sequence, room: _Room, least: int = 0) -> _Planned | None:
+        """What a step computes of a sequence's known tokens within a room; None: nothing.
+
+        Args:
+            least: 1: one token also if there is no time.
+        """
         start, first = sequence.num_prefilled, sequence.prefill_len
+        tokens = max(least, self._in_time(start, room.tokens, room.seconds))
         if sequence.logits_only or sequence.unscored:
             first = max(start, sequence.num_scored)
-        stop = min(sequence.prefill_len, start + budget, first + rows)
-        if stop <= start:
+        stop = min(sequence.prefill_len, start + tokens, first + room.rows + 1)
+        if stop <= start or _splits(stop) > room.splits:
             return None
         if self.prefix_cache is not None:
             stop = self.prefix_cache.chunk_end(sequence, start, stop)
@@ -409,7 +437,7 @@ class Scheduler:
         """A step with these sequences was started."""
         own, going_on = self.slots, len(work.planned) - len(work.prompts)
         slots, draws = work.planned.slots, work.planned.num_draws
-        self.starting = None
+        self.starting, self.clock = None, self.clock + work.planned.sums[0]
         if self._keeps_states and self.prefix_cache is not None:
             self.prefix_cache.started()
         if going_on:
@@ -469,37 +497,46 @@ class Scheduler:
                 del self._away[slot, epoch]
         return sequence
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit. Returns whether they do.
+    def _hits(self, sequence: Sequence) -> Iterator[Hit]:
+        """What is cached of a waiting sequence's beginning; see `PrefixCache.hits`."""
+        if self.prefix_cache is None or sequence.logits_only:
+            return iter([NO_HIT])
+        # At least one token is computed. The logits of token i score token i + 1.
+        known = sequence.num_scored if sequence.unscored else len(sequence.tokens) - 1
+        return self.prefix_cache.hits(sequence.keys, sequence.tokens, sequence.request.cache_salt, known)
+
+    def _fitting(self, sequence: Sequence, splits: int) -> Hit | None:
+        """What a waiting sequence can use of the prefix cache, if all of its tokens fit beside it; None: they do not.
 
         A sequence that does not fit would soon be preempted. One that was preempted waits until all its tokens are known.
         """
         allocator = self._cache.allocator
-        if sequence.unread_steps or self._blocked == (sequence.id, allocator.num_changes):
-            return False
-        tokens, cache, hits = sequence.tokens, None if sequence.logits_only else self.prefix_cache, iter([NO_HIT])
-        if cache is not None:
-            # At least one token is computed. The logits of token i score token i + 1.
-            known = sequence.num_scored if sequence.unscored else len(tokens) - 1
-            hits = cache.hits(sequence.keys, tokens, sequence.request.cache_salt, known)
-        pages = self._cache.pages_for(min(len(tokens) + 1, sequence.final_len))
-        for hit in hits:
+        if sequence.unread_steps or sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
+            return None
+        pages = self._cache.pages_for(sequence.next_len)
+        for hit in self._hits(sequence):
             if pages - len(hit.pages) <= allocator.num_free - allocator.count_free(hit.held):
-                break
-        else:
-            self._blocked = sequence.id, allocator.num_changes
-            return False
+                return hit
+        sequence.blocked_at = allocator.num_changes
+        return None
+
+    def _admit(self, sequence: Sequence, hit: Hit) -> None:
+        """Give a waiting sequence its slot, and the pages of its tokens."""
+        self.waiting.remove(sequence)
+        cache, tokens = None if sequence.logits_only else self.prefix_cache, len(sequence.tokens)
         sequence.take_slot(self.slots, list(hit.pages))
-        sequence.num_prefilled, sequence.prefill_len = hit.tokens, len(tokens)
+        sequence.num_prefilled, sequence.prefill_len = hit.tokens, tokens
         sequence.registered = NEVER if cache is None else len(hit.pages)
         if cache is not None:
             cache.take(sequence, hit)
+        self._reserve(sequence, tokens)
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_prefilled
             sequence.queue_time_s = time.perf_counter() - sequence.added_at
             if cache is not None:
-                cache.count(len(tokens), hit)
-        return True
+                cache.count(tokens, hit)
+        self.running[sequence.id] = self._prefilling[sequence.id] = sequence
+        self._release_followers(sequence)
 
     def extend_keys(self, sequence: Sequence) -> None:
         """Compute the keys that `register` will need, while the sequence's step runs."""
@@ -590,6 +627,7 @@ class Scheduler:
         self._free(sequence)
         if sequence.unread_steps:
             self._away[place] = sequence
+        sequence.due = 0  # others that pass would be preempted in their turn
         self.waiting.add(sequence)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:

@@ -39,7 +39,10 @@ class Sequence:
     slot: int = -1  # its row of the table of slots while it runs; −1: none
     slots: HostSlots | None = None  # whose arrays have it; None: it does not decode
     leads: bool = False  # whether the others of its group wait until its prompt is computed
-    rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
+    rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals
+    size: int = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
+    due: int = 0  # `Scheduler.clock` from which no other one is admitted if this one, the first by rank, does not fit
+    blocked_at: int = -1  # `PageAllocator.num_changes` when it did not fit
     num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
     prefill_len: int = 0  # tokens known at the admission
     num_sent: int = -1  # number of its pages that the device knows, before it decodes; −1: it does not know the sequence
@@ -119,6 +122,20 @@ class Sequence:
             self.registered = count
         else:
             self.slots.num_registered[self.slot] = count
+
+    @property
+    def size_rank(self) -> tuple[int, int, int]:
+        """By its priority, by the tokens to compute as a power of two, then by arrival.
+
+        (Prompts of about the same length, which often have the same beginning, go one after the other.)
+        """
+        left = self.size if self.slot < 0 else self.prefill_len - self.num_prefilled
+        return self.rank[0], left.bit_length(), self.rank[1]
+
+    @property
+    def next_len(self) -> int:
+        """Tokens, and the next one if there may be one."""
+        return min(len(self.tokens) + 1, self.final_len)
 
     @property
     def prefills(self) -> bool:

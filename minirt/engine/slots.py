@@ -4,7 +4,9 @@ The host knows the tokens of steps that it has read, and bounds of what the step
 runs, and is in the arrays once its prompt is computed: until then, its object is faster, and the first token waits for it.
 """
 
+from contextlib import suppress
 from enum import IntEnum
+from mmap import MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
+SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: to return it takes microseconds
 FEW = 3  # so many sequences take less time one by one than on arrays
 
 
@@ -25,6 +28,29 @@ class Reason(IntEnum):
     STOP = 1  # at one of its `ends`
     LENGTH = 2
     NO_TOKEN = 3  # the sampler drew −1
+
+
+class _LongRows:
+    """Rows of zeros, of which only what was written takes memory, until the row is cleared.
+
+    Attributes:
+        array: [count, at least `length`].
+    """
+
+    def __init__(self, count: int, length: int, dtype: type[np.generic]) -> None:
+        size = np.dtype(dtype).itemsize
+        self._row_bytes = -(-max(1, length) * size // PAGESIZE) * PAGESIZE
+        try:
+            self._memory = mmap(-1, count * self._row_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{count:,} rows of {self._row_bytes:,} bytes: {error.strerror}") from error
+        with suppress(OSError):  # a system without huge pages
+            self._memory.madvise(MADV_NOHUGEPAGE)  # one would hold the beginnings of several rows
+        self.array = np.frombuffer(self._memory, dtype).reshape(count, -1)
+
+    def clear(self, row: int) -> None:
+        """Return a row's memory to the system."""
+        self._memory.madvise(MADV_DONTNEED, row * self._row_bytes, self._row_bytes)
 
 
 class HostSlots:
@@ -38,7 +64,7 @@ class HostSlots:
         sequences: who has the slot; None: it is free.
         epochs: how many sequences have had the slot before, by which a step in flight tells whether it has changed hands.
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
-            Memory that no sequence has reached is not taken from the system.
+            As `page_tables`, they take memory for the tokens of sequences that run, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
         steps, unread: steps that were started and yield tokens which the host has not read; the most tokens that these yield.
         prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
@@ -60,8 +86,8 @@ class HostSlots:
         self.num_drafted, self.num_accepted = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self.rules_until, self.watched = np.zeros(count, np.int64), np.zeros(count, bool)
         self.ends = np.full((count, 1), -1, np.int32)
-        self.tokens, self.times = np.zeros((count, length), np.int32), np.zeros((count, length))
-        self.page_tables = np.zeros((count, pages), np.int32)
+        self._long = [_LongRows(count, length, np.int32), _LongRows(count, length, np.float64), _LongRows(count, pages, np.int32)]
+        self.tokens, self.times, self.page_tables = (rows.array for rows in self._long)
         self.free = list(range(count))[::-1]
 
     def reset(self) -> None:
@@ -99,6 +125,9 @@ class HostSlots:
         self.sequences[slot] = None
         self.epochs[slot] += 1
         self.free.append(slot)
+        if self.lengths[slot] > SHORT:
+            for rows in self._long:
+                rows.clear(slot)
 
     def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens of a step.

@@ -1,18 +1,22 @@
-"""`WaitingQueue`: the sequences that wait, in the order in which they are to run."""
+"""`WaitingQueue`: the sequences that wait, by arrival and by size."""
 
 import heapq
+from operator import attrgetter
+from typing import Any
 
 from minirt.engine.sequence import Sequence
 
+_RANKS = attrgetter("rank"), attrgetter("size_rank")
+
 
 class WaitingQueue:
-    """Sequences by their `rank`. Adding one and taking the first cost O(log n), removing any one O(1) amortized.
+    """Sequences by their `rank` and by their `size_rank`. Adding one costs O(log n), removing any O(1) amortized.
 
-    A removed sequence stays in the heap until it comes first, or until half of the heap is such entries.
+    A removed sequence stays in a heap until it comes first, or until half of the heap is such entries.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []  # ranks are unique, so sequences are never compared
+        self._heaps: tuple[list[Any], ...] = [], []  # ranks are unique, so sequences are never compared
         self._sequences: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -23,28 +27,29 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.id] = sequence
-        heapq.heappush(self._heap, (sequence.rank, sequence))
+        for heap, rank in zip(self._heaps, _RANKS, strict=True):
+            heapq.heappush(heap, (rank(sequence), sequence))
 
-    def first(self) -> Sequence:
-        """The sequence with the lowest rank. The queue must not be empty."""
-        while self._heap[0][1] not in self:
-            heapq.heappop(self._heap)
-        return self._heap[0][1]
+    def oldest(self) -> Sequence:
+        """The sequence with the lowest `rank`. The queue must not be empty."""
+        return self._first(self._heaps[0])
 
-    def pop(self) -> Sequence:
-        """Remove and return the first sequence."""
-        sequence = self.first()
-        heapq.heappop(self._heap)
-        self._forget(sequence)
-        return sequence
+    def smallest(self) -> Sequence:
+        """The sequence with the lowest `size_rank`. The queue must not be empty."""
+        return self._first(self._heaps[1])
+
+    def _first(self, heap: list[Any]) -> Sequence:
+        while heap[0][1] not in self:
+            heapq.heappop(heap)
+        first: Sequence = heap[0][1]
+        return first
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is here."""
-        if sequence in self:
-            self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
+        if sequence not in self:
+            return
         del self._sequences[sequence.id]
-        if len(self._heap) > 2 * len(self._sequences) + 16:
-            self._heap = [entry for entry in self._heap if entry[1] in self]
-            heapq.heapify(self._heap)
+        for heap, rank in zip(self._heaps, _RANKS, strict=True):
+            if len(heap) > 2 * len(self._sequences) + 16:
+                heap[:] = [(rank(own), own) for own in self._sequences.values()]
+                heapq.heapify(heap)

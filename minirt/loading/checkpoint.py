@@ -3,7 +3,6 @@
 import math
 import mmap
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpe
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 from minirt.sizes import format_size
+from minirt.wording import warn
 
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: torch.float8_e4m3fn, INT32: torch.int32,
@@ -154,7 +154,7 @@ def check_total_size(files: Sequence[Path], stated: float | None) -> None:
     found = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
     if stated not in (None, found):
         what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {found}"
-        warnings.warn(f"{files[0].parent}: {what}", stacklevel=2)
+        warn(f"{files[0].parent}: {what}")
 
 
 def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, tied: bool = False) -> dict[str, Entry]:
@@ -180,7 +180,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
         not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
         if not_needed:
             what = f"the index and the files disagree about tensors that are not needed: {_some(sorted(not_needed))}"
-            warnings.warn(f"{files[0].parent}: {what}", stacklevel=3)
+            warn(f"{files[0].parent}: {what}")
         for name, file_name in index.items():
             if name in not_needed:
                 continue
@@ -213,11 +213,35 @@ def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
         changed = {EMBEDDING if name == HEAD else name: entry for name, entry in changed.items()}
         notes.append(f"the embedding, which is also the head, is stored as {HEAD}")
     for note in notes:
-        warnings.warn(f"{_folder(entries)}: {note}", stacklevel=4)
+        warn(f"{_folder(entries)}: {note}")
     return {
         name: entry if name == entry.name else replace(entry, name=name, stored_name=entry.name)
         for name, entry in changed.items()
     }
+
+
+def shows_tied(entries: Mapping[str, Entry], default: bool) -> bool:
+    """Whether the head is the embedding, by the tensors: there is one of them only, or the head is a copy.
+
+    A copy is looked for if the architecture ties its head by default. Else it is loaded as a head, with the same result.
+    """
+    if EMBEDDING not in entries or not any(name.startswith("lm_head.") and not name.endswith(".bias") for name in entries):
+        return True
+    return default and HEAD in entries and _same(entries[HEAD], entries[EMBEDDING])
+
+
+def _same(first: Entry, second: Entry) -> bool:
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype) and len(first.shape) == 2 and first.dtype in FLOATS
+    if not (alike and first.file.is_file() and second.file.is_file()):
+        return False
+    pairs = zip(_pieces(first, True), _pieces(second, True), strict=True)
+    return all(torch.equal(_bytes(one), _bytes(other)) for one, other in pairs)
+
+
+def _bytes(piece: _Piece) -> torch.Tensor:
+    parts: list[torch.Tensor] = []
+    _read([piece], lambda _, tensor: parts.append(tensor.view(torch.uint8)))
+    return parts[0]
 
 
 def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -330,10 +354,10 @@ def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
     """Warn of unused tensors that belong to no decoder layer. `unused`: those from `match` that need a warning."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
-            warnings.warn(f"{where}: {count} tensors {start}* are not used: {what}", stacklevel=3)
+            warn(f"{where}: {count} tensors {start}* are not used: {what}")
     if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
         what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
-        warnings.warn(f"{where}: {what}", stacklevel=3)
+        warn(f"{where}: {what}")
 
 
 def _tied_copy(model: Model, name: str) -> bool:

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.files import present, read_json
+from minirt.wording import warn
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -233,7 +233,7 @@ def _warn_of_unread_shards(folder: Path, names: list[str]) -> None:
     if unread:
         reason = f"{_SINGLE} takes precedence" if names == [_SINGLE] else f"{_INDEX} does not name them"
         names_shown = _some([ascii(name) for name in unread])
-        warnings.warn(f"{folder}: {len(unread)} weight files are not read, since {reason}: {names_shown}", stacklevel=2)
+        warn(f"{folder}: {len(unread)} weight files are not read, since {reason}: {names_shown}")
 
 
 def _some(names: list[str]) -> str:

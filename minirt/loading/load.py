@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while,
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
+from minirt.loading.unstated import settle
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import CANNOT, Model, in_order
@@ -35,6 +35,7 @@ from minirt.speculative.draft_vocabulary import draft_ids
 from minirt.speculative.options import SpeculativeOptions
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
+from minirt.wording import warn, worded
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 # Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
@@ -200,8 +201,8 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
     target = pick_device(options.device) if gpu is None else gpu
-    found = find(options.model, options.revision, need_weights=False)
-    config, entries = found.config, _headers(found, options)
+    found, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
+    config = found.config
     planned = build(options, found, entries, target)
     idle = _match(planned, entries, options) if entries is not None else None
     planned.device = cast(torch.device, target)
@@ -209,6 +210,7 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
     _note(planned, idle)
+    _note(planned, settled)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
     _note_slow(planned, options)
     return planned
@@ -238,7 +240,7 @@ def _eager_layers(model: Model, options: LoadOptions) -> str | None:
     what = f"{len(reasons)} of {len(rows)} layers run eager on this GPU, which is slow: {'; '.join(dict.fromkeys(reasons))}"
     ways = ["--quantize int4"] * (options.quantization == "fp8") + ["--kv-cache-dtype auto"] * (options.kv_cache_dtype == "fp8")
     narrow = ways and compute_capability(model.device) < (8, 9)
-    return f"{what} (use {' and '.join(ways)})" if narrow else what
+    return worded(f"{what} (use {' and '.join(ways)})") if narrow else what
 
 
 def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> str | None:
@@ -253,12 +255,12 @@ def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> 
         if mtp is not None and mtp.num_layers != 0:
             unused = [name for name in unused if not name.startswith(checkpoint.DRAFTS)]
             if count := len(matched.unused) - len(unused):
-                idle = f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them"
+                idle = worded(f"{count} tensors {checkpoint.DRAFTS}* are not loaded: --speculate mtp makes drafts with them")
         checkpoint.warn_of_extras(unused, options.model)
     quantized = {m for p in model.parameters() if p.format is not None for m in p.modules}  # of those, the plan has a note
     if biases := [name for name in matched.zero_biases if name.removesuffix(".bias") not in quantized]:
         what = f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
-        warnings.warn(f"{options.model}: {what}", stacklevel=3)
+        warn(f"{options.model}: {what}")
     return idle
 
 
@@ -335,22 +337,28 @@ def _longer_context(
     return f"use --max-model-len {plan.context}"
 
 
-def _headers(found: Found, options: LoadOptions) -> Mapping[str, Entry] | None:
-    """The headers of the weights: of local files, else from the Hub if the weights are quantized. None if there are none."""
+def _settled(found: Found, files: ModelFiles) -> tuple[Found, Mapping[str, Entry], str | None]:
+    """The model with what the headers of its local weight files settle, the headers, and a note; see `settle`."""
+    entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=found.config.tie_word_embeddings)
+    config, note = settle(files.config, found.config, entries)
+    if config.tie_word_embeddings != found.config.tie_word_embeddings:
+        entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=config.tie_word_embeddings)
+    return found._replace(config=config), entries, note
+
+
+def _headers(found: Found, options: LoadOptions) -> tuple[Found, Mapping[str, Entry] | None, str | None]:
+    """`_settled` with local files, else the headers from the Hub if the weights are quantized. None if there are none."""
     if found.files is None:
-        return None
+        return found, None, None
     files = with_present_weights(found.files)
     if files.weight_files:
-        return checkpoint.read_headers(files.weight_files, files.weight_index, tied=found.config.tie_word_embeddings)
-    if files.revision is None:
-        if not options.random_weights:
-            warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
-        return None
-    if found.quantization is None:
-        return None
-    with suppress(ModelNotFoundError):
-        return {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}
-    return None
+        return _settled(found, files)
+    if files.revision is None and not options.random_weights:
+        warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone")
+    if files.revision is not None and found.quantization is not None:
+        with suppress(ModelNotFoundError):
+            return found, {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}, None
+    return found, None, None
 
 
 @dataclass(frozen=True)
@@ -385,12 +393,12 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     set_threads(options.threads)
     bars = progress is not None and sys.stderr.isatty()
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
-    files, config = found.files, found.config
-    length = pick_length(config, options.max_model_len)
+    files, entries, settled = found.files, None, None
+    length = pick_length(found.config, options.max_model_len)
     weights = None if options.random_weights else files
-    entries = None
     if weights is not None:
-        entries = checkpoint.read_headers(weights.weight_files, weights.weight_index, tied=config.tie_word_embeddings)
+        found, entries, settled = _settled(found, weights)
+    config = found.config
     model = build(options, found, entries, device)
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
@@ -408,8 +416,9 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
     _note(model, idle)
+    _note(model, settled)
     if (slow := _note_slow(model, options)) is not None:
-        warnings.warn(slow, stacklevel=2)
+        warn(slow)
     report = checkpoint.LoadReport(0, ())
     with out_of_memory_while("loading the weights", device):
         if entries is None:
@@ -437,7 +446,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
         more = tokenizer.vocab_size - config.vocab_size
         what = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but vocab_size of config.json is {config.vocab_size}"
         more_than = f"prompts with one of these {more} ids, and grammars, are refused"
-        warnings.warn(f"tokenizer.json: {what}: {more_than}", stacklevel=3)
+        warn(f"tokenizer.json: {what}: {more_than}")
 
 
 def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
@@ -445,5 +454,5 @@ def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]
     unknown = [token for token in tokens if token >= config.vocab_size]
     if unknown:
         what = f"ends of sequences that the model cannot generate, since vocab_size is {config.vocab_size}"
-        warnings.warn(f"{what}: {unknown}", stacklevel=3)
+        warn(f"{what}: {unknown}")
     return tuple(token for token in tokens if token < config.vocab_size)

@@ -5,7 +5,6 @@ What other processes and CUDA contexts hold lowers this budget, and the plan say
 refuses to start if other processes hold too much of it.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,11 +13,14 @@ import torch
 
 from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
+from minirt.engine.logits_processors import PROCESSED_ROWS
 from minirt.errors import ConfigError, InputError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
+from minirt.kernels.sampling.slots import slot_bytes
 from minirt.modeling.model import Model
 from minirt.sizes import format_size, parse_size
 from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
+from minirt.wording import warn
 
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
@@ -83,7 +85,7 @@ class MemoryPlan:
 
     Attributes:
         weights, other: the weights; rope tables and the state of recurrent layers.
-        step: what steps need beside them: activations of the largest step, CUDA graphs, logits, sampler.
+        step: what steps need beside them: activations of the largest step, CUDA graphs, logits, sampler, penalties and masks.
         page, pages: the size of a KV page, and how many there are.
         free: what is free before the model is loaded; of an absent GPU an estimate.
         budget: what the model may take of it.
@@ -300,7 +302,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         each = format_size(state_bytes(model.cache_specs))
         what = f"{options.max_num_seqs} instead of {seqs} sequences run at once (--max-num-seqs)"
         why = f"each keeps a state of {each}, and the free memory has no room for more"
-        warnings.warn(f"{what}: {why}", RuntimeWarning, stacklevel=4)
+        warn(f"{what}: {why}", RuntimeWarning)
     plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
     if plan.page and plan.pages < 1:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
@@ -308,7 +310,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         raise does_not_fit(plan, str(device), f"use --max-model-len {plan.context}")
     if plan.state and not plan.snapshots and options.prefix_cache and options.snapshot_bytes is None:
         what = f"no prefix cache: it needs states of {format_size(plan.state)} each, and the free memory has no room for them"
-        warnings.warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning, stacklevel=4)
+        warn(f"{what} beside the KV pages; --state-cache-memory makes room", RuntimeWarning)
     if plan.context < length:
         what, ways = "the free memory", [f"--max-model-len {plan.context}"]
         if options.kv_bytes is not None:
@@ -320,7 +322,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
         more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warnings.warn(what + more, RuntimeWarning, stacklevel=4)
+        warn(what + more, RuntimeWarning)
     return plan
 
 
@@ -368,7 +370,9 @@ def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions
     widest = max(layer.activation_values for layer in model.layers)
     row = (2 * config.hidden_size + widest) * size
     logits = rows * config.vocab_size * 4
-    total = tokens * row + 3 * logits + limits.max_num_seqs * 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
+    slot = slot_bytes(config.vocab_size, length) + 4 * (-(-length // PAGE_SIZE) + limits.keeps_history * length)
+    processed = min(rows, PROCESSED_ROWS) * config.vocab_size * 4
+    total = tokens * row + 3 * logits + processed + limits.max_num_seqs * slot
     if options.cuda_graphs:
         total += min(tokens, 2048) * row
     if model.draft_model is not None:  # the hidden states that it continues from

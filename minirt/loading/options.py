@@ -1,6 +1,5 @@
 """`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
 from minirt.sampling_params import OF_SAMPLING
 from minirt.speculative.options import SpeculativeOptions, drafts_of
+from minirt.wording import warn
 
 if TYPE_CHECKING:
     from minirt.engine.runner import Proposer
@@ -58,7 +58,7 @@ class LoadOptions:
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
             requests. None: on a GPU the largest of 8,192, 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full
-            length, else 1,024; on a CPU 512.
+            length, else 1,024; on a CPU 256.
         threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist. None:
             the value of OMP_NUM_THREADS, else PyTorch's own setting limited to the CPUs that this process may use (affinity and
             cgroup quota).
@@ -198,9 +198,9 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
     if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
         what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
         more = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
-        warnings.warn(f"{what}; {more}", stacklevel=2)
+        warn(f"{what}; {more}")
     elif length > config.context_len:
         what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
         why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
-        warnings.warn(f"{what}; {why}", stacklevel=2)
+        warn(f"{what}; {why}")
     return length

@@ -4,7 +4,6 @@ The tensors decide whether a linear is quantized, since ignore lists in the wild
 tensors mean. Where the two contradict each other, loading is refused.
 """
 
-import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,11 +24,12 @@ from minirt.modeling.formats import (
 )
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.quantization_config import Int4Scheme, QuantizationConfig, Scheme
+from minirt.wording import warn
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PACKED = ("weight_packed", "qweight")  # the last components of the names of 4-bit weights
 _INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
-_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
+_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or --quantize int4"
 # Ends of tensor names that only these formats have.
 _FOREIGN = {
     "qweight": "AWQ or GPTQ weights",
@@ -255,7 +255,7 @@ class _Search:
         if self.unlisted and self.stated:
             some = ", ".join(name[:MAX_SHOWN] for name in self.unlisted[:4]) + (", …" if len(self.unlisted) > 4 else "")
             what = f"not quantized, though not listed so: {some} ({len(self.unlisted)} in total)"
-            warnings.warn(f"{self.stated.where}: {what}", stacklevel=4)
+            warn(f"{self.stated.where}: {what}")
 
     def unused_scales(self, modules: Sequence[str], quantized: Iterable[str]) -> tuple[list[str], list[str]]:
         """Names of tensors that are accepted and not used: scales of activations, and of FP8 attention."""

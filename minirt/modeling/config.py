@@ -7,12 +7,12 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 """
 
 import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.wording import warn
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {
@@ -279,6 +279,26 @@ class ModelConfig:
 _REQUIRED: Any = object()
 
 
+class _Watched(dict[str, Any]):
+    """A JSON object that adds the names of what is looked at to a set. Copies and comparisons look at nothing."""
+
+    def __init__(self, raw: Mapping[str, Any], path: Callable[[str], str], read: set[str]) -> None:
+        super().__init__(raw)
+        self._path, self._read = path, read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(self._path(name))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(self._path(name))
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(self._path(str(name)))
+        return super().__contains__(name)
+
+
 class Fields:
     """Reads and checks the fields of one JSON object. An invalid field raises a `ConfigError` that names it.
 
@@ -286,19 +306,33 @@ class Fields:
 
     Args:
         where: the file, for messages. `prefix`: the place of the object in it, `outer`: fields that are not there but at the top.
+        read: where the names of the fields that are looked at are added, with their prefix.
     """
 
     def __init__(
-        self, raw: Any, where: str = "config.json", prefix: str = "", outer: Collection[str] = frozenset()
+        self,
+        raw: Any,
+        where: str = "config.json",
+        prefix: str = "",
+        outer: Collection[str] = frozenset(),
+        read: set[str] | None = None,
     ) -> None:
         if not isinstance(raw, Mapping):
             place = f"{where}, field {prefix.rstrip('.')}" if prefix else where
             raise ConfigError("not a JSON object", where=place, expected="an object", found=shown(raw))
-        self.raw, self.where, self.prefix, self.outer = raw, where, prefix, outer
+        self.where, self.prefix, self.outer, self.read = where, prefix, outer, set() if read is None else read
+        self.raw = _Watched(raw, self._path, self.read)
+
+    def over(self, raw: Mapping[str, Any]) -> "Fields":
+        """Other content at the same place."""
+        return Fields(raw, self.where, self.prefix, self.outer, self.read)
 
     def place(self, name: str) -> str:
         """The name of a field in error messages."""
-        return f"{self.where}, field {'' if name in self.outer else self.prefix}{name}"
+        return f"{self.where}, field {self._path(name)}"
+
+    def _path(self, name: str) -> str:
+        return f"{'' if name in self.outer else self.prefix}{name}"
 
     def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
         value = self.raw.get(name, default)
@@ -376,8 +410,7 @@ class Fields:
     def nested(self, name: str) -> "Fields":
         """The fields of a nested object. Null or absent counts as an empty object."""
         value = self.raw.get(name)
-        prefix = "" if name in self.outer else self.prefix
-        return Fields({} if value is None else value, self.where, f"{prefix}{name}.")
+        return Fields({} if value is None else value, self.where, f"{self._path(name)}.", read=self.read)
 
     def _refuse(self, name: str, expected: str, found: object) -> None:
         if found is _REQUIRED:
@@ -401,7 +434,7 @@ def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None
     fields.integer_or_none("bos_token_id", minimum=0, maximum=vocab_size - 1)
     pad = fields.integer_or_none("pad_token_id", minimum=-1, maximum=MAX_VOCAB)
     if pad is not None and pad > vocab_size:
-        warnings.warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}", stacklevel=2)
+        warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}")
 
 
 def shown(value: object) -> str:

@@ -25,6 +25,7 @@ from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import CacheSpec, KVCache, LayerCache
+from minirt.wording import worded_place
 
 CANNOT = "auto: triton cannot: "  # how a row of the plan begins to say why a layer is eager
 
@@ -169,10 +170,10 @@ class Model:
         counted: set[int] = set()
         used = [False] * len(rules)
         for layer in (layer for model in self._models for layer in model.layers):
-            wanted, why = default, "the default" if default == "auto" else f"--impl {default}"
+            wanted, why = default, "the default" if default == "auto" else worded_place(f"--impl {default}")
             for i, (pattern, name) in enumerate(rules):
                 if fnmatchcase(layer.name, pattern):
-                    wanted, why, used[i] = name, f"--impl {pattern}={name}", True
+                    wanted, why, used[i] = name, worded_place(f"--impl {pattern}={name}"), True
             if id(layer) not in bound:
                 bound[id(layer)] = self._bind(layer, wanted, why)
             own = [p for p in layer.parameters() if id(p) not in counted]
@@ -240,12 +241,13 @@ class Model:
             key = (layer.implementation, layer.compile_key()) if layer.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.selects_rows
-        self._run(firsts.values(), batch)
+        logits = self._run(firsts.values(), batch)
         if self.draft_model is not None:
             tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
             hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
             own = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
             self.draft_model.dry_run(own, cache)
+        del logits  # as in a step, they are in memory while the draft model runs
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:
         kept = iter(cache.layers[self._first_cache :])

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from minirt.errors import UnsupportedError, printable
 from minirt.sizes import format_size
+from minirt.wording import worded
 
 _COLUMNS = ("layer", "impl", "why", "dtype", "weights")
 _WIDTH = 80  # of a table that is not for a terminal
@@ -63,7 +64,7 @@ class Plan:
 
     def with_cuda_graphs(self, used: bool) -> "Plan":
         """The plan of an engine that has the option `--no-cuda-graphs`, unless `used`."""
-        return self if used else replace(self, not_capturable=self.not_capturable or "--no-cuda-graphs is given")
+        return self if used else replace(self, not_capturable=self.not_capturable or f"{worded('--no-cuda-graphs')} is given")
 
     @property
     def weight_bytes(self) -> int:

@@ -6,7 +6,6 @@ AutoRound ("auto-round"). What minirt cannot compute is refused here by name. Wh
 tensors, see `minirt.loading.stored_formats`.
 """
 
-import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 from minirt.errors import ConfigError, UnsupportedError, inside
 from minirt.modeling.config import Fields, shown
 from minirt.modeling.patterns import check, matches
+from minirt.wording import warn
 
 BLOCK = 128
 METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq", "auto-round")
-_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
+_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or --quantize int4"
 _PLANNED = f"planned; until then, {_HINT}"
 # Methods that are refused, with the hint.
 _REFUSED = {
@@ -203,7 +203,7 @@ def _refuse_changes(fields: Fields) -> None:
 def _warn_of_the_cache(fields: Fields, name: str) -> None:
     """Warn of a checkpoint whose KV cache alone is quantized: its weights are plain."""
     what = "the FP8 scales of the KV cache are not used: --kv-cache-dtype fp8 has a scale for each token and head"
-    warnings.warn(f"{fields.place(name)}: {what}", stacklevel=1)  # one place for all callers: it is told once
+    warn(f"{fields.place(name)}: {what}")
 
 
 def _stated(fields: Fields, name: str) -> Fields:

@@ -60,6 +60,17 @@ def norm_linear(
     return _like(call("norm_linear", _rows("x", x), norm_weight, eps, weight, bias, scale), x)
 
 
+def packed_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: list[Tensor], bias: list[Tensor], scale: list[Tensor]
+) -> Tensor:
+    """`norm_linear` with the rows of several weights. They are copied together unless they lie one after the other in memory.
+
+    Args:
+        weight, bias, scale: lists with the tensor of each linear; for all linears without bias or scale an empty list.
+    """
+    return _like(call("packed_norm_linear", _rows("x", x), norm_weight, eps, weight, bias, scale), x)
+
+
 def norm_gate_up(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -78,6 +89,14 @@ def norm_gate_up(
         [..., N].
     """
     return _like(call("norm_gate_up", _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
+
+
+def packed_norm_gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: list[Tensor], activation: str, bias: list[Tensor],
+    scale: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """`norm_gate_up` with the weights of gate and up; arguments as those of `packed_norm_linear`."""
+    return _like(call("packed_norm_gate_up", _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
 
 
 def linear_residual(

@@ -1,8 +1,8 @@
 """The forward functions of patched modules. Each has the arguments and the result of the one that it replaces.
 
 A patched decoder layer calls its attention and its MLP with `norm`, the norm before them. They then return the new residual
-stream: the norm is computed with their first product, and the residual is added by the last. `_minirt` is the module's record
-(`minirt.patching.rules`).
+stream: the norm is computed with their first product, and the residual is added by the last. `_minirt` has the module's record
+(`minirt.patching.rules.Patched`).
 """
 
 from typing import Any
@@ -12,62 +12,70 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.nn import functional
+from minirt.patching.weights import HINT, Weights
 
 Norm = tuple[Tensor, float]  # weight, epsilon
 
 
-def check_inference(module: Any, x: Tensor) -> None:
-    """Refuse training mode and gradients, for which the kernels have no backward, and autocast.
+def current(module: Any, x: Tensor, whole: bool = True) -> Any:
+    """The record of a patched module that is called with x. It is made again if the module has changed since the last call.
 
+    Args:
+        whole: False: the decoder layer calls the module, and has checked gradients and autocast for all its submodules.
     Raises:
-        InputError: the module is in training mode; autocast is on; its input or a parameter needs a gradient while the grad mode
-            is on.
+        InputError: the module is in training mode; the kernels cannot compute what it has become; autocast is on; its input or a
+            parameter needs a gradient while the grad mode is on.
     """
     if module.training:
         what, hint = "a patched model is for inference only", "call model.eval()"
         raise InputError(what, where="model.training", expected="False", found="True", hint=hint)
-    if torch.is_autocast_enabled(x.device.type):
+    own, tracing = module._minirt, torch.compiler.is_compiling()
+    if (tracing or not own.is_current()) and (fault := own.renew()) is not None:
+        if tracing:
+            torch._dynamo.graph_break(f"{own.name}: changed after minirt.patch: {fault}")  # fullgraph=True shows no other error
+        raise InputError(f"changed after minirt.patch: {fault}", where=own.name or "model", hint=HINT)
+    if tracing:
+        for modules, name, part, *_ in own.watched:  # the compiled graph is guarded by what is read here
+            if modules[name] is not part:
+                raise InputError("was replaced while the model was compiled", where=name)
+    if whole and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         hint = "cast the model instead, such as model.bfloat16(), or unpatch it"
         raise InputError("has no effect on the kernels of a patched model", where="torch.autocast", hint=hint)
-    if torch.is_grad_enabled():
+    if whole and torch.is_grad_enabled():
         names = ["hidden_states"] if x.requires_grad else [name for name, own in module.named_parameters() if own.requires_grad]
         if names:
             hint = "call the model under torch.inference_mode() or torch.no_grad(), or unpatch it"
             raise InputError("needs a gradient, and a patched model computes none", where=names[0], hint=hint)
-
-
-def check_weights(module: Any) -> None:
-    """Refuse linears or weights that another library has replaced, which would have no effect.
-
-    Raises:
-        InputError: a linear or its weight is another object than when the model was patched.
-    """
-    if torch.compiler.is_exporting():
-        return  # an export replaces the parameters by fake ones
-    for weights in module._minirt.weights:
-        for name, linear, weight in weights.sources:
-            # Attributes of modules are slow to get, and this runs for each step.
-            if module._modules[name] is not linear or linear._parameters["weight"] is not weight:
-                hint = "unpatch the model before another library changes it, then patch it again"
-                raise InputError("was replaced after minirt.patch, and would have no effect", where=name, hint=hint)
+    return own.record
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    check_inference(self, hidden_states)
+    current(self, hidden_states)
     return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def _norm_linear(x: Tensor, norm: Norm | None, weights: Weights) -> Tensor:
+    norm_weight, eps = norm or (None, 0.0)
+    weight, bias, scale = weights.tensors(x)
+    of = functional.packed_norm_linear if isinstance(weight, list) else functional.norm_linear
+    return of(x, norm_weight, eps, weight, bias, scale)
+
+
+def _linear(x: Tensor, weights: Weights, residual: Tensor | None) -> Tensor:
+    weight, bias, scale = weights.tensors(x)
+    if residual is None:
+        return functional.linear(x, weight, bias, scale)
+    return functional.linear_residual(x, weight, residual, bias, scale)
+
+
 def mlp(self: Any, x: Tensor, norm: Norm | None = None) -> Tensor:
-    if norm is None:  # else the decoder layer has checked it
-        check_inference(self, x)
-    check_weights(self)
-    own = self._minirt
-    weight, eps = norm or (None, 0.0)
+    own = current(self, x, norm is None)
     gate_up, down = own.weights
-    h = functional.norm_gate_up(x, weight, eps, gate_up.weight, own.activation, gate_up.bias, gate_up.scale)
-    if norm is None:
-        return functional.linear(h, down.weight, down.bias, down.scale)
-    return functional.linear_residual(h, down.weight, x, down.bias, down.scale)
+    norm_weight, eps = norm or (None, 0.0)
+    weight, bias, scale = gate_up.tensors(x)
+    of = functional.packed_norm_gate_up if isinstance(weight, list) else functional.norm_gate_up
+    h = of(x, norm_weight, eps, weight, own.activation, bias, scale)
+    return _linear(h, down, None if norm is None else x)
 
 
 def attention(
@@ -79,38 +87,37 @@ def attention(
     norm: Norm | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if norm is None:
-        check_inference(self, hidden_states)
-    check_weights(self)
-    own = self._minirt
-    weight, eps = norm or (None, 0.0)
+    own = current(self, hidden_states, norm is None)
     qkv, o = own.weights
-    shape = hidden_states.shape[:-1]
-    heads = functional.norm_linear(hidden_states, weight, eps, qkv.weight, qkv.bias, qkv.scale)
-    q, k, v = heads.view(*shape, -1, self.head_dim).transpose(1, 2).split(own.heads, dim=1)
+    shape, heads = hidden_states.shape[:-1], _norm_linear(hidden_states, norm, qkv)
+    parts = heads.split([linear._parameters["weight"].shape[0] for linear in qkv.linears], -1)
+    q, k, v = (part.view(*shape, -1, self.head_dim).transpose(1, 2) for part in parts)
     q, k = own.rotate(self, q, k, *position_embeddings)
     cache = kwargs.pop("past_key_values", None) if cache is None else cache
     if cache is not None:
         k, v = cache.update(k, v, self.layer_idx, **({"kwargs": kwargs} if own.cache == "cache" else {}))
     attend = own.interface(self.config)
     out, probabilities = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **own.options(self), **kwargs)
-    out = out.reshape(*shape, -1)
-    if norm is None:
-        return functional.linear(out, o.weight, o.bias, o.scale), probabilities
-    return functional.linear_residual(out, o.weight, hidden_states, o.bias, o.scale), probabilities
+    return _linear(out.reshape(*shape, -1), o, None if norm is None else hidden_states), probabilities
 
 
-def fused_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """QK-norm, if the model has it, and rotary embedding in one kernel."""
-    if not hasattr(self, "q_norm"):
-        return functional.qk_norm_rope(q, k, cos, sin)
-    return functional.qk_norm_rope(q, k, cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon)
+def rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding in one kernel."""
+    return functional.qk_norm_rope(q, k, cos, sin)
+
+
+def norm_rotate(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """QK-norm and rotary embedding in one kernel."""
+    eps = self.q_norm.variance_epsilon
+    if self.k_norm.variance_epsilon != eps:
+        hint = "unpatch the model, or patch it without the part 'rope'"
+        found = self.k_norm.variance_epsilon
+        raise InputError("two epsilons", where="k_norm.variance_epsilon", expected=eps, found=found, hint=hint)
+    return functional.qk_norm_rope(q, k, cos, sin, self.q_norm.weight, self.k_norm.weight, eps)
 
 
 def mixture(self: Any, hidden_states: Tensor, norm: Norm | None = None) -> Tensor:
-    if norm is None:
-        check_inference(self, hidden_states)
-    own, experts = self._minirt, self.experts
+    own, experts = current(self, hidden_states, norm is None), self.experts
     residual = torch.zeros_like(hidden_states) if norm is None else hidden_states
     h = hidden_states if norm is None else functional.rms_norm(hidden_states, *norm)
     logits = self.gate(h.flatten(0, -2))[0].unflatten(0, h.shape[:-1])  # the module itself: transformers records its output
@@ -129,8 +136,7 @@ def decoder_layer(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    check_inference(self, hidden_states)
-    own = self._minirt
+    own = current(self, hidden_states)
     before, after = self.input_layernorm, self.post_attention_layernorm
     older = kwargs.pop("past_key_values", None)
     kwargs[own.cache] = older if cache is None else cache

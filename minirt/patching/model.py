@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from minirt.errors import InputError, UnsupportedError, shortened
-from minirt.patching.rules import FAMILIES, PARTS, Options, Record, Rule, rule_of
+from minirt.modeling.formats import FP8
+from minirt.patching.rules import FAMILIES, PARTS, Options, Patched, Record, Rule, rule_of
 from minirt.patching.table import Change, PatchTable
-from minirt.patching.weights import Weights
+from minirt.patching.weights import SCALE, is_changed, quantize, quantize_loaded, restore
 
 # Why modules with weights that have no rule are left alone, by the class. Others: there is no rule.
 _LEFT_ALONE = {
@@ -54,7 +55,7 @@ def patch(
                 continue
             record = rule.record(module, options)
             if isinstance(record, Record):
-                _install(module, rule, record, options)
+                _install(module, name, rule, record, options)
                 covered.update(id(own) for product in record.linears for own in product.values())
                 covered.update(id(own) for own in record.covers)
                 changes[name] = Change(name, type(module).__name__, True, record.how)
@@ -66,13 +67,13 @@ def patch(
     for name, module in model.named_modules():
         if name not in changes and id(module) not in covered and (why := _why(module)) is not None:
             changes[name] = Change(name, type(module).__name__, False, why)
-    records = [record for _, record in _patched(model)]
-    if any(own.lost for record in records for own in record.weights) and "_apply" not in vars(model):
-        model._apply = MethodType(_check_and_apply, model)  # type: ignore[method-assign]
+    if fp8 and model not in (module for module, _ in _patched(model)):
+        model._apply = partial(_check_and_apply, model)  # type: ignore[method-assign]
+    linears = [linear for module, _ in _patched(model) for linear in _linears(module).values() if SCALE in linear._buffers]
     table = PatchTable(
         tuple(changes[name] for name, own in model.named_modules() if name in changes and id(own) not in covered), fp8,
-        sum(own.fp8_bytes for record in records for own in record.weights),
-        sum(own.original_bytes for record in records for own in record.weights),
+        sum(linear.weight.nbytes + linear.get_buffer(SCALE).nbytes for linear in linears),
+        sum(original.nbytes for _, own in _patched(model) for original in own.originals.values() if original is not None),
     )  # fmt: skip
     if not table.replaced:
         expected = f"modules of transformers' {', '.join(FAMILIES.values())}"
@@ -89,9 +90,17 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module) or not any(True for _ in _patched(model)):
         raise InputError("the model is not patched", where="model", found=type(model).__name__)
-    if any(own.lost for _, record in _patched(model) for own in record.weights):
-        hint = "patch with keep_original=True, or load the model again"
-        raise InputError("the original weights were replaced by FP8 weights", where="model", hint=hint)
+    for module, own in _patched(model):
+        if not own.is_called():
+            what, hint = "another library has replaced the forward since minirt.patch", "undo that first"
+            raise InputError(what, where=own.name or "model", hint=hint)
+        for name, original in own.originals.items():
+            if original is None:
+                hint = "patch with keep_original=True, or load the model again"
+                raise InputError("the original weights were replaced by FP8 weights", where="model", hint=hint)
+            if is_changed(_linears(module).get(name), original):
+                what, hint = "changed after minirt.patch, and the original weight did not", "load the model again"
+                raise InputError(what, where=f"{own.name}.{name}.weight", hint=hint)
     _restore(model)
 
 
@@ -121,60 +130,62 @@ def _why(module: nn.Module) -> str | None:
     return known or (f"no rule for {kind}" if module._parameters else None)
 
 
-def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, Record]]:
+def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, Patched]]:
     for module in model.modules():
-        record = vars(module).get("_minirt")
-        if isinstance(record, Record):
-            yield module, record
+        own = vars(module).get("_minirt")
+        if isinstance(own, Patched):
+            yield module, own
 
 
-def _install(module: Any, rule: Rule, record: Record, options: Options) -> None:
-    """Replace a module's forward, and what moves, casts or loads its weights."""
-    record.weights = tuple(Weights(own, options.fp8, options.keep_original) for own in record.linears)
-    module._minirt, module.forward = record, MethodType(rule.forward, module)
-    if record.weights:
-        module._apply = MethodType(_apply, module)
-        record.hooks = (
-            module.register_load_state_dict_pre_hook(_before_load), module.register_load_state_dict_post_hook(_after_load),
-        )  # fmt: skip
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """The linears that a patched module has now."""
+    return {name: own for name, own in module.named_children() if isinstance(own, nn.Linear)}
+
+
+def _install(module: Any, name: str, rule: Rule, record: Record, options: Options) -> None:
+    """Replace a module's forward; with FP8 weights also what casts and loads them."""
+    own = Patched(module, name, options)
+    # Functions with the module as an argument can be pickled, and copied with the module. Bound methods cannot.
+    module._minirt, module.forward = own, partial(rule.forward, module)
+    if options.fp8 and record.linears:
+        for product in record.linears:
+            for linear_name, linear in product.items():
+                original = quantize(linear)
+                own.originals[linear_name] = original if options.keep_original else None
+        module._apply = partial(_check_and_apply, module)
+        module.register_load_state_dict_pre_hook(_before_load)
+    own.use(record)
+    own.renew()
 
 
 def _restore(model: nn.Module) -> None:
     """Undo `_install` wherever the original weights are still there."""
-    for module, record in list(_patched(model)):
-        if any(own.lost for own in record.weights):
+    if getattr(vars(model).get("_apply"), "func", None) is _check_and_apply:
+        del model._apply
+    for module, own in list(_patched(model)):
+        if any(original is None for original in own.originals.values()):
             continue
-        for own in record.weights:
-            own.restore()
-        for hook in record.hooks:
-            hook.remove()
+        for name, linear in _linears(module).items():
+            restore(linear, own.originals.get(name))
+        for key, hook in list(module._load_state_dict_pre_hooks.items()):
+            if getattr(hook, "hook", None) is _before_load:
+                del module._load_state_dict_pre_hooks[key]
         for name in ("_minirt", "forward", "_apply"):
             vars(module).pop(name, None)
 
 
-def _apply(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which moves and casts parameters one by one; then the products follow."""
-    for own in self._minirt.weights:
-        own.check_cast(fn)
-    type(self)._apply(self, fn, recurse)
-    for own in self._minirt.weights:
-        own.refresh()
-    return self
-
-
-def _check_and_apply(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
-    """`Module._apply` of a whole model with FP8 weights: it refuses a cast before any parameter is cast."""
-    for _, record in _patched(self):
-        for own in record.weights:
-            own.check_cast(fn)
-    return type(self)._apply(self, fn, recurse)
+def _check_and_apply(self: Any, convert: Any, recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which moves and casts parameters: a cast of FP8 weights is refused before any parameter is cast."""
+    for module, _ in _patched(self):
+        for name, linear in _linears(module).items():
+            if linear.weight.dtype == FP8 and convert(linear.weight.new_empty(0)).dtype != FP8:
+                hint = "cast the model before minirt.patch"
+                raise InputError("FP8 weights cannot be cast", where=f"{name}.weight", hint=hint)
+    return type(self)._apply(self, convert, recurse)
 
 
 def _before_load(module: Any, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    for own in module._minirt.weights:
-        own.quantize_loaded(state_dict, prefix)
-
-
-def _after_load(module: Any, incompatible: Any) -> None:
-    for own in module._minirt.weights:
-        own.refresh()
+    for name, linear in _linears(module).items():
+        original = quantize_loaded(f"{prefix}{name}", state_dict, linear.weight.device)
+        if original is not None and module._minirt.originals.get(name) is not None:
+            module._minirt.originals[name] = original

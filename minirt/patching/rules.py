@@ -7,15 +7,15 @@ a record, which the module keeps as `_minirt`, or the reason why the module is l
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from minirt.device import compute_capability, is_nvidia, triton_installed
 from minirt.kernels.checks import DTYPES
+from minirt.modeling.formats import FP8
 from minirt.patching import forwards
 from minirt.patching.weights import Weights
 
@@ -33,31 +33,32 @@ _RECORDING = "transformers.utils.output_capturing"
 
 @dataclass(frozen=True)
 class Options:
-    """What `patch` was asked for, and the ids of parameters that several modules share."""
+    """What `patch` was asked for, the ids of parameters that several modules share, and whether the module is patched already."""
 
     fp8: bool
     keep_original: bool
     parts: tuple[str, ...]
-    shared: frozenset[int]
+    shared: frozenset[int] = frozenset()
+    patched: bool = False
 
 
 @dataclass
 class Record:
-    """What a patched module keeps for its forward and for `unpatch`.
+    """What a patched module's forward reads: how it was when `patch` or a later call looked at it.
 
     Attributes:
         how: what computes the module now, for the table.
-        linears: the linears of each product, by their names; `patch` makes `weights` of them.
-        covers: submodules that have no row in the table, because the kernels compute them too.
-        hooks: handles of hooks that `unpatch` removes.
-        dtype: that of the weights, before they are FP8.
+        linears: the linears of each product, by their names; `weights` has the same for the forward.
+        watched: (module, name) of each submodule that is not called as usual, because the kernels compute it.
+        covers: submodules that have no row in the table.
+        dtype: that of the weights; None: they are FP8.
     """
 
     how: str
     linears: tuple[dict[str, nn.Linear], ...] = ()
+    watched: tuple[tuple[nn.Module, str], ...] = ()
     covers: tuple[nn.Module, ...] = ()
     weights: tuple[Weights, ...] = ()
-    hooks: tuple[RemovableHandle, ...] = ()
     dtype: torch.dtype | None = None
 
 
@@ -69,14 +70,12 @@ class MLPRecord(Record):
 @dataclass(kw_only=True)
 class AttentionRecord(Record):
     """Attributes:
-    heads: of q, k and v.
     rotate: QK-norm and rotary embedding: (module, q, k, cos, sin) → q, k.
     cache: the name of the cache's argument, "cache", or until transformers 5.23 "past_key_values".
     interface: from the config to transformers' attention function.
     options: its arguments that differ between families.
     """
 
-    heads: tuple[int, ...]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     cache: str
     interface: Callable[[Any], Callable[..., Any]]
@@ -93,6 +92,77 @@ class LayerRecord(Record):
     cache: str
     attention: bool
     mlp: bool
+
+
+class Patched:
+    """What a patched module keeps as `_minirt`: its record, which is made again when the module has changed.
+
+    A copy or a pickle of the module has no record until its first call.
+
+    Attributes:
+        originals: the weights from before FP8 by the names of their linears; None: they were not kept.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, options: Options, originals: dict[str, Tensor | None] | None = None
+    ) -> None:
+        self.module, self.name, self.options = module, name, replace(options, shared=frozenset(), patched=True)
+        self.originals = {} if originals is None else originals
+        self.record: Any = None
+        self.watched: list[tuple[Any, ...]] = []  # `_seen` of each submodule, after its parent's dict of modules and its name
+        self.forwards = {type(module): type(module).forward}  # of this class and the submodules' classes
+        self._rule = rule_of(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patched, (self.module, self.name, self.options, self.originals)
+
+    def is_current(self) -> bool:
+        """Whether the module is as the record describes it: the same submodules, and no new hooks or forward functions."""
+        for kind, forward in self.forwards.items():
+            if kind.forward is not forward:
+                return False
+        for modules, name, part, kind, forward, hooks in self.watched:
+            own = part.__dict__
+            if modules.get(name) is not part or part.__class__ is not kind or own.get("forward") is not forward:
+                return False
+            if (hooks or own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(own) != hooks:
+                return False
+        return self.record is not None
+
+    def is_called(self) -> bool:
+        """Whether nobody has replaced the module's forward since `patch`."""
+        forward = vars(self.module).get("forward")
+        return self._rule is not None and getattr(forward, "func", None) is self._rule.forward
+
+    @torch.compiler.assume_constant_result  # `torch.compile` runs it while it traces
+    def renew(self) -> str | None:
+        """Make the record again if the module has changed. Returns why the kernels cannot compute it any more, or None."""
+        if not self.is_current():
+            for kind, forward in self.forwards.items():
+                if kind.forward is not forward:
+                    return f"another library has replaced the forward of {kind.__name__}"
+            record = self._rule.prepare(self.module, self.options) if self._rule else "its class has changed"
+            if isinstance(record, str):
+                return record
+            self.use(record)
+        if not torch.compiler.is_exporting():  # an export replaces the parameters by fake ones
+            for own in self.record.weights:
+                own.pack()
+        return None
+
+    def use(self, record: Record) -> None:
+        record.weights = tuple(Weights(own, self.options.fp8) for own in record.linears)
+        self.record = record
+        self.watched = [(parent._modules, name, *_seen(parent._modules[name])) for parent, name in record.watched]
+        self.forwards |= {kind: kind.forward for _, _, _, kind, *_ in self.watched if kind not in self.forwards}
+
+
+def _seen(part: Any) -> tuple[Any, ...]:
+    return part, type(part), vars(part).get("forward"), _hooks(vars(part))
+
+
+def _hooks(attributes: dict[str, Any]) -> tuple[int, ...]:
+    return *attributes["_forward_hooks"], *attributes["_forward_pre_hooks"]
 
 
 @dataclass(frozen=True)
@@ -144,35 +214,38 @@ def _mlp(module: Any, options: Options) -> Record | str:
     if fault := _linears_fault(products, options):
         return fault
     activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
-    if activation is None or _hooked(module.act_fn):
+    if activation is None or _replaced(module.act_fn):
         return f"no kernel computes its activation {type(module.act_fn).__name__}"
     how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
-    return MLPRecord(how, products, activation=activation, dtype=module.gate_proj.weight.dtype)
+    watched = _watched(module, "gate_proj", "up_proj", "down_proj", "act_fn")
+    return MLPRecord(how, products, watched, activation=activation, dtype=_dtype(module.gate_proj))
 
 
 def _attention(module: Any, options: Options) -> Record | str:
     products = _named(module, "q_proj", "k_proj", "v_proj"), _named(module, "o_proj")
     if fault := _linears_fault(products, options):
         return fault
-    heads = tuple(linear.out_features // module.head_dim for linear in products[0].values())
-    fused = "rope" in options.parts
-    if fused and hasattr(module, "q_norm"):
+    fused, normed = "rope" in options.parts, family_of(module).startswith("qwen3")
+    if fused and normed:
         q, k = module.q_norm, module.k_norm
-        if _hooked(q) or _hooked(k) or q.variance_epsilon != k.variance_epsilon or q.weight.dtype != module.q_proj.weight.dtype:
-            return "q_norm and k_norm have hooks, two epsilons, or another dtype than the weights"
+        same = all(_dtype(module.q_proj) in (None, own.weight.dtype) for own in (q, k) if rule_of(own) is RULES[0])
+        if not same or {rule_of(q), rule_of(k)} != {RULES[0]} or _hooked(q) or _hooked(k):
+            return "q_norm and k_norm are no norms of this model, have hooks, or another dtype than the weights"
     source = vars(sys.modules[type(module).__module__])
     interfaces, eager = source["ALL_ATTENTION_FUNCTIONS"], source["eager_attention_forward"]
 
     def interface(config: Any) -> Callable[..., Any]:
         return interfaces.get_interface(config._attn_implementation, eager)
 
-    covers = (module.q_norm, module.k_norm) if fused and hasattr(module, "q_norm") else ()
+    covers = (module.q_norm, module.k_norm) if fused and normed else ()
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
+    rotate = forwards.norm_rotate if normed else forwards.rotate
+    watched = _watched(module, "q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if covers else ()))
     return AttentionRecord(
-        f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, covers,
-        heads=heads, cache=_cache(module), dtype=module.q_proj.weight.dtype, interface=interface,
+        f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, watched, covers,
+        cache=_cache(module), dtype=_dtype(module.q_proj), interface=interface,
         options=_window(family_of(module)),
-        rotate=forwards.fused_rotate if fused else _rotate_as(source["apply_rotary_pos_emb"]),
+        rotate=rotate if fused else _rotate_as(source["apply_rotary_pos_emb"], normed),
     )  # fmt: skip
 
 
@@ -194,11 +267,11 @@ def _window(family: str) -> Callable[[Any], dict[str, Any]]:
     return lambda module: {"sliding_window": module.sliding_window}
 
 
-def _rotate_as(apply_rotary: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotate_as(apply_rotary: Callable[..., Any], normed: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """transformers' own QK-norm and rotary embedding."""
 
     def rotate(module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if hasattr(module, "q_norm"):
+        if normed:
             q, k = module.q_norm(q), module.k_norm(k)
         return apply_rotary(q, k, cos, sin)
 
@@ -207,29 +280,35 @@ def _rotate_as(apply_rotary: Callable[..., Any]) -> Callable[..., tuple[Tensor, 
 
 def _mixture(module: Any, options: Options) -> Record | str:
     experts = module.experts
-    if type(experts).__name__ != type(module).__name__.replace("SparseMoeBlock", "Experts") or _hooked(experts):
-        return f"its experts are {type(experts).__name__}, or have hooks"
+    if type(experts).__name__ != type(module).__name__.replace("SparseMoeBlock", "Experts") or _replaced(experts):
+        return f"its experts are {type(experts).__name__}, or have hooks or another forward"
+    if not type(module.gate).__name__.endswith("TopKRouter") or _replaced(module.gate):
+        return f"its router is {type(module.gate).__name__}, or has hooks or another forward"
     for name in ("gate_up_proj", "down_proj"):
         if fault := _weight_fault(f"experts.{name}", getattr(experts, name), options):
             return fault
     activation = _ACTIVATIONS.get(type(experts.act_fn).__name__)
-    if activation is None:
+    if activation is None or _replaced(experts.act_fn):
         return f"no kernel computes its activation {type(experts.act_fn).__name__}"
     how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
-    return MLPRecord(how, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
+    watched = (*_watched(module, "experts", "gate"), *_watched(experts, "act_fn"))
+    return MLPRecord(how, watched=watched, covers=(experts,), activation=activation, dtype=experts.gate_up_proj.dtype)
 
 
 def _layer(module: Any, options: Options) -> Record | str:
-    halves = {"attention": (module.input_layernorm, module.self_attn), "mlp": (module.post_attention_layernorm, module.mlp)}
-    fused = {name: all(hasattr(own, "_minirt") and not _hooked(own) for own in pair) for name, pair in halves.items()}
-    for name, (norm, inner) in halves.items():
-        fused[name] = fused[name] and inner._minirt.dtype == norm.weight.dtype
-    if not any(fused.values()):
+    halves = {"attention": ("input_layernorm", "self_attn"), "mlp": ("post_attention_layernorm", "mlp")}
+    fused = {}
+    for half, names in halves.items():
+        norm, inner = (getattr(module, name) for name in names)
+        fused[half] = all(_runs_kernels(own) and not _hooked(own) for own in (norm, inner))
+        fused[half] = fused[half] and inner._minirt.record.dtype in (None, norm.weight.dtype)
+    if not any(fused.values()) and not options.patched:
         return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
-    covers = tuple(norm for name, (norm, _) in halves.items() if fused[name])
-    names = " and ".join(name for name, own in fused.items() if own)
-    how = f"with the products' kernels: norm and residual of {names}"
-    return LayerRecord(how, covers=covers, cache=_cache(module), attention=fused["attention"], mlp=fused["mlp"])
+    watched = _watched(module, *halves["attention"], *halves["mlp"])
+    covers = tuple(getattr(module, halves[half][0]) for half in halves if fused[half])
+    together = " and ".join(half for half in halves if fused[half])
+    how = f"with the products' kernels: norm and residual of {together}"
+    return LayerRecord(how, (), watched, covers, cache=_cache(module), attention=fused["attention"], mlp=fused["mlp"])
 
 
 _LAYER_ARGUMENTS = "hidden_states attention_mask position_ids cache use_cache position_embeddings kwargs"
@@ -249,6 +328,20 @@ _CLASSES = {
 }
 
 
+def _watched(module: nn.Module, *names: str) -> tuple[tuple[nn.Module, str], ...]:
+    return tuple((module, name) for name in names)
+
+
+def _runs_kernels(module: nn.Module) -> bool:
+    """Whether a module is patched, and nobody has replaced its forward since."""
+    own = vars(module).get("_minirt")
+    return own is not None and own.is_called() and own.renew() is None
+
+
+def _dtype(linear: Any) -> torch.dtype | None:
+    return None if linear.weight.dtype == FP8 else linear.weight.dtype
+
+
 def _fp8(options: Options) -> str:
     return ", FP8 weights" if options.fp8 else ""
 
@@ -257,6 +350,11 @@ def _hooked(module: nn.Module) -> bool:
     """Whether hooks expect that the module is called, or its usual input and output."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(getattr(hook, "__module__", "") != _RECORDING for hooks in kinds for hook in hooks.values())
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether a call of a module does something else than its class's forward."""
+    return "forward" in vars(module) or _hooked(module)
 
 
 def _named(module: nn.Module, *names: str) -> dict[str, Any]:
@@ -270,10 +368,12 @@ def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str 
         for name, linear in linears.items():
             if type(linear) is not nn.Linear:
                 return f"{name} is {type(linear).__name__}, not torch.nn.Linear"
-            if "forward" in vars(linear) or _hooked(linear):
+            if _replaced(linear):
                 return f"{name} has hooks, or another library has replaced its forward"
             for what in ("weight", "bias"):
-                if (own := getattr(linear, what)) is not None and (fault := _weight_fault(f"{name}.{what}", own, options)):
+                dtypes = (FP8,) if what == "weight" and options.fp8 and options.patched else DTYPES
+                own = getattr(linear, what)
+                if own is not None and (fault := _weight_fault(f"{name}.{what}", own, options, dtypes)):
                     return fault
             if (linear.weight.dtype, linear.weight.device) != (first.weight.dtype, first.weight.device):
                 return f"{name} has another dtype or device than the other weights"
@@ -282,13 +382,15 @@ def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str 
     return None
 
 
-def _weight_fault(name: str, weight: Any, options: Options) -> str | None:
+def _weight_fault(name: str, weight: Any, options: Options, dtypes: Sequence[torch.dtype] = DTYPES) -> str | None:
+    if torch.compiler.is_exporting() and options.patched:
+        return "call the model once after the change, then export it"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"{name} is {type(getattr(weight, 'data', weight)).__name__}, not a plain tensor"
     if id(weight) in options.shared:
         return f"{name} is shared by several modules"
-    if weight.dtype not in DTYPES:
-        return f"{name} is {weight.dtype}, not bfloat16, float16 or float32"
+    if weight.dtype not in dtypes:
+        return f"{name} is {weight.dtype}, not {' or '.join(str(own).removeprefix('torch.') for own in dtypes)}"
     return _device_fault(weight.device, options.fp8)
 
 

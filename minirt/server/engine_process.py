@@ -39,6 +39,7 @@ from minirt.server.wire import (
 )
 from minirt.sizes import format_size
 from minirt.user_code import import_file
+from minirt.wording import command_line
 
 _READ = 1 << 20
 
@@ -169,6 +170,7 @@ class _Sender:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
+    with command_line():
+        code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # PyTorch takes a second to tear down what the system frees anyway

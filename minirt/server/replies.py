@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.server.errors import bad_field
-from minirt.text.reasoning import CLOSE, opens_reasoning
 from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, Reply, ReplyParser, parse
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import Tokenizer
@@ -69,9 +68,9 @@ class ReplyPlan:
             grammar = {"json": call_schema(tools, parallel) if choice == "required" else chosen(tools, choice).parameters}
         if grammar is not None:
             stated = grammar.get("reasoning_end") if isinstance(grammar, dict) else None
-            reasons = form.reasoning and (stated is not None or opens_reasoning(prompt, continued))
+            reasons = form.reasoning if stated is not None or form.opens_reasoning(prompt, continued) else None
             if reasons and stated is None and isinstance(grammar, dict):  # else it is refused later
-                grammar = grammar | {"reasoning_end": CLOSE}
+                grammar = grammar | {"reasoning_end": reasons[1]}
             form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"
         return cls(form, tools, choice, prompt, continued, parallel, forces, grammar)
 

@@ -19,12 +19,12 @@ _ITEMS = "message, function_call, function_call_output or reasoning"
 # --- input ---
 
 
-def read_input(value: Any, instructions: str | None) -> list[dict[str, Any]]:
+def read_input(value: Any, instructions: str | None, ignored: dict[str, None]) -> list[dict[str, Any]]:
     """A request's `input` as messages that `checked_messages` takes.
 
     `instructions` and the system messages at the beginning become one system message, because many chat templates take one only.
     Consecutive items of the assistant (reasoning, a message, calls) become one message. The text of a reasoning item is its
-    content, or else its summary; an item with neither is left out.
+    content, or else its summary; an item with neither is left out, and named in `ignored`.
 
     Raises:
         HTTPError: names the item and the field that is wrong.
@@ -53,6 +53,8 @@ def read_input(value: Any, instructions: str | None) -> list[dict[str, Any]]:
             if reasoning := texts[0] or texts[1]:
                 own = _assistant(messages, "reasoning_content")
                 own["reasoning_content"] = "\n".join(filter(None, [own.get("reasoning_content"), reasoning]))
+            else:
+                ignored["input[reasoning without a text]"] = None
         elif kind == "item_reference":
             raise bad_field(f"{where}.type", "answers are not stored: send the item itself", expected=_ITEMS, found=kind)
         else:

@@ -87,9 +87,11 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRe
     _check(front, request)
     if front.options.log_prompts:
         exchange.log |= {"instructions": request.instructions, "input": request.input}
-    tools = _read_tools(front, request.tools or [])
+    tools, ignored = _read_tools(front, request.tools or []), dict[str, None]()
+    messages = read_input(request.input, request.instructions, ignored)
+    front.note_unknown(list(ignored), "unsupported parts of requests")
     conversation = Conversation(
-        read_input(request.input, request.instructions), tools, _tool_choice(request.tool_choice, tools),
+        messages, tools, _tool_choice(request.tool_choice, tools),
         request.parallel_tool_calls is not False, _variables(front, request),
         truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip

@@ -6,7 +6,6 @@ never a draft, so the step that yields it yields no more.
 
 import hashlib
 import io
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from minirt.errors import ConfigError
 from minirt.files import cache_folder, read_bytes, read_text, replace_file
 from minirt.text.tokenizer import Tokenizer
+from minirt.wording import warn
 
 MAX_TEXT = 16 << 20  # bytes; a MB takes about half a second, at the first load
 _MAX_FILE = 64 << 20  # bytes of a tokenizer, and of stored counts
@@ -59,7 +59,7 @@ def _counts(tokenizer: Tokenizer, path: Path, vocab: int) -> Tensor:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, content.getvalue())
     except OSError as error:
-        warnings.warn(f"{file} cannot be written, so each load reads {path} again: {error}", stacklevel=2)
+        warn(f"{file} cannot be written, so each load reads {path} again: {error}")
     return counts
 
 

@@ -3,16 +3,17 @@
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from minirt.errors import InputError, MinirtError, shortened
 from minirt.structured.grammar import FORCED_TOO_LONG, Grammar, GrammarTokenizer
+from minirt.structured.limits import COMPILE_STACK, reached
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import bits
 from minirt.text.tokenizer import Tokenizer
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from minirt.engine.token_constraints import ConstrainedRows
 
 MAX_GRAMMARS = 128  # compiled grammars that are kept
-_COMPILERS = 4  # threads that compile for the engine, at most
+_COMPILERS = 4  # threads that compile, at most
+_STARTING = threading.Lock()  # the size of new threads' stacks is one setting of the process
+_T = TypeVar("_T")
 _MASKERS = 16  # threads that compute masks, at most
 
 
@@ -103,8 +106,11 @@ class Constraint:
 
     def error(self) -> InputError:
         """Why there is no mask."""
-        found = shortened(self.matcher.get_error().partition("<")[0].strip())
-        where, what, hint = f"generated token {self._count}", "the grammar cannot go on", "simplify the grammar"
+        text, where = self.matcher.get_error().partition("<")[0].strip(), f"generated token {self._count}"
+        if (error := reached(text, where)) is not None:
+            return error
+        found = shortened(text)
+        what, hint = "the grammar cannot go on", "simplify the grammar"
         if FORCED_TOO_LONG in found:
             what, hint = f"{what}: it allows only one text from here, which is endless or too long", "let the text end"
         return InputError(what, where=where, found=found, hint=hint)
@@ -122,25 +128,32 @@ class Constraints:
         self._lock = threading.Lock()
         self._tools: _Tools | None = None
         self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(min(_COMPILERS, usable_cpus()), thread_name_prefix="minirt-grammar")
 
     def compile(self, spec: StructuredOutputsParams) -> None:
-        """Compile a grammar, if it is not in the cache. Any thread but the engine's may call it.
+        """Compile a grammar, if it is not in the cache, and wait for it. Any thread but the engine's may call it.
 
         Raises:
             InputError, UnsupportedError: see `Grammar` and `GrammarTokenizer`.
         """
-        self._grammar(spec)
+        self._submit(self._grammar, spec).result()
+
+    def _submit(self, function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
+        """Call a function that compiles in one of the threads that have the stack for it."""
+        with _STARTING:
+            before = threading.stack_size(COMPILE_STACK)
+            try:
+                return self._pool.submit(function, *arguments)
+            finally:
+                threading.stack_size(before)
 
     def prepare(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> "Future[Constraint]":
         """A new sequence's constraint. Does not wait: unless a matcher is ready, a thread compiles it."""
         grammar = self._find(spec)
         matcher = None if grammar is None else grammar.take()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_COMPILERS, usable_cpus()), thread_name_prefix="minirt-grammar")
         if grammar is None or matcher is None:
-            return self._pool.submit(self._new, spec, ends, min_tokens)
-        self._pool.submit(grammar.restock)
+            return self._submit(self._new, spec, ends, min_tokens)
+        self._submit(grammar.restock)
         future: Future[Constraint] = Future()
         future.set_result(self._constraint(grammar, matcher, ends, min_tokens))
         return future

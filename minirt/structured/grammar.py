@@ -12,6 +12,7 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured import limits
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd
@@ -23,13 +24,6 @@ _T = TypeVar("_T")
 WHITESPACE = r"( |\n[ \t]{0,20})"
 # Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
 ESCAPES = 'nrbtf\\"'
-# States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
-# below a second.
-MAX_LEXER_STATES = 50_000
-# What llguidance says where a limit is reached.
-_TOO_COMPLEX = (
-    "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
-)  # fmt: skip
 # Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
 # Those without an end are lexemes, too, and no repetition gives characters back: so each character is looked at once.
 _LARK = re.compile(
@@ -45,7 +39,7 @@ class Grammar:
     """A spec that compiles, and the matchers that it has ready. A matcher (`llguidance.LLMatcher`) is the state of one sequence.
 
     Matchers are not copied from one another: copies share their lexer. They would wait for each other, and the states that other
-    requests have built would count towards `MAX_LEXER_STATES`.
+    requests have built would count towards `limits.MAX_LEXER_STATES`.
 
     Attributes:
         tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
@@ -70,7 +64,7 @@ class Grammar:
             tokenizer.probe(matcher, self._where)
             self._ready = [matcher]
         except MinirtError as error:
-            if spec.json is None:
+            if spec.json is None or error.expected is not None:  # a limit of the whole
                 raise
             schema = parse_schema(str(spec.json), self._where)
             raise error.at(f"{self._where}{_place(schema, spec, error, tokenizer)}") from error
@@ -134,7 +128,10 @@ class GrammarTokenizer:
                 raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
         self._reasoning_ends = dict[str, ReasoningEnd]()
         # Errors without the state of the parser, which is long.
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=limits.MAX_LEXER_STATES, max_items_in_row=limits.MAX_ROW, initial_lexer_fuel=limits.MAX_FUEL,
+            step_max_items=limits.MAX_ITEMS, verbose_errors=False,
+        )  # fmt: skip
 
     def executor(self, threads: int) -> Any:
         """What computes the masks of many matchers (`llguidance.LLExecutor`)."""
@@ -259,10 +256,12 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
 
 def _checked_lark(source: str, where: str) -> str:
     """A Lark grammar whose schemas after "%json" are checked, and have the options of `json`."""
-    parts, schemas, done = list[str](), list[Any](), 0
+    parts, between, regexes, schemas, done = list[str](), list[str](), list[str](), list[Any](), 0
     while (lexeme := _LARK.search(source, done)) is not None:
         start = lexeme.end()
         parts.append(source[done:start])
+        between.append(source[done : lexeme.start()])
+        regexes += [lexeme[0]] if lexeme[0].startswith("/") else []
         done = _json_end(source, start) if lexeme[0].startswith("%") else start
         text = source[start:done]
         if lexeme[0] == "%json":
@@ -274,6 +273,7 @@ def _checked_lark(source: str, where: str) -> str:
             text = f"{lines} {json.dumps({**_as_object(schema), 'x-guidance': _json_options(compact=False)})}"
         parts.append(text)
     check_multiples(schemas, where)
+    limits.check_lark([*between, source[done:]], regexes, where)
     return "".join([*parts, source[done:]])
 
 
@@ -310,8 +310,8 @@ def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     if FORCED_TOO_LONG in text:
         what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
         return InputError(what, where=where, found=shortened(text), hint=hint)
-    if any(words in text.lower() for words in _TOO_COMPLEX):
-        return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
+    if (error := limits.reached(text, where)) is not None:
+        return error
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):
         return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))
     if "NoExtension" in text or "nsatisfiable" in text:
@@ -321,8 +321,11 @@ def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
 
 def _readable(text: str, where: str) -> str:
     """llguidance's message without the marks below a line, and with its place in words; a regular expression is one line."""
-    text = re.sub(r"(invalid regex .*) \(in regex\): regex parse error: .* \^+ error: ", r"\1: ", text)
-    text = re.sub(r"regex parse error: (.*) \^+ error: ", r"invalid regex \1: ", text)
+    def invalid(match: re.Match[str]) -> str:
+        return f"invalid regex {shortened(match[1], 100)}: "
+
+    text = re.sub(r"invalid regex (.*) \(in regex\): regex parse error: .* \^+ error: ", invalid, text)
+    text = re.sub(r"regex parse error: (.*) \^+ error: ", invalid, text)
     place = "" if where.endswith("regex") else r"line \1, column \2: "
     return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", place, text)
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured import limits
 from minirt.structured.contradictions import TYPES, check_contradictions
 
 MAX_DEPTH = 64  # of nested subschemas
@@ -73,6 +74,7 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
             raise InputError(what, where=where, expected=expected, found=shortened(digits))
         return value
 
+    limits.check_nesting(text, where)
     try:
         schema = json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except json.JSONDecodeError as error:
@@ -80,7 +82,7 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
         raise InputError("the schema is not JSON", where=where, found=found) from error
     except MinirtError:
         raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
+    except ValueError as error:  # a number of thousands of digits
         raise InputError(f"the schema is not acceptable JSON: {shortened(error)}", where=where) from error
     if not isinstance(schema, dict | bool):
         raise InputError("not a JSON schema", where=where, expected="an object or a bool", found=shortened(json.dumps(schema)))
@@ -127,10 +129,10 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         InputError: a keyword has a malformed value, or the schema contradicts itself.
     """
     draft_4 = _is_draft_4(schema)
-    todo: list[tuple[Any, str, int, bool]] = [(schema, "", 0, False)]
-    checked = dict[int, tuple[dict[str, Any], str]]()
+    todo: list[tuple[Any, str, int, bool, Any]] = [(schema, "", 0, False, None)]
+    checked, parents = dict[int, tuple[dict[str, Any], str]](), dict[int, int]()
     while todo:
-        own, pointer, depth, renamed = todo.pop()
+        own, pointer, depth, renamed, parent = todo.pop()
         place = f"{where}{', ' + pointer if pointer else ''}"
         if depth > MAX_DEPTH:
             raise InputError("the schema is nested too deeply", where=place, expected=f"at most {MAX_DEPTH} levels")
@@ -141,14 +143,21 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
             raise InputError("not a JSON schema", where=place, expected=expected, found=shortened(json.dumps(own)))
         _check_values(own, place, draft_4)
         _check_keywords(own, place)
-        checked[id(own)] = own, place
+        checked[id(own)], parents[id(own)] = (own, place), id(parent)
         renamed |= own is not schema and any(not str(own[name]).startswith("#") for name in ("$id", "id") if name in own)
         if renamed and "$ref" in own:
             what, hint = '"$ref" below an "$id" within the schema is not supported', 'remove "$id": it changes what "$ref" is'
             raise UnsupportedError(what, where=place, found=shortened(json.dumps(own["$ref"])), hint=hint)
-        todo += ((value, f"{pointer}/{name}", depth + 1, renamed) for name, value in subschemas(own))
+        todo += ((value, f"{pointer}/{name}", depth + 1, renamed, own) for name, value in subschemas(own))
     check_multiples(schema, where)
-    check_contradictions(list(checked.values()), _references(schema, checked).get)
+    targets = _references(schema, checked)
+    heights = dict.fromkeys(checked, 1)
+    for child in reversed(checked):  # children come after their parents
+        heights[parents[child]] = max(heights.get(parents[child], 1), heights[child] + 1)
+    entries = {id(schema), *map(id, targets.values())}
+    limits.check_levels(sum(heights.get(entry, 1) for entry in entries), 'levels of schemas that a "$ref" leads to', where)
+    limits.check_patterns(list(checked.values()), targets.get)
+    check_contradictions(list(checked.values()), targets.get)
 
 
 def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) -> dict[str, Any]:

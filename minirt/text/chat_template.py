@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,9 +11,11 @@ from minirt.errors import InputError, TokenizerError, printable, shortened
 from minirt.files import present, read_json, read_text
 from minirt.text.messages import MessageForm, checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
-from minirt.text.template_probe import Probe, end_of_turn, message_form
+from minirt.text.template_probe import Kind, Probe, end_of_turn, left_out, message_form, outline
+from minirt.wording import warn
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
+_MAX_OUTLINES = 1000  # of conversations, whose losses a template remembers
 _NAMES = ("default", "tool_use")  # the templates that transformers chooses by itself; others are chosen by the caller
 
 
@@ -38,7 +39,7 @@ class ChatTemplate:
             if texts != sources[0]:
                 path, used = (next(iter(templates.values())).path for templates in (other, named))
                 what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
-                warnings.warn(printable(what), stacklevel=2)
+                warn(printable(what))
         self._file = folder / "tokenizer_config.json"
         self._plain = named.get("default")
         self._tool = named.get("tool_use", self._plain)
@@ -82,8 +83,8 @@ class ChatTemplate:
                 hint = "set add_generation_prompt to false"
                 raise InputError("excludes add_generation_prompt", where="continue_final_message", hint=hint)
             mark = f"END{secrets.token_hex(16)}OF_TEXT "  # the space shows whether the template trims
-            if form.content_parts:
-                plain[-1]["content"][0]["text"] += mark
+            if isinstance(plain[-1]["content"], list):
+                plain[-1]["content"][-1]["text"] += mark
             else:
                 plain[-1]["content"] = (plain[-1]["content"] or "") + mark
         names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
@@ -105,8 +106,8 @@ class ChatTemplate:
             text = self._up_to(mark, text)
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=template.path, hint="check the roles")
-        if not form.shows_system:
-            _warn_of_lost_system(messages, text, template.path)
+        if (lost := template.left_out(outline(messages), bool(tools), special_tokens, variables)) is not None:
+            warn(lost)
         return text
 
     def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
@@ -131,6 +132,7 @@ class _Template:
         self.source, self.path, self._renderer = source, path, Renderer(source)
         self._form: MessageForm | None = None
         self._stopped = False  # whether it was stopped while its form was looked for
+        self._left_out: dict[int, str | None] = {}  # what `left_out` has found, by the hash of its arguments
 
     def form(self, special_tokens: Mapping[str, str]) -> MessageForm:
         """The form of messages that it takes. The first call renders some conversations to find it."""
@@ -138,7 +140,7 @@ class _Template:
             try:
                 self._form = message_form(Probe(self._renderer, special_tokens), self.source)
             except RenderingError as error:
-                self._warn("which form of messages it takes", error)
+                self._warn("which form of messages it takes and what it leaves out", error)
                 self._form, self._stopped = MessageForm(), True
         return self._form
 
@@ -153,9 +155,30 @@ class _Template:
             self._warn("how it ends an answer", error)
             return None
 
+    def left_out(
+        self, kinds: Sequence[Kind], tools: bool, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
+    ) -> str | None:
+        """A warning of what the template leaves out of conversations with this outline, so that the model does not see it.
+
+        The first conversation of each outline is rendered once more, with other texts. Later ones cost the look at their kinds.
+        """
+        form = self.form(special_tokens)
+        if self._stopped:
+            return None
+        key = hash((kinds, tools, json.dumps(dict(variables))))
+        known = self._left_out = self._left_out if len(self._left_out) < _MAX_OUTLINES else {}
+        if key not in known:
+            try:
+                lost = left_out(Probe(self._renderer, {**special_tokens, **variables}), form, kinds, tools)
+            except RenderingError as error:
+                lost = str(error)
+            text = f"{self.path}: in conversations that end with {kinds[-1].role}, the chat template leaves out: {lost}"
+            known[key] = printable(shortened(text, 1000)) if lost else None
+        return known[key]
+
     def _warn(self, what: str, error: RenderingError) -> None:
         text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
-        warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+        warn(printable(shortened(text, 1000)))
 
     def render(self, names: Mapping[str, Any]) -> str:
         """The text with these variables.
@@ -170,15 +193,6 @@ class _Template:
             hint = "check the messages and the order of their roles; the template may be damaged"
             hint = "correct the template, or get the file again" if damaged else hint
             raise TokenizerError(f"the chat template failed: {error}", where=self.path, hint=hint) from error
-
-
-def _warn_of_lost_system(messages: list[dict[str, Any]], text: str, path: Path) -> None:
-    """Warn of system messages that a template leaves out of `text`: the model does not get them."""
-    for message in checked_messages(messages):
-        if message["role"] == "system" and message["content"].strip() not in text:
-            what = f"{path}: the chat template leaves system messages out; put their text into the first user message"
-            warnings.warn(printable(what), stacklevel=2)
-            return
 
 
 def _check_json(where: str, value: Any) -> None:

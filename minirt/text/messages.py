@@ -9,9 +9,10 @@ from typing import Any
 
 from minirt.errors import InputError, shortened
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+IN_CONTENT = "content"  # a `MessageForm.reasoning`: a part of the content, of type "thinking"
 # What else a message may have: texts; and fields that answers of other servers have, and that say nothing to a template.
-_TEXTS = ("name", "tool_call_id", *_REASONING)
+_TEXTS = ("name", "tool_call_id", *REASONING)
 _SILENT = ("refusal", "audio", "annotations", "function_call")
 MESSAGE_FIELDS = ("role", "content", "tool_calls", *_TEXTS, *_SILENT)
 
@@ -26,8 +27,7 @@ class MessageForm:
         content_parts: each content is a list of parts; else it is a text.
         short_ids: the ids of tool calls have 9 letters and digits, as Mistral's templates demand.
         named_results: each result of a tool has the tool's name.
-        reasoning: the field of a message that has its reasoning.
-        shows_system: system messages appear in the rendered text, or are an error.
+        reasoning: the field of a message that has its reasoning; or `IN_CONTENT`.
     """
 
     text_arguments: bool = False
@@ -36,7 +36,6 @@ class MessageForm:
     short_ids: bool = False
     named_results: bool = False
     reasoning: str = "reasoning_content"
-    shows_system: bool = True
 
 
 _COMMON = MessageForm()
@@ -79,14 +78,17 @@ def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
     may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
     own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
     own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
-    if reasoning := [given[key] for key in _REASONING if key in given]:
-        own[form.reasoning] = reasoning[0]
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    if reasoning is not None and form.reasoning != IN_CONTENT:
+        own[form.reasoning] = reasoning
     calls = _each(given.get("tool_calls", []), f"{where}.tool_calls", lambda call, place: _tool_call(call, place, form))
     if calls:
         own["tool_calls"] = calls
     if form.short_ids and "tool_call_id" in own:
         own["tool_call_id"] = _short_id(own["tool_call_id"])
-    if form.null_content and calls and not own["content"]:
+    if form.reasoning == IN_CONTENT and reasoning:
+        own["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": own["content"]}]
+    elif form.null_content and calls and not own["content"]:
         own["content"] = None
     elif form.content_parts:
         own["content"] = [{"type": "text", "text": own["content"]}]

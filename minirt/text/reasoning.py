@@ -1,10 +1,17 @@
-"""`ReasoningParser`: splits `<think>…</think>` off the beginning of streamed text."""
+"""`ReasoningParser`: splits a block of reasoning, such as `<think>…</think>`, off the beginning of streamed text."""
 
 from collections.abc import Sequence
 
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, first_marker, held_length, space_end
 
 OPEN, CLOSE = "<think>", "</think>"
+# The markers of a block, as chat templates write them. The second ones are Mistral's.
+BLOCKS = ((OPEN, CLOSE), ("[THINK]", "[/THINK]"))
+
+
+def detect_block(template: str | None) -> tuple[str, str] | None:
+    """The markers of reasoning in a chat template; None: it has none that are known."""
+    return next((block for block in BLOCKS if template is not None and all(marker in template for marker in block)), None)
 
 
 def opens_reasoning(prompt: str, continued: str = "", opening: str = OPEN, closing: str = CLOSE) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.text.reasoning import CLOSE, OPEN, ReasoningParser, opens_reasoning
+from minirt.text.reasoning import ReasoningParser, detect_block, opens_reasoning
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
 from minirt.text.tool_calls import (
@@ -28,13 +28,13 @@ class ReplyFormat:
 
     Attributes:
         tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
-        reasoning: whether answers may begin with `<think>…</think>`.
+        reasoning: the markers of the block of reasoning with which answers may begin; None: they have none.
         response_template: the tokenizer's own declaration, which takes precedence over both, unless a `tool_choice` forces calls.
         notes: why something was not chosen, for a log.
     """
 
     tool_calls: str | None = None
-    reasoning: bool = False
+    reasoning: tuple[str, str] | None = None
     response_template: ResponseTemplate | None = None
     notes: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class ReplyFormat:
         names = (AUTO, NONE, TEMPLATE, *FORMATS)
         if name not in names:
             raise InputError("no such format of tool calls", expected=", ".join(names), found=name)
-        reasoning = chat_template is not None and OPEN in chat_template and CLOSE in chat_template
+        reasoning = detect_block(chat_template)
         notes: tuple[str, ...] = ()
         if name == TEMPLATE or (name == AUTO and response_template is not None):
             try:
@@ -71,7 +71,7 @@ class ReplyFormat:
         Args:
             special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
         """
-        markers = (MARKERS[self.tool_calls] if self.tool_calls is not None else ()) + ((OPEN, CLOSE) if self.reasoning else ())
+        markers = (MARKERS[self.tool_calls] if self.tool_calls is not None else ()) + (self.reasoning or ())
         return self.response_template is not None or any(marker in special for marker in markers)
 
     def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None, continued: str = "") -> Parser:
@@ -100,5 +100,11 @@ class ReplyFormat:
                 calls, ends = tool_call_parser(self.tool_calls, tools), CALLS_END_REASONING.get(self.tool_calls, ())
         elif choice != "none":
             calls = NamedCallParser(chosen(tools, choice).name)
-        inside = opens_reasoning(prompt, continued)
-        return ReplyParser(ReasoningParser(inside, ends=ends) if self.reasoning else None, calls)
+        if self.reasoning is None:
+            return ReplyParser(None, calls)
+        inside = self.opens_reasoning(prompt, continued)
+        return ReplyParser(ReasoningParser(inside, *self.reasoning, ends=ends), calls)
+
+    def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer begins inside a block of reasoning; see `reasoning.opens_reasoning`."""
+        return self.reasoning is not None and opens_reasoning(prompt, continued, *self.reasoning)

@@ -9,22 +9,27 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from minirt.text.messages import MessageForm, checked_messages
+from minirt.text.messages import IN_CONTENT, REASONING, MessageForm, checked_messages
 from minirt.text.rendering import Renderer, RenderingError
 
 MAX_SECONDS = 5  # wall-clock time after which no further rendering begins; each has the limits of `Renderer`
 # Words that no template writes by itself. None is part of another one.
-_USER, _SYSTEM, _ANSWER, _REASONING, _RESULT, _NAME, _KEY, _VALUE = (
-    "user-7f3a", "system-4c1e", "answer-9b52", "reason-e60d", "result-18af", "name_0b7c", "key_d294", "value-5ac3",
+_USER, _ANSWER, _REASONING, _RESULT, _NAME, _KEY, _VALUE, _OTHER = (
+    "user-7f3a", "answer-9b52", "reason-e60d", "result-18af", "name_0b7c", "key_d294", "value-5ac3", "other_4c1e",
 )  # fmt: skip
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
-_TOOL = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object", "properties": {}}}}
-_TOOL_CALL = {
-    "id": "call_0123456789abcdef01234567", "type": "function",
-    "function": {"name": _NAME, "arguments": f'{{"{_KEY}": "{_VALUE}"}}'},
-}  # fmt: skip
+_TOOL = {"type": "function", "function": {"name": _OTHER, "description": "", "parameters": {"type": "object", "properties": {}}}}
+
+
+def _tool_call(number: str = "") -> dict[str, Any]:
+    """A call whose words have `number` at the end."""
+    function = {"name": _NAME + number, "arguments": f'{{"{_KEY}{number}": "{_VALUE}{number}"}}'}
+    return {"id": f"call_0123456789abcdef01234567{number}", "type": "function", "function": function}
+
+
+_TOOL_CALL = _tool_call()
 
 
 class Probe:
@@ -66,16 +71,93 @@ def message_form(probe: Probe, source: str) -> MessageForm:
     parts = replace(form, content_parts=True)
     if _USER not in probe.render([user], form) and _USER in probe.render([user], parts):
         form = parts
-    text = probe.render([_message("system", _SYSTEM), user], form)
-    form = replace(form, shows_system=_SYSTEM in text or not text)  # a template that fails here says why when it is used
     chat = [user, _message("assistant", _ANSWER)]
     if "tool_calls" in source:
         form, chat = _tool_form(probe, form), _tool_chat()
-    for name in _REASONING_FIELDS:
+    for name in (*(name for name in _REASONING_FIELDS if name in source), *([IN_CONTENT] if "thinking" in source else [])):
         own = replace(form, reasoning=name)
-        if name in source and _REASONING in probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], own):
+        text = probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], own)
+        if _REASONING in text and not re.search(f"thinking['\"]: ['\"]{_REASONING}", text):  # a list that is joined as a text
             return own
     return form
+
+
+# --- what a template leaves out ---
+
+
+class Kind(NamedTuple):
+    """What a message has. `calls`: 0, 1, or 2 for several. `name`: not that of a tool's result, which is the name in its call."""
+
+    role: str
+    content: bool
+    calls: int
+    reasoning: bool
+    name: bool
+
+
+def outline(messages: Sequence[Mapping[str, Any]]) -> tuple[Kind, ...]:
+    """The kinds of a conversation's messages, without repetitions, as a conversation that templates take.
+
+    A turn begins with a message of the user, a step of a turn with one of the assistant. Of equal turns, steps of a turn, and
+    messages of a step, there is the first one, and once more the last one of all.
+    """
+
+    def parts(kinds: Sequence[Kind], role: str) -> list[Sequence[Kind]]:
+        starts = [i for i, kind in enumerate(kinds) if kind.role == role and i > 0]
+        return [kinds[start:end] for start, end in itertools.pairwise([0, *starts, len(kinds)])]
+
+    def few(values: Sequence[Any]) -> tuple[Any, ...]:
+        return (*dict.fromkeys(values[:-1]), values[-1])
+
+    def joined(values: Sequence[tuple[Kind, ...]]) -> tuple[Kind, ...]:
+        return tuple(itertools.chain.from_iterable(values))
+
+    turns = parts(list(map(_kind, messages)), "user")
+    return joined(few([joined(few([few(step) for step in parts(turn, "assistant")])) for turn in turns]))
+
+
+def _kind(message: Mapping[str, Any]) -> Kind:
+    role, calls = message["role"], len(message.get("tool_calls") or ())
+    reasoning = any(message.get(name) for name in REASONING)
+    return Kind(role, bool(message.get("content")), min(calls, 2), reasoning, role != "tool" and bool(message.get("name")))
+
+
+def left_out(probe: Probe, form: MessageForm, kinds: Sequence[Kind], tools: bool) -> str:
+    """What the template leaves out of a conversation of these kinds; "" if it shows all.
+
+    Reasoning before the last message of the user is not looked for: most templates leave it out, as their models were trained.
+
+    Raises:
+        RenderingError: see `Probe.render`.
+    """
+    chat, parts, pending = list[dict[str, Any]](), list[tuple[str, list[str]]](), list[dict[str, Any]]()
+    last = max((i for i, kind in enumerate(kinds) if kind.role == "user"), default=-1)
+    for i, kind in enumerate(kinds):
+        number = f"_{i}_"
+        message = _message(kind.role, _USER + number if kind.content else "")
+        words = {"content": [_USER + number]} if kind.content else {}
+        if kind.name:
+            message["name"] = f"{_NAME}{number}own"
+            words["name"] = [message["name"]]
+        if kind.reasoning:
+            message["reasoning"] = _REASONING + number
+            words |= {"reasoning": [_REASONING + number]} if i > last else {}
+        if kind.calls:
+            numbers = [f"{number}{j}_" for j in range(kind.calls)]
+            message["tool_calls"] = list(map(_tool_call, numbers))
+            words["tool calls"] = [word + own for word in (_NAME, _KEY, _VALUE) for own in numbers]
+            pending = list(message["tool_calls"])
+        if kind.role == "tool":
+            call = pending.pop(0) if pending else _TOOL_CALL
+            message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+        chat.append(message)
+        place = f"after {kinds[i - 1].role}" if i else "at the beginning"
+        parts += [(f"{part} of {kind.role} {place}", own) for part, own in words.items()]
+    text = probe.render(chat, form, tools=tools)
+    if not text:
+        return "it is not known what, since it fails with other texts"
+    parts.append(("tools", [_OTHER] if tools else []))
+    return ", ".join(dict.fromkeys(part for part, words in parts if not all(word in text for word in words)))
 
 
 def _tool_form(probe: Probe, form: MessageForm) -> MessageForm:

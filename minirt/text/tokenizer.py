@@ -5,7 +5,6 @@ Built on `tokenizers` and jinja2, which are imported only when a tokenizer is lo
 
 import functools
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from minirt.errors import ConfigError, ContextLengthError, InputError, Tokenizer
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
-from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps
+from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps, splits_wrongly
+from minirt.wording import warn
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
@@ -78,6 +78,9 @@ class Tokenizer:
         _check_added_ends(config, {"bos": self._adds_bos, "eos": self.eos_token_id in added[-1:]}, config_path)
         vocabulary = self._backend.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
+            what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
+            _warn(f"{path}: {what}; load it in transformers with fix_mistral_regex=True, and save it")
         self._bound = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
         self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
@@ -329,7 +332,7 @@ def _check_added_tokens(added: Any, backend: Backend, path: Path, name: str) -> 
 
 
 def _warn(text: str) -> None:
-    warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
+    warn(printable(shortened(text, 1000)))
 
 
 def eos_token_ids(

@@ -5,6 +5,7 @@ The library has already loaded the file, so its parts are well-formed. Fields th
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,13 @@ _WINDOW_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "Wo
 # Unicode's White_Space, which an added token with lstrip or rstrip removes.
 _WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))  # bytes that never occur in UTF-8
+# How Mistral's own tokenizer splits texts. Files that older releases of transformers have converted split them otherwise.
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 _COMPOSED = 4  # maximum number of characters that NFC or NFKC combine into one
 
 
@@ -74,6 +82,21 @@ def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
     unknown = model.get("unk_token")
     if isinstance(unknown, str) and unknown not in vocabulary and _missing_bytes(content, model) != b"":
         raise TokenizerError(f"unk_token {shortened(repr(unknown))} is not in the vocabulary", where=path)
+
+
+def splits_wrongly(content: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> bool:
+    """Whether a tokenizer.json of a Mistral model splits texts otherwise than the model's own tokenizer.
+
+    The signs are those of transformers (`fix_mistral_regex`). A file with the right regular expression is right in any case.
+
+    Args:
+        config: config.json of the model.
+    """
+    release = re.match("[0-9]+", str(config.get("transformers_version")))
+    if config.get("model_type") not in _TEKKEN_TYPES or vocab_size <= 100_000 or (release and int(release[0]) >= 5):
+        return False
+    steps = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    return bool(steps) and all(step.get("pattern") != {"Regex": _TEKKEN} for step in steps)
 
 
 @dataclass(frozen=True)

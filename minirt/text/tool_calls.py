@@ -5,6 +5,7 @@
 | `hermes` | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Qwen2.5, Qwen3, Hermes |
 | `qwen3_coder` | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`: Qwen3-Coder, Qwen3.5 |
 | `llama3_json` | `{"name": …, "parameters": {…}}` as the answer, or after `<|python_tag|>`; several with `;` between: Llama 3 |
+| `mistral` | `[TOOL_CALLS]NAME[ARGS]{…}`, or with `[CALL_ID]ID` before `[ARGS]`; `[TOOL_CALLS][{"name": …, "arguments": {…}}]` |
 
 Text before a marker is content. A call starts when its name is known and its arguments begin. What turns out to be no call before
 that is content, with its markers. If the arguments are damaged later, the rest is content, and the arguments stay incomplete.
@@ -38,6 +39,9 @@ _MORE, _DONE, _BAD = "more", "done", "bad"
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _MAX_NAME = 200
+_WORD = re.compile(r"[\w.:/-]*", re.ASCII)
+# After a parameter's value that is not closed: the tags that end its call.
+_CALL_END = re.compile(r"(?:</function>\s{0,99})?(?:</tool_call>\s{0,99})?")
 
 
 class _CallReader:
@@ -189,6 +193,27 @@ class _StatefulParser:
     def _rest(self) -> list[Event]:
         raise NotImplementedError
 
+    def _outside(self) -> list[Event] | None:
+        """The state between calls."""
+        raise NotImplementedError
+
+    def _begin_arguments(self, name: str) -> list[Event]:
+        """A call whose arguments come next, a JSON object on its own."""
+        self._space.clear()
+        self._json, self._state = JsonChecker(), self._arguments
+        return [self._calls.start(name)]
+
+    def _arguments(self) -> list[Event] | None:
+        shown = list[str]()
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if self._json.done or not self._json.push(character):
+                self._state = self._outside
+                break
+            shown.append(json_text(character)[1:-1] if character < " " and self._json.in_string else character)
+            self._at += 1
+        return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
+
     def _take_space(self) -> str:
         space = "".join(self._space)
         self._space.clear()
@@ -239,10 +264,6 @@ class _JsonCallParser(_StatefulParser):
     _reader: _CallReader
     _before: str  # what stood before the call, in case it is none
 
-    def _outside(self) -> list[Event] | None:
-        """The state between calls."""
-        raise NotImplementedError
-
     def _after_call(self) -> list[Event] | None:
         """The state at the end of a call."""
         raise NotImplementedError
@@ -250,6 +271,17 @@ class _JsonCallParser(_StatefulParser):
     def _begin_call(self, names: Collection[str] | None) -> list[Event]:
         self._reader, self._state = _CallReader(self._calls, names), self._call
         return []
+
+    def _separator(self, *wanted: str) -> list[Event] | None:
+        """One of these characters in a list of calls; else what comes is content. After "]" the list has ended."""
+        marker = self._next(*wanted)
+        if not marker:
+            self._state = self._outside if marker == "" else self._state
+            return None if marker is None else []
+        self._before += self._take_space() + marker
+        self._at += 1
+        self._state = self._outside
+        return [] if marker == "]" else self._begin_call(None)
 
     def _call(self) -> list[Event] | None:
         if self._at == len(self._text):
@@ -302,6 +334,10 @@ class Qwen3CoderParser(_StatefulParser):
     """Format `qwen3_coder`. Values are typed by the tools' JSON schemas; strings are streamed.
 
     Some models leave out `<tool_call>`; then the function has to be one of the tools. A tag may have several functions.
+
+    Some leave out `</parameter>`, or `</function>` before `</tool_call>`. So two more tags end a value, unless it seems to quote
+    them: `<parameter=KEY>` at the beginning of a line, if the tool has this parameter and the call does not have it yet; and
+    `</function>` or `</tool_call>`, if no other text than the next call follows.
     """
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -314,7 +350,14 @@ class Qwen3CoderParser(_StatefulParser):
         self._raw: list[str] = []  # of a call that has not started
         self._value_parts: list[str] = []  # of a value that is no string
         self._types: tuple[str, ...] = ()
-        self._bare, self._started, self._first = False, False, True
+        self._absent = set[str]()  # parameters of the tool that the call does not have yet
+        self._bare, self._started, self._first, self._final = False, False, True, False
+        self._empty = True  # nothing of a value is used yet
+
+    def finish(self) -> list[Event]:
+        """See `Parser.finish`."""
+        self._final = True
+        return [*self.feed(""), *super().finish()]
 
     def _outside(self) -> list[Event] | None:
         events, marker = self._content([self._OPEN, self._FUNCTION])
@@ -371,11 +414,13 @@ class Qwen3CoderParser(_StatefulParser):
         if not name or (self._bare and name not in self._tools):
             return self._give_up()
         self._name, self._first = name, True
+        properties = self._tools[name].parameters.get("properties") if name in self._tools else None
+        self._absent = set(properties) if isinstance(properties, dict) else set()
         self._state = self._body
         return []
 
     def _body(self) -> list[Event] | None:
-        states = {self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end}
+        states = {self._PARAMETER: self._parameter_name, self._FUNCTION_END: self._end, self._CLOSE: self._end_without_tag}
         return self._take(tuple(states), states.__getitem__)
 
     def _start(self) -> list[Event]:
@@ -389,6 +434,7 @@ class Qwen3CoderParser(_StatefulParser):
         if not key:
             return None if key is None else self._give_up()
         tool = self._tools.get(self._name)
+        self._absent.discard(key)
         self._types = tool.types(key) if tool is not None else ()
         self._is_string = self._types in ((), ("string",))
         begun = ("{" if self._first else ", ") + json_text(key) + ": " + ('"' if self._is_string else "")
@@ -401,33 +447,66 @@ class Qwen3CoderParser(_StatefulParser):
         if self._at == len(self._text):
             return None
         self._at += self._text[self._at] == "\n"
-        self._state = self._value
+        self._state, self._empty = self._value, True
         return []
 
     def _value(self) -> list[Event] | None:
         """Up to the end of the value, without one newline before it."""
-        end = self._text.find(self._PARAMETER_END, self._at)
-        if end >= 0:
-            piece, self._at = self._text[self._at : end].removesuffix("\n"), end + len(self._PARAMETER_END)
+        tags = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, self._CLOSE)
+        place, tag = first_marker(self._text, tags, self._at)
+        while tag and (ends := self._ends_value(place, tag)) is False:
+            place, tag = first_marker(self._text, tags, place + len(tag))
+        done = bool(tag and ends)
+        if not tag:
+            place = len(self._text) - held_length(self._text, [*tags, *("\n" + own for own in tags)], self._at)
+        elif place > self._at and self._text[place - 1] == "\n":
+            place -= 1
+        piece, self._at = self._text[self._at : place], place
+        if done:
+            self._at += (self._text[place] == "\n") + (len(tag) if tag == self._PARAMETER_END else 0)
             self._state = self._body
-        else:
-            held = held_length(self._text, [self._PARAMETER_END, "\n" + self._PARAMETER_END], self._at)
-            piece, self._at = self._text[self._at : len(self._text) - held], len(self._text) - held
-            if not piece:
-                return None
+        elif not piece:
+            return None
+        self._empty = False
         if self._is_string:
-            return [self._calls.arguments(json_text(piece)[1 : None if end >= 0 else -1])]
+            return [self._calls.arguments(json_text(piece)[1 : None if done else -1])]
         self._value_parts.append(piece)
-        if end < 0:
+        if not done:
             return []
         value = "".join(self._value_parts)
         self._value_parts.clear()
         return [self._calls.arguments(typed_json(value, self._types))]
 
+    def _ends_value(self, place: int, tag: str) -> bool | None:
+        """Whether a tag at `place` ends the value; None if more text is needed to know."""
+        if tag == self._PARAMETER_END:
+            return True
+        if tag == self._PARAMETER:
+            start = place + len(tag)
+            end = self._text.find(">", start, start + _MAX_NAME)
+            begun = self._text[start : end if end >= 0 else start + _MAX_NAME]
+            if not (self._empty if place == self._at else self._text[place - 1] == "\n"):
+                return False
+            if end >= 0:
+                return begun in self._absent
+            return None if not self._final and any(name.startswith(begun) for name in self._absent) else False
+        end = _CALL_END.match(self._text, place).end()  # type: ignore[union-attr]  # it matches `tag`
+        following = self._text[end : end + len(self._CLOSE)]
+        if following.startswith((self._OPEN, self._FUNCTION)):
+            return True
+        if not any(own.startswith(following) for own in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
+            return False
+        return self._final or None
+
     def _end(self) -> list[Event] | None:
         start = self._start()
         events = [*start, self._calls.arguments("{}" if self._first else "}")]
         self._state = self._after
+        return events
+
+    def _end_without_tag(self) -> list[Event] | None:
+        events = self._end()
+        self._state = self._outside
         return events
 
     def _after(self) -> list[Event] | None:
@@ -488,6 +567,66 @@ class Llama3Parser(_JsonCallParser):
         return content(text) if text.strip(" \t\r\n;,") or not self._calls.count else []
 
 
+class MistralParser(_JsonCallParser):
+    """Format `mistral`."""
+
+    _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
+        super().__init__(tools, new_id)
+        self._state, self._before, self._name = self._outside, "", ""
+
+    def _outside(self) -> list[Event] | None:
+        events, marker = self._content([self._CALLS])
+        if marker:
+            self._state, self._name = self._opened, ""
+        return events if events or marker else None
+
+    def _opened(self) -> list[Event] | None:
+        if (marker := self._next("[", "{")) is None:
+            return None
+        self._before += self._take_space()
+        self._state = self._word
+        return self._separator("[") if marker == "[" else self._begin_call(None) if marker else []
+
+    def _word(self) -> list[Event] | None:
+        """The name of a function, or the id after it, which is not used."""
+        self._skip_space()
+        word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
+        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
+            return None
+        self._before += self._take_space() + word
+        self._at += len(word)
+        self._name = self._name or word
+        self._state = self._header
+        return [] if word and len(word) <= _MAX_NAME else self._give_up()
+
+    def _header(self) -> list[Event] | None:
+        marker = self._next("{", self._ARGUMENTS, self._ID)
+        if not marker:
+            return None if marker is None else self._give_up()
+        if marker == "{":
+            return self._begin_arguments(self._name)
+        self._before += self._take_space() + marker
+        self._at += len(marker)
+        self._state = self._word if marker == self._ID else self._header
+        return []
+
+    def _give_up(self) -> list[Event]:
+        self._state = self._outside
+        return content(self._before)
+
+    def _after_call(self) -> list[Event] | None:
+        return self._separator(",", "]")
+
+    def _rest(self) -> list[Event]:
+        if self._state in (self._opened, self._word, self._header):
+            return content(self._before + self._unused())
+        if self._state == self._call and not self._reader.started:
+            return content(self._before + self._reader.consumed)
+        return self._rest_of_content() if self._state == self._outside else []
+
+
 class CallListParser(_JsonCallParser):
     """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
 
@@ -498,16 +637,6 @@ class CallListParser(_JsonCallParser):
 
     def _beginning(self) -> list[Event] | None:
         return self._separator("[")
-
-    def _separator(self, *wanted: str) -> list[Event] | None:
-        marker = self._next(*wanted)
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        self._before += self._take_space() + marker
-        self._at += 1
-        self._state = self._outside
-        return [] if marker == "]" else self._begin_call(None)
 
     def _after_call(self) -> list[Event] | None:
         return self._separator(",", "]")
@@ -526,28 +655,14 @@ class NamedCallParser(_StatefulParser):
 
     def __init__(self, name: str, new_id: Callable[[], str] | None = None) -> None:
         super().__init__((), new_id)
-        self._name, self._json = name, JsonChecker()
-        self._state = self._beginning
+        self._name, self._state = name, self._beginning
 
     def _beginning(self) -> list[Event] | None:
         marker = self._next("{")
         if not marker:
             self._state = self._outside if marker == "" else self._state
             return None if marker is None else []
-        self._space.clear()
-        self._state = self._arguments
-        return [self._calls.start(self._name)]
-
-    def _arguments(self) -> list[Event] | None:
-        shown = list[str]()
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if self._json.done or not self._json.push(character):
-                self._state = self._outside
-                break
-            shown.append(json_text(character)[1:-1] if character < " " and self._json.in_string else character)
-            self._at += 1
-        return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
+        return self._begin_arguments(self._name)
 
     def _outside(self) -> list[Event] | None:
         return self._content(())[0] or None
@@ -575,6 +690,7 @@ FORMATS: dict[str, Callable[..., Parser]] = {
     "qwen3_coder": Qwen3CoderParser,
     "qwen3_xml": Qwen3CoderParser,
     "llama3_json": Llama3Parser,
+    "mistral": MistralParser,
 }
 # What some tokenizers have as special tokens, which a decoder may leave out of the text.
 MARKERS = {
@@ -582,6 +698,7 @@ MARKERS = {
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "qwen3_xml": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 }
 # How calls begin in formats whose models may call a tool without closing their reasoning first (Qwen3.5).
 CALLS_END_REASONING = {
@@ -604,7 +721,7 @@ def detect_format(template: str | None) -> str | None:
         return "hermes"
     if "<|python_tag|>" in template or ('"parameters": dictionary of argument name' in template):
         return "llama3_json"
-    return None
+    return "mistral" if "[TOOL_CALLS]" in template else None
 
 
 def tool_call_parser(name: str, tools: Sequence[Tool]) -> Parser:

@@ -13,10 +13,11 @@ import pytest
 from minirt.bench.tools import collect, results, tables
 from minirt.bench.tools.results import RESULTS, format_of, load
 
-# Results of runs on a GPU. Those of loading have another form, and so has the comparison with vLLM.
+COMPARISONS = results.BESIDE_VLLM, results.IN_PROCESS
+# Results of runs on a GPU. Those of loading have another form, and so have the comparisons with vLLM.
 FILES = sorted(
     file for gpu in results.GPUS for file in RESULTS.glob(f"{gpu}-*.json")
-    if not file.stem.startswith("h200-loading") and file.stem != results.BESIDE_VLLM
+    if not file.stem.startswith("h200-loading") and file.stem not in COMPARISONS
 )  # fmt: skip
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000", "-odd")),
@@ -180,37 +181,61 @@ def test_a_result_says_where_it_comes_from(file):
     assert not weights or weights == {format_of(record).partition("-")[0]}  # fp8-blocks is FP8, too
 
 
-def test_the_comparison_with_vllm_says_how_it_was_made():
-    """Catches a point that one engine lacks, a stack without its versions, a protocol that was left out, a path of a machine, and
-    figures that pretend to a check or to a limit."""
-    record = load(results.BESIDE_VLLM)
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_comparison_with_vllm_says_how_it_was_made(name):
+    """Catches a point that one engine lacks, a stack without its versions or a process without its name, a protocol that was left
+    out, a path of a machine, and figures that pretend to a check or to a limit."""
+    record = load(name)
     assert record["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") in results.GPUS
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
     assert {"order", "clock", "prompts", "decode step", "first token", "offline"} <= set(record["protocol"])
-    points = set()
-    for run in record["runs"]:
+    for run in record["runs"] + record.get("drafts", []):
         assert set(run["versions"]) == {"torch", "triton"}
         build = {"minirt": ("commit", "[0-9a-f]{7,40}"), "vLLM": ("version", r"\d+\.\d+\.\d+")}[run["engine"]]
         assert re.fullmatch(build[1], run[build[0]])
-    for form in results.FORMATS:
-        own, theirs = (results.run_of(record, engine, form) for engine in ("minirt", "vLLM"))
-        assert set(own.values) == set(theirs.values)
-        points.add(frozenset(own.values))
-    assert len(points) == 1
+        assert (run["engine"] == "vLLM") == ("process" in run)
     assert "/" not in re.sub(r"\(time of.*?\) / 128", "", json.dumps(record))
     assert record["correctness"] == {"checked": False, "why": "no correctness check is stored with these runs"}
     assert record["read_ceiling"] is record["matmul_ceiling"] is None
 
 
+def factors(form, names=COMPARISONS):
+    """From the files alone, without the code that makes the pages: {(batch or tokens, context): factors} by setting of vLLM."""
+
+    def values(name, engine):
+        run = next(r for r in load(name)["runs"] if r["engine"] == engine and r["quantization"] == {"bf16": None}.get(form, form))
+        rows = {(r.get("batch_size", r.get("input_len")), r.get("context_len")): r for r in run["results"]}
+        times = {key: r.get("step_s", r.get("time_to_first_token_s")) for key, r in rows.items()}
+        return times | {"offline": 1 / run["output_tokens_per_s"]}
+
+    own = values(results.BESIDE_VLLM, "minirt")
+    for name in names:
+        theirs = values(name, "vLLM")
+        both = {key: theirs[key] if isinstance(theirs[key], list) else [theirs[key]] for key in own if key in theirs}
+        yield {key: sorted(round(time / own[key], 2) for time in times) for key, times in both.items()}
+
+
 def test_the_readme_says_of_speed_what_the_results_say():
-    """Catches a headline whose slowest or fastest point is not in README.md's table, and a claim of checked runs that are not
-    stored."""
+    """Catches a factor in README.md's first sentence or table that is typed, or of other figures than those that are stored: the
+    extremes of a headline that leave out a point of vLLM's default setting or take one of another, a point without a mark that
+    was not measured in the default setting, and a claim of checked runs that are not stored."""
     text = tables.README.read_text()
     blocks = (re.search(f"<!-- {name} -->\n(.*?)<!-- end", text, flags=re.DOTALL) for name in ("headline", "vllm"))
     headline, shown = (block[1] for block in blocks)
-    ranges = re.findall(r"(\d\.\d\d) to (\d\.\d\d) times", headline)
-    steps = [re.findall(r"(\d+\.\d\d) ×", line) for line in shown.splitlines() if line.startswith("| decode step")]
-    assert ranges == [(min(ratios), max(ratios)) for ratios in zip(*steps, strict=True)]
+    claims, cells = [], [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if "×" in line]
+    for column, form in enumerate(results.FORMATS):
+        default, older = factors(form)
+        steps = [factor for key, own in default.items() if key != "offline" and key[1] for factor in own]
+        claims.append((min(steps), max(steps), default["offline"][0]))
+        for name, *row in cells:
+            counts = [int(count.replace(",", "")) for count in re.findall(r"[\d,]*\d", name)]
+            kind = "offline" if "offline" in name else (counts[0], None if "prompt" in name else ([*counts, 128])[1])
+            marked = row[3 * column + 1].endswith("‡")
+            assert marked == (kind not in default), name
+            assert [float(x) for x in re.findall(r"\d+\.\d\d", row[3 * column + 2])] == (older if marked else default)[kind], name
+    assert [float(x) for x in re.findall(r"(?<![\w.])\d\.\d\d(?![.\w])", headline)] == [
+        *claims[0][:2], *claims[1][:2], claims[0][2], claims[1][2]
+    ]  # fmt: skip
     beside = load(results.BESIDE_VLLM)
     for form in results.FORMATS:
         record = load(f"h200-decode-{form}")

@@ -4,17 +4,19 @@ Catches CPU figures that look like GPU figures, output formats that disagree, an
 """
 
 import csv
+import dataclasses
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 from support.cli import CACHE, caller, refused
 
-from minirt import layers
-from minirt.bench import ceiling, report
+from minirt import SamplingParams, SpeculativeOptions, layers
+from minirt.bench import ceiling, report, speculate
 from minirt.bench.report import FORMATS
 from minirt.cli import app as cli
 from minirt.cli.bench import bench
@@ -291,3 +293,50 @@ def test_lists_and_ranges_as_options():
     assert list(option.type.choices) == list(FORMATS)
     assert "bench" in cli.cli.commands
     assert "t(N + 1)" in CliRunner().invoke(cli.cli, ["bench", "decode", "--help"]).output
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp:2"])
+def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypatch):
+    """Catches a second run with drafts (or a first one without), counts that are not those of the requests, a request whose own
+    limit or name is ignored, totals of one request, and texts of one run compared with themselves."""
+    loaded, from_pretrained = [], Generator.from_pretrained
+
+    def load(options, **more):  # with all drafts: how many are verified depends on the time of steps
+        loaded.append(options.speculative)
+        own = options.speculative and dataclasses.replace(options.speculative, adaptive=False)
+        return from_pretrained(dataclasses.replace(options, speculative=own), **more)
+
+    texts = ["no, no, no, no, no, no", "Once upon a time"]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(texts[0]) + "\n" + json.dumps({"prompt": texts[1], "max_tokens": 5, "id": "short"}))
+    monkeypatch.setattr(Generator, "from_pretrained", staticmethod(load))
+    code, out, err = run("bench", "speculate", "--prompts", file, *CACHE, "--speculate", method, "--max-tokens", 16, "--json")
+    assert (code, err.count(" with drafts: "), err.count(" without drafts: ")) == (0, 2, 2)
+    record = json.loads(out)
+    assert loaded == [SpeculativeOptions.parse(method), None]
+    assert record["speculative"]["method"] == method.removesuffix(":2")
+    with from_pretrained("embedded", device="cpu", kv_cache_memory=8 << 20) as own:
+        expected = own.generate(texts, [SamplingParams(max_tokens=n, temperature=0) for n in (16, 5)])
+    first, second, total = record["results"]
+    assert [row["test"] for row in record["results"]] == ["line 1", "short", "all"]
+    assert [row["output_tokens"] for row in (first, second)] == [len(one.token_ids) for one in expected] == [16, 5]
+    assert 0 < first["num_accepted_tokens"] <= first["num_draft_tokens"] > second["num_draft_tokens"]
+    for row in (first, second, total):
+        assert row["acceptance_length"] == row["output_tokens"] / (row["output_tokens"] - row["num_accepted_tokens"])
+        assert row["speedup"] == pytest.approx(row["plain_s"]["median"] / row["seconds"]["median"])
+        assert row["same_texts"] == row["texts"]
+    for name in ("output_tokens", "num_draft_tokens", "num_accepted_tokens", "texts", "same_texts"):
+        assert total[name] == first[name] + second[name]
+    shown = report.Report(record, record["results"]).render("md")
+    assert table(shown)[2]["drafts right"] == f"{total['num_accepted_tokens']} of {total['num_draft_tokens']}"
+    refused(run("bench", "speculate", "--prompts", file, *CACHE, "--system", "x"), "--system needs --chat", code=2)
+
+
+def test_another_text_with_drafts_is_seen():
+    def timed(*tokens):
+        return [SimpleNamespace(token_ids=list(own), num_draft_tokens=2, num_accepted_tokens=1) for own in tokens], [1.0, 3.0]
+
+    requests = [("a", [], None), ("b", [], None)]
+    found = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
+    assert [(row["same_texts"], row["texts"]) for row in found] == [(1, 1), (0, 1), (1, 2)]
+    assert found[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"

@@ -83,7 +83,7 @@ def test_options_of_other_programs(arguments, words, run):
     ("score --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate"),
     ("plan --host x", "'--host' (an option of minirt serve) (see minirt plan"),
     ("bench decode --input-len 3", "(an option of minirt bench patch, minirt bench speed, minirt bench prefill and others)"),
-    ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt generate --speculate"),
+    ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt bench speculate"),
     ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
     ("serve --spec ngram", "(did you mean --speculate or --speculative-config?)"),
     ("plan -z 3", "no such option '-z' (see"),

@@ -249,13 +249,32 @@ def test_drafts_are_counted_by_position():
 
 
 def test_the_room_for_rows_is_divided():
-    own, _ = lengths()
+    own, arrays = lengths()
     for slot in (1, 4, 5):
         read(own, slot, [1], [7, 7, 7, 7])
     slots = np.array([0, 1, 4, 5])
     assert own.choose(slots, 99).tolist() == [1, 5, 5, 5]
     assert own.choose(slots, 11).tolist() == [1, 3, 3, 3]
     assert own.choose(slots, 6).tolist() == [1, 1, 1, 1]
+    read(own, 4, [1], [7])
+    assert own.choose(slots, 99).tolist() == [1, 5, 2, 5], "no more than a slot has"
+    assert own.choose(slots, 9).tolist() == [1, 3, 2, 3], "what one slot does not need is for the others"
+    arrays.steps[4] = 1
+    assert own.choose(slots, 99).tolist() == [1, 5, 5, 5], "it may have more after a step that nobody has read"
+
+
+def test_the_time_of_a_step_counts_the_drafts_that_slots_have():
+    """Four of one slot, and one of seven others: 11 tokens more, not 32, which would not pay."""
+
+    class Steps(Line):
+        def seconds(self, seqs, tokens):
+            assert tokens <= 8 + 11
+            return super().seconds(seqs, tokens)
+
+    own, _ = lengths(times=Steps(0.01))
+    for slot in range(8):
+        read(own, slot, [1], [7] * 4 if slot == 3 else [7])
+    assert own.choose(np.arange(8), 99).tolist() == [2, 2, 2, 5, 2, 2, 2, 2]
 
 
 def test_sizes():
@@ -409,18 +428,25 @@ def test_a_wrong_value_of_a_proposer_is_an_error(column, value, message, lookahe
     assert sum(len(output.token_ids) for output in again) == 30
 
 
-def test_a_proposer_without_memory_is_an_error():
-    """The step's tokens are committed by then. Catches a step that is tried again after that, which loses them."""
-    it = engine(Mixed())
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_proposer_without_memory_proposes_nothing(lookahead):
+    """The step's tokens are committed by then. Catches a step that is tried again after that, which loses them, requests that
+    end, and drafts that are half written: the proposer fails after it has written them."""
+    requests = [([10 + i], settings(max_tokens=20, ignore_eos=True)) for i in range(3)]
+    it, calls = engine(Mixed(), lookahead=lookahead), iter(range(1000))
+    propose = it._runner._proposer.propose
 
-    def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+    def fails(*arguments):
+        propose(*arguments)
+        if next(calls) in (0, 2, 3):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 
     it._runner._proposer.propose = fails
-    it.add(request_of([7, 8, 9]))
-    with pytest.raises(EngineError, match=r"the proposer runs out of memory.*7\.00 GiB"):
-        it.step()
-    it.recover()
+    with pytest.warns(RuntimeWarning, match="no memory left for drafts"):
+        found = run(it, requests)
+    assert found == run(engine(lookahead=lookahead), requests)
+    assert next(calls) > 4
+    assert it.stats.drafts.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

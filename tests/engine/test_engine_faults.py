@@ -3,7 +3,9 @@
 Catches a request that is lost without an output, pages kept by a failed request, an engine that continues on a failed device.
 """
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from engine.test_engine import IDS, add, engine, following, run, undisturbed
 from support.native import native_error
 
 from minirt.engine.engine import Request
+from minirt.engine.limits import EngineLimits
+from minirt.engine.logits_processors import LogitsProcessors
 from minirt.engine.scheduler import STEPS_UNTIL_LARGER
+from minirt.engine.slots import HostSlots
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -190,3 +195,91 @@ def test_logits_without_numbers(lookahead):
     tokens = [token for o in outputs if o.request_id == good for token in o.token_ids]
     assert tokens == undisturbed([53, 54, 55, 56, 57], len(tokens))
     assert cache.allocator.num_free == 64
+
+
+RULES = {
+    "penalties": {"frequency_penalty": 0.5}, "bias": {"logit_bias": {3: 1.0}}, "allowed": {"allowed_token_ids": [3, 4]},
+    "bad words": {"bad_words": "x"}, "min_tokens": {"min_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("name", RULES)
+def test_out_of_memory_for_a_requests_rules_ends_that_request(name, lookahead, monkeypatch):
+    """Each copy to the device fails once. Catches an engine that takes the step for too large, and makes all steps smaller."""
+    plain = [[50 + i] * 5 for i in range(4)]
+    sent = LogitsProcessors._sent
+    for failing_copy in itertools.count():
+        copies = itertools.count()
+
+        def fails(self, values, dtype, copies=copies, failing_copy=failing_copy):
+            if next(copies) == failing_copy:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+            return sent(self, values, dtype)
+
+        monkeypatch.setattr(LogitsProcessors, "_sent", fails)
+        it, cache = engine(lookahead=lookahead, seqs=8, prefix_cache=False)
+        good = [add(it, prompt, resolve(SamplingParams(max_tokens=12), None), (5,)) for prompt in plain]
+        outputs = [*it.step(), *it.step()]
+        own = resolve(SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0, **RULES[name]), None)
+        bad = Request(next(IDS), [60, 61, 62], own, (5,), bad_words=((1, 2), (3,)) if own.bad_words else ())
+        it.add(bad)
+        while it.has_work:
+            outputs += it.step()
+        tokens = {i: [token for o in outputs if o.request_id == i for token in o.token_ids] for i in (*good, bad.id)}
+        assert [tokens[i] for i in good] == [undisturbed(prompt, 12, eos=5) for prompt in plain]
+        assert cache.allocator.num_free == 64
+        steps = it._runner._model.tokens_per_step
+        failed = [o.error for o in outputs if o.error is not None]
+        if next(copies) <= failing_copy:  # it has had no failing copy
+            assert not failed
+            assert len(tokens[bad.id]) == 9
+            break
+        assert len(failed) == 1
+        assert isinstance(failed[0], OutOfMemoryError)
+        assert "a request's penalties, biases and masks" in str(failed[0])
+        assert not tokens[bad.id]
+        assert len(steps) <= 12 + 3, "one step is tried again, and one computes a row for nothing"
+        assert it._scheduler._limit_tokens == 64
+    assert failing_copy >= 2
+
+
+def test_no_request_makes_a_lasting_buffer():
+    """Whatever requests ask for, the engine's tensors are those that it was made with, which the plan of memory holds. Catches a
+    buffer that the first such request makes, and a table that grows."""
+
+    def buffers(it):
+        stages = it._runner._stages
+        owners = (stages, stages._processors, stages._processors.slots._asdict(), stages._masks, it._runner._buffers)
+        values = [value for owner in owners for value in (owner if isinstance(owner, dict) else vars(owner)).values()]
+        return [(value.data_ptr(), value.shape) for value in values if isinstance(value, torch.Tensor)]
+
+    it, _ = engine(seqs=4)
+    before = buffers(it)
+    assert len(before) > 12
+    for options in (*RULES.values(), {"logprobs": 3}, {"prompt_logprobs": 2}, {"temperature": 1.0, "top_k": 3, "min_p": 0.1}):
+        own = resolve(SamplingParams(max_tokens=4, ignore_eos=True, **options), None)
+        it.add(Request(next(IDS), [1, 2, 3], own, (5,), bad_words=((1, 2), (3,)) if own.bad_words else ()))
+    while it.has_work:
+        it.step()
+    assert buffers(it) == before
+
+
+def test_long_rows_of_slots_do_not_stay_in_memory():
+    """Each of many slots has a long sequence once, one after the other, then all have a short one. Catches 12 bytes for each
+    token that ever was in a slot (3.2 GB for these limits), and huge pages for beginnings of rows."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    slots, before = HostSlots(EngineLimits(2**18, 1024), 2**12), resident()
+    for _ in range(60):
+        slot = slots.reserve(object())
+        slots.tokens[slot], slots.times[slot], slots.page_tables[slot], slots.lengths[slot] = 1, 1.0, 1, 2**18
+        slots.release(slot)
+        slots.free.insert(0, slots.free.pop())
+        assert resident() - before < 2**24
+    for _ in range(1024):
+        slot = slots.reserve(object())
+        slots.tokens[slot, :100] = slots.times[slot, :100] = slots.page_tables[slot, :2] = 1
+    assert resident() - before < 2**25

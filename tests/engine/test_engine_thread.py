@@ -423,18 +423,19 @@ def test_a_failed_gpu_ends_all_waiters(thread):
 
 
 def test_logits_wait_for_room_beside_running_requests(thread):
-    """They need all pages, so they come after the request before them; a shorter request behind them does not overtake."""
+    """They need all pages, so they come after the request before them; a short request behind them does not wait for those."""
     it, cache = thread(pages=16)
     prompt = list(range(3, 66))
     with Client(it) as first, Client(it) as second:
         first.submit([request(it, [1, 2], 20)])
         nothing = replace(resolve(SamplingParams(), None), max_tokens=0)
-        second.submit([Request(it.new_id(), prompt, nothing, logits_only=True), request(it, [3], 3)])
+        second.submit([Request(it.new_id(), prompt, nothing, logits_only=True), short := request(it, [3], 3)])
         outputs = []
         while sum(output.finish_reason is not None for output in outputs) < 2:
             outputs += second.receive()
-        assert outputs[0].logits.argmax(-1).tolist() == [following(prompt[: i + 1]) for i in range(63)]
-        assert [token for output in outputs[1:] for token in output.token_ids] == undisturbed([3], 3, eos=EOS)
+        assert outputs[-1].logits.argmax(-1).tolist() == [following(prompt[: i + 1]) for i in range(63)]
+        assert {output.request_id for output in outputs[:-1]} == {short.id}
+        assert [token for output in outputs for token in output.token_ids] == undisturbed([3], 3, eos=EOS)
         tokens = []
         while not tokens or not tokens[-1].finish_reason:
             tokens += first.receive()

@@ -1,6 +1,7 @@
-"""The order in which the scheduler admits and preempts, on the mock model of test_engine.py.
+"""The order in which the scheduler admits and preempts, on the mock model of test_engine.py, and how prompts share steps.
 
-Catches a request that overtakes a more important one, the wrong victim of a preemption, lost requests, and a queue that grows.
+Catches a request that overtakes a more important one, the wrong victim of a preemption, lost requests, a queue that grows, and
+prompts that wait for others longer than their share.
 """
 
 import random
@@ -8,17 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.test_engine import engine, undisturbed
+from engine.test_engine import PAGE, engine, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.prompt_time import PromptTime
+from minirt.engine.scheduler import Scheduler
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import HostSlots
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.step.kv_cache import KVCache, PagesSpec
 
 EOS = 5
 
@@ -31,12 +34,13 @@ class Watched:
     """Runs requests, and checks in each step who was admitted and preempted. Priorities and arrivals are the test's own."""
 
     def __init__(self, it):
-        self.it, self.order, self.tokens, self.reasons = it, {}, {}, {}
+        self.it, self.order, self.sizes, self.tokens, self.reasons = it, {}, {}, {}, {}
         self.preemptions = 0
 
     def add(self, prompt, count, priority=0, **options):
         request = Request(len(self.order), prompt, greedy(count), (EOS,), priority=priority, **options)
         self.order[request.id], self.tokens[request.id] = (priority, request.id), []
+        self.sizes[request.id] = priority, len(prompt).bit_length()
         self.it.add(request)
         return request.id
 
@@ -71,8 +75,11 @@ class Watched:
         self.preemptions += len(victims)
         for victim in victims:
             assert all(self.order[victim] > self.order[other] for other in before & running)
+        known, arrived = self.it._scheduler.prefix_cache is not None, self.order
         for other in self.waiting() - victims:
-            assert all(self.order[one] < self.order[other] for one in admitted), "overtaken"
+            assert all(arrived[one][0] <= arrived[other][0] for one in admitted), "a more important one is overtaken"
+            shorter = [known or self.sizes[one] < self.sizes[other] for one in admitted if arrived[one] > arrived[other]]
+            assert all(shorter), "overtaken by one that is as long"
 
     def waiting(self):
         """Requests that could have been admitted."""
@@ -233,23 +240,29 @@ def test_a_group_counts_once_and_is_refused_as_a_whole():
 
 def test_the_queue_of_waiting_sequences():
     """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
-    draw, queue, model = random.Random(0), WaitingQueue(), {}
-    for arrival in range(20_000):
+    draw, queue, model, left = random.Random(0), WaitingQueue(), {}, []
+    for arrival in range(6_000):
         sequence = Sequence(Request(draw.randrange(400), [1], greedy(1)), 2)
         if sequence.id not in model:  # ids are used again
-            sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
+            sequence.rank, sequence.size = (draw.choice((0, 0, 3, -2**70)), arrival), draw.randrange(100)
             model[sequence.id] = sequence
             queue.add(sequence)
         if draw.random() < 0.4:
             queue.remove(model.pop(draw.choice(list(model))))
         queue.remove(Sequence(Request(draw.randrange(400), [1], greedy(1)), 2))  # one with an id in use, but another sequence
         if model and draw.random() < 0.1:
-            first = min(model.values(), key=lambda sequence: sequence.rank)
-            assert queue.first() is first
-            assert queue.pop() is model.pop(first.id)
+            smallest = min(model.values(), key=lambda own: (own.rank[0], own.size.bit_length(), own.rank[1]))
+            assert queue.smallest() is smallest
+            assert queue.oldest() is min(model.values(), key=lambda own: own.rank)
+            queue.remove(model.pop(smallest.id))
+            left.append(smallest)
+            if draw.random() < 0.5:  # it was preempted
+                again = left.pop(draw.randrange(len(left)))
+                if again.id not in model:
+                    model[again.id] = again
+                    queue.add(again)
         assert len(queue) == len(model)
-        assert len(queue._heap) <= 2 * len(model) + 16
-    assert [queue.pop().rank for _ in range(len(model))] == sorted(sequence.rank for sequence in model.values())
+        assert all(len(heap) <= 2 * len(model) + 17 for heap in queue._heaps)
 
 
 @pytest.mark.parametrize("context_s", [0.0, 1e-5])
@@ -290,6 +303,156 @@ def test_alone_prompts_have_the_whole_budget():
     while it.has_work:
         watched.step()
     assert sizes[:2] == [256, 44]
+
+
+class Prompts:
+    """A scheduler whose steps compute nothing. Each request ends with its first token, unless it is in `stays`.
+
+    Attributes:
+        steps: what each step computed, tokens by request.
+        ends: by request, the number of the step with its first token.
+        stays: sequences that keep their pages.
+    """
+
+    def __init__(self, budget, pages, seqs=8, length=40_100):
+        cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
+        self.it = Scheduler(cache, EngineLimits(length, seqs, budget), prefix_cache=False)
+        self.steps, self.ends, self.stays = [], {}, {}
+
+    def add(self, request_id, tokens, priority=0, new=1):
+        self.it.add(sequence := Sequence(Request(request_id, [0] * tokens, greedy(new), priority=priority), tokens + new))
+        return sequence
+
+    def step(self):
+        work, computed = self.it.schedule(), {}
+        if work is not None:
+            self.it.started(work)
+            draws = work.planned.num_draws
+            self.it.read(work.planned.slots[draws > 0], draws[draws > 0])
+            for place, sequence in work.prompts:
+                computed[sequence.id] = int(work.planned.num_tokens[place])
+                if draws[place]:
+                    self.ends[sequence.id] = len(self.steps)
+                    if sequence.id not in self.stays:
+                        self.it.remove(sequence)
+        self.steps.append(computed)
+        return computed
+
+
+@pytest.mark.parametrize("arrival", range(5))
+def test_a_short_prompt_does_not_wait_for_a_long_one(arrival):
+    """It is in the next step, which the long prompt gives as many tokens as it has, and no more."""
+    own = Prompts(8192, 20_000)
+    own.add(0, 40_000)
+    while len(own.ends) < 2:
+        if len(own.steps) == arrival:
+            own.add(1, 12)
+        own.step()
+    assert own.ends == {0: 4, 1: arrival}
+    assert all(sum(step.values()) == 8192 for step in own.steps[:4]), "no token of a step is left unused"
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_caller_of_a_short_prompt_has_its_token_within_three_steps(lookahead, prefix_cache):
+    """Beside two long prompts, one of which waits for pages, and behind a stream. The tokens of all are those of each alone."""
+    it, _ = engine(pages=50, seqs=8, budget=16, length=150, lookahead=lookahead, prefix_cache=prefix_cache)
+    watched = Watched(it)
+    prompts = [[30], [40 + i % 7 for i in range(100)], [50 + i % 5 for i in range(120)], [90, 91]]
+    for prompt, count in zip(prompts[:3], (20, 2, 2), strict=True):
+        watched.add(prompt, count)
+        watched.step()
+    watched.add(prompts[3], 2)
+    for _ in range(3):
+        assert not watched.tokens[3]
+        watched.step()
+        if watched.tokens[3]:
+            break
+    assert watched.tokens[3]
+    assert not watched.tokens[1] + watched.tokens[2]
+    while it.has_work:
+        watched.step()
+    assert [watched.tokens[i] for i in range(4)] == [
+        undisturbed(prompt, count, EOS) for prompt, count in zip(prompts, (20, 2, 2, 2), strict=True)
+    ]
+
+
+def test_a_long_prompt_ends_beside_any_number_of_short_ones():
+    """Short ones that would fill every step: the long prompt gets half of each, and the short ones the rest."""
+    own, arrivals = Prompts(64, 20_000, seqs=400), iter(range(1, 10_000))
+    own.add(0, 6_400)
+    while 0 not in own.ends:
+        for _ in range(8):
+            own.add(next(arrivals), 8)
+        assert own.step().get(0) == 32
+    assert own.ends[0] + 1 == 6_400 // 32
+    served = [request for request in own.ends if request]
+    assert served == list(range(1, 1 + len(served)))
+    assert len(served) == 4 * 200
+
+
+def test_among_random_arrivals_each_prompt_has_its_share():
+    """1,000 prompts of 1 to 4,000 tokens, more than steps compute for a while. Half of each step goes by age, and half by size:
+    so no prompt waits longer than twice what those before it by age take, nor than twice what those take that are as short."""
+    draw, budget = random.Random(7), 64
+    own, size = Prompts(budget, 700_000, seqs=1000, length=4_100), [int(4_000 ** draw.random()) for _ in range(1000)]
+    arrivals, left, at, before = [0], {}, [], []
+    for tokens in size:
+        arrivals.append(arrivals[-1] + draw.choice((0, 0, 1, tokens // 20)))
+    while len(own.ends) < 1000:
+        while len(at) < 1000 and arrivals[len(at)] <= len(own.steps):
+            before.append(sum(left.values()) + size[len(at)])  # what those before it still need, and itself
+            left[len(at)] = size[len(at)]
+            own.add(len(at), size[len(at)])
+            at.append(len(own.steps))
+        for request, tokens in own.step().items():
+            left[request] -= tokens
+    waits = [own.ends[i] + 1 - at[i] for i in range(1000)]
+    for i, wait in enumerate(waits):
+        assert wait <= 1 + 2 * before[i] / budget, "longer than those before it take"
+        limit, shorter = 1 << size[i].bit_length(), dict[int, int]()
+        for step in own.steps[at[i] : own.ends[i] + 1]:
+            for request, tokens in step.items():
+                shorter[request] = min(shorter.get(request, 0) + tokens, limit)  # of a longer one, its last tokens count
+        assert wait <= 1 + 2 * sum(shorter.values()) / budget, "longer than those take that are as short"
+    assert max(waits) > 100, "a test of prompts that wait"
+
+
+def test_others_pass_a_prompt_without_pages_until_they_have_computed_as_many_tokens():
+    """Its 30 pages are not free. Shorter ones pass it, so that they do not wait for pages that they do not need; not for ever,
+    and none that is less important."""
+    own = Prompts(16, 40, seqs=40)
+    own.stays = {0}
+    first = own.add(0, 4 * 20 - 1, new=400)
+    while 0 not in own.ends:
+        own.step()
+    own.add(1, 4 * 30 - 1)
+    own.add(2, 2, priority=1)
+    for request in range(3, 100):
+        own.add(request, 2)
+        own.step()
+    passed = sorted(set(own.ends) - {0})
+    assert passed == list(range(3, 3 + len(passed)))
+    assert passed[0] == 3
+    assert own.ends[3] == own.ends[0] + 1
+    assert len(passed) == 40, "119 tokens, of which each step has two of a prompt and one of the sequence that decodes"
+    own.it.remove(first)
+    while len(own.ends) < 100:
+        own.step()
+    assert own.it.num_preemptions == 0
+    assert own.ends[1] < own.ends[max(passed) + 1] + 20
+
+
+def test_a_prompt_has_its_pages_from_the_beginning():
+    """Others that come while it is computed do not take them, and are not preempted for them."""
+    own = Prompts(8, 10)
+    own.add(0, 36)
+    own.step()
+    own.add(1, 8)
+    while len(own.ends) < 2:
+        own.step()
+    assert own.it.num_preemptions == 0
+    assert own.ends == {0: 4, 1: 5}
 
 
 @given(start=st.integers(0, 10**6), seconds=st.floats(0, 10), token_s=st.floats(1e-7, 1e-2), context_s=st.floats(0, 1e-5))

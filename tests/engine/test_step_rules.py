@@ -12,7 +12,6 @@ import pytest
 import torch
 from engine.test_engine import IDS, PAGE, VOCAB, Drafts, add, drafting, engine, following, undisturbed
 
-from minirt.engine import sampling_stages
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits, max_splits
 from minirt.errors import UnsupportedError
@@ -187,24 +186,6 @@ def test_drafts_are_refused_where_states_cannot_be_taken_back():
     cache = KVCache([StateSpec((("s", (1,), torch.float32),))], 9, page_size=PAGE, num_slots=4)
     with pytest.raises(UnsupportedError, match="drafts need states that can be taken back"):
         Engine(nine, cache, EngineLimits(64, 4, 64), vocab_size=VOCAB, proposer=Drafts(1.0))
-
-
-def test_log_probabilities_after_out_of_memory(monkeypatch):
-    """Their buffers are allocated at first use; half of them would fail every later step."""
-    it, _ = engine()
-    zeros, tries = torch.zeros, []
-
-    def fails_once(*shape, **options):
-        if shape == ((8, sampling_stages.columns(20)),) and len(tries) < 1:
-            tries.append(shape)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return zeros(*shape, **options)
-
-    monkeypatch.setattr(sampling_stages.torch, "zeros", fails_once)
-    add(it, [50, 51], greedy(3, logprobs=1))
-    outputs = [output for _ in range(20) for output in it.step()]
-    assert tries
-    assert [len(output.logprobs) for output in outputs] == [1, 1, 1]
 
 
 def test_after_a_failure_nothing_is_pinned_any_more():

@@ -216,7 +216,6 @@ def test_steps_without_constraints_compute_no_mask():
     it, _ = bound_engine()
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))])
     assert it._constraints.calls == 0
-    assert it._runner._stages._masks is None
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

@@ -9,15 +9,19 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from minirt.bench import bounds
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import ops, reference
 from minirt.kernels.operations import OPERATIONS
+from minirt.nn import functional
 
-HAS_OP = [name for name, operation in OPERATIONS.items() if operation.schema is not None]
+PACKED = ["packed_norm_linear", "packed_norm_gate_up"]
+HAS_OP = [name for name, operation in OPERATIONS.items() if operation.schema is not None] + PACKED
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FP8 = {"rms_norm_quantize", "quantize"}  # their results are rounded to e4m3
 
@@ -124,6 +128,16 @@ def arguments(name, dtype, make, device):
         yield (t(2, 16), t(2, 5), t(5, 14, 16) * 0.3, t(5, 16, 7), t(2, 16), 2, False, "gelu"), {}
         up, down = reference.quantize_fp8(t(5, 14, 16) * 0.3), reference.quantize_fp8(t(5, 16, 7))
         yield (t(2, 16), t(2, 5), up[0], down[0], t(2, 16), 2, True, "silu", None, 0.0, up[1], down[1]), {}
+    elif name in PACKED:
+        for args, _ in arguments(name.removeprefix("packed_"), dtype, make, device):
+            schema = getattr(torch.ops.minirt, name).default._schema
+            places = [i for i, own in enumerate(schema.arguments) if isinstance(own.type, torch.ListType)]
+            args = [*args, *[None] * (len(schema.arguments) - len(args))]
+            half = args[places[0]].shape[0] // 2
+            if args[places[2]] is None or args[places[2]].shape[0] == args[places[0]].shape[0]:  # not scales of blocks
+                for i in places:
+                    args[i] = [] if args[i] is None else [args[i][:half], args[i][half:].clone()]
+                yield tuple(args), {}
     else:
         pytest.fail(f"no cases of {name}")
 
@@ -132,8 +146,15 @@ def tensors(result):
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
+def flat(values):
+    """The values, with those of lists of tensors."""
+    return [own for value in values for own in (value if isinstance(value, list) else [value])]
+
+
 def copy(value):
     """A copy with the same strides."""
+    if isinstance(value, list):
+        return [copy(own) for own in value]
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
@@ -141,11 +162,14 @@ def copy(value):
 
 def run(function, args, options, dtype=None):
     """Results on copies of the arguments, and the arguments afterwards. `dtype`: floats of 16 bits are widened to it."""
-    args = [copy(a) for a in args]
-    if dtype is not None:
-        args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.dtype == torch.float16 else a for a in args]
+    def widened(a):
+        if isinstance(a, list):
+            return [widened(own) for own in a]
+        return a.to(dtype) if isinstance(a, torch.Tensor) and dtype is not None and a.dtype == torch.float16 else a
+
+    args = [widened(copy(a)) for a in args]
     options = {key: copy(value) for key, value in options.items()}
-    return tensors(function(*args, **options)) + [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
+    return tensors(function(*args, **options)) + [a for a in flat((*args, *options.values())) if isinstance(a, torch.Tensor)]
 
 
 def check_equal_codes(found, expected, most):
@@ -167,7 +191,7 @@ def test_opcheck(name, make, device):
     """Schema, fake results, autograd registration and compilation with static and dynamic shapes, by PyTorch's own check."""
     op = getattr(torch.ops.minirt, name).default
     for args, options in arguments(name, torch.float32, make, device):
-        given = [*args, *options.values()]
+        given = flat([*args, *options.values()])
         if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in given):
             # PyTorch cannot compare FP8 on a CPU, which the check of the schema does; the test below compares the arguments.
             torch.library.opcheck(op, args, options, test_utils=WITHOUT_SCHEMA)
@@ -183,7 +207,7 @@ def test_kernels_beside_the_reference(name, make, device):
     """
     own = ops.IMPLEMENTATIONS[name]
     for args, options in arguments(name, torch.float16, make, device):
-        quantized = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args)
+        quantized = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in flat(args))
         floor = bounds.floor(torch.float16, quantized)
         results = (
             run(own.kernel, args, options), run(own.reference, args, options), run(own.reference, args, options, torch.float32),
@@ -348,20 +372,67 @@ def test_a_gpu_without_triton_says_what_to_install():
     assert "minirt.errors.UnsupportedError: rms_norm: Triton is not installed (pip install triton)" in out.stderr
 
 
-@pytest.mark.parametrize("name", ["norm_linear", "linear_residual", "qk_norm_rope", "mixture_residual"])
+@pytest.mark.parametrize("name", HAS_OP)
 def test_gradients_are_refused_by_name(name, make, device):
-    """Each tensor in turn; not while the grad mode is off. Otherwise the gradient would silently be missing."""
-    args, options = next(arguments(name, torch.float32, make, device))
-    names = ops.IMPLEMENTATIONS[name].names
-    for i, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            given = list(args)
-            given[i] = value.detach().requires_grad_()
-            for function in (getattr(torch.ops.minirt, name), lambda *a: ops.call(name, *a)):
-                with pytest.raises(InputError, match=f"^{names[i]}: needs a gradient"):
-                    function(*given, **options)
+    """Each tensor in turn, also those given by name. Otherwise the gradient would silently be missing, and the tangent be 0.
+
+    The grad mode is of reverse mode only.
+    """
+    for args, options in arguments(name, torch.float32, make, device):
+        given = dict(zip(ops.IMPLEMENTATIONS[name].names, args, strict=False)) | options
+        for where, value in given.items():
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            functions = [lambda **named: getattr(torch.ops.minirt, name)(**named)]
+            if not options:
+                functions.append(lambda **named: ops.call(name, *named.values()))
+            for function in functions:
+                with pytest.raises(InputError, match=f"^{where}: needs a gradient; "):
+                    function(**given | {where: value.detach().requires_grad_()})
                 with torch.no_grad():
-                    function(*given, **options)
+                    function(**given | {where: value.detach().requires_grad_()})
+                if value.dtype == torch.float32:
+                    with torch.no_grad(), forward_ad.dual_level():
+                        dual = forward_ad.make_dual(value, torch.ones_like(value))
+                        with pytest.raises(InputError, match=rf"^{where}: needs a gradient \(forward mode\)"):
+                            function(**given | {where: dual})
+
+
+@pytest.mark.parametrize("function", [torch.ops.minirt.rms_norm, functional.rms_norm])
+def test_transformed_functions_are_right_or_refused(function, make):
+    """Transforms wrap tensors in others that look plain: a kernel that runs on them has no gradient, or the wrong memory."""
+    x, weight, ones = make(3, 16, dtype=torch.float32), make(16, dtype=torch.float32), torch.ones(3, 16)
+
+    def norm(x):
+        return function(x, weight, 1e-5)
+
+    def checkpointed(x):
+        x = x.detach().requires_grad_()
+        torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=True).sum().backward()
+
+    refused = [
+        lambda: torch.func.jvp(norm, (x,), (ones,)), lambda: torch.func.jacfwd(norm)(x), lambda: torch.func.vjp(norm, x),
+        lambda: torch.func.grad(lambda x: norm(x).sum())(x), lambda: torch.func.hessian(lambda x: norm(x).sum())(x),
+        lambda: torch.func.jvp(torch.vmap(norm), (x[None],), (ones[None],)), lambda: checkpointed(x),
+        lambda: torch.vmap(lambda v: torch.func.jvp(norm, (x,), (v,)))(ones[None]),
+    ]  # fmt: skip
+    for transformed in refused:
+        with pytest.raises(InputError, match=r"^x: needs a gradient"):
+            transformed()
+    many = torch.stack([x, -2 * x])
+    assert torch.equal(torch.vmap(norm)(many), torch.stack([norm(own) for own in many]))
+    assert torch.equal(torch.func.jvp(lambda y: norm(x) * y, (x,), (ones,))[1], norm(x))
+
+
+def test_pages_that_a_backward_pass_needs_are_not_written_unnoticed(make, device):
+    """Without a new version of the pages, the gradient below would be that of other values, without an error."""
+    args, options = next(arguments("qk_norm_rope_kv_write", torch.float32, make, device))
+    pages = args[4]
+    weight = torch.ones_like(pages).requires_grad_()
+    loss = (pages * weight).sum()
+    torch.ops.minirt.qk_norm_rope_kv_write(*args, **options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_cpu_needs_no_triton():

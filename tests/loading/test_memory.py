@@ -9,11 +9,13 @@ from support.model_cases import make
 
 from minirt import Generator, LoadOptions
 from minirt.engine.limits import EngineLimits
+from minirt.engine.logits_processors import LogitsProcessors
 from minirt.engine.warmup import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
+from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading import memory
-from minirt.loading.load import plan_load
+from minirt.loading.load import plan_load, plan_model
 from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, out_of_memory_while, plan_memory
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
@@ -333,3 +335,15 @@ def test_fewer_sequences_are_said(free, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12, prefix_cache=False)).max_num_seqs == 12
+
+
+@pytest.mark.parametrize(("longest", "counts"), [(2**15, 2), (2**15 + 1, 4)])
+def test_the_estimate_holds_what_requests_may_ask_of_sampling(longest, counts):
+    """Of 256 sequences with a vocabulary of 152,064 tokens: 78 MB of counts, or 156. Catches buffers that no estimate knows."""
+    processors = LogitsProcessors(256, 152_064, longest, torch.device("cpu"), "triton", rows=1)
+    held = sum(buffer.nbytes for buffer in processors.slots)
+    assert processors.slots.counts.nbytes == 256 * 152_064 * counts
+    assert 0 <= held - 256 * slot_bytes(152_064, longest) <= 256 * 64
+    model = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu"))
+    steps = [memory.estimate_step(model, longest, 512, MemoryOptions(max_num_seqs=n)) for n in (64, 320)]
+    assert steps[1] - steps[0] > held + 3 * 256 * 152_064 * 4, "three buffers of logits, too"

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from support.config_files import INNER, as_file
 
-from minirt.errors import UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError
 from minirt.models import ARCHITECTURES, parse_config, presets
 from minirt.models.foreign_fields import FOREIGN_FIELDS
 
@@ -163,3 +163,48 @@ def test_other_architectures_as_llama(family: str) -> None:
         if theirs[name] is not None:
             with pytest.raises(UnsupportedError, match=name):
                 parse_config(raw_config("llama", **{name: theirs[name]}))
+
+
+def unread(raw: dict[str, Any]) -> list[str]:
+    """The warnings of unknown fields."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parse_config(raw, "c.json")
+    return [str(warning.message) for warning in caught if "unknown, and ignored" in str(warning.message)]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_field_that_nobody_reads_is_named(kind: str) -> None:
+    """Catches a field that is ignored without a word, also in `text_config`; and a name that was read at another level."""
+    (message,) = unread(raw_config(kind, factor=2.0, new_gate=False, quiet=None, empty=[], temperature=1.0, top_p=0.9))
+    inner = "text_config." if kind in INNER else ""
+    assert message.startswith(f"c.json: fields {inner}factor, {inner}new_gate, {inner}top_p are unknown, and ignored")
+    (message,) = unread(raw_config(kind) | {"new_gate": 0})
+    assert message.startswith("c.json: field new_gate is unknown")
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_files_of_transformers_have_no_unknown_fields(kind: str) -> None:
+    """Catches a warning for a field that transformers writes into each file of a supported architecture."""
+    theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(kind).to_dict(), default=str))
+    assert unread(theirs) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_files_have_no_unknown_fields() -> None:
+    assert {name: found for name, entry in REAL.items() if (found := unread(entry["config"]))} == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "expected"),
+    [
+        ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon", "rms_norm_eps"),
+        ({"rope_base": 1e6}, "rope_base", "rope_theta"),
+        ({"num_key_value_heads": None, "num_kv_heads": 2}, "num_kv_heads", "num_key_value_heads"),
+    ],
+)
+def test_another_name_of_a_field_with_a_default_is_refused(fields: dict[str, Any], place: str, expected: str) -> None:
+    """Catches a default in place of the value that the file states under the name of another runtime."""
+    with pytest.raises(ConfigError, match=f"field {place}: the field has another name here; expected {expected}; found "):
+        parse_config(raw_config("llama", **fields))
+    assert unread(raw_config("llama", **fields | {expected: {"rms_norm_eps": 1e-3}.get(expected, 2)})) != []

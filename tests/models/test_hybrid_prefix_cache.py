@@ -229,7 +229,7 @@ def test_twenty_turns_whose_reasoning_is_left_out(folder: Path) -> None:
     words = random.Random(3)
     messages: list[dict[str, str]] = [{"role": "system", "content": "abc " * 70}]
     params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    options = OPTIONS | {"max_model_len": 4096}
+    options = OPTIONS | {"max_model_len": 4096, "max_num_batched_tokens": 512}
     history = 0
     with (
         Generator.from_pretrained(folder, **options) as generator,

@@ -1,11 +1,14 @@
 """`minirt.patch` on tiny random models of every family: same outputs, same parameters, and the way back."""
 
 import copy
+import io
 import json
 import sys
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 from torch import nn
 
 import minirt
@@ -179,7 +182,7 @@ def test_compiled_and_exported_graphs_give_the_same(make, name):
     assert torch.equal(logits(compiled, use_cache=False), expected)
     with torch.no_grad():
         exported = torch.export.export(model, (IDS,), {"use_cache": False})
-    assert any("minirt.norm_linear" in str(node.target) for node in exported.graph.nodes)
+    assert any("minirt.packed_norm_linear" in str(node.target) for node in exported.graph.nodes)
     assert torch.equal(logits(exported.module(), use_cache=False), expected)
 
 
@@ -212,13 +215,13 @@ def test_weights_are_packed_without_a_second_copy(make, name):
     assert list(after) == list(before)
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(own is parameters[key] for key, own in model.named_parameters())
-    products = [own for module in model.modules() for own in getattr(vars(module).get("_minirt"), "weights", ())]
+    logits(model)  # reads the packed storage, and packs nothing again
+    records = [vars(module)["_minirt"].record for module in model.modules() if "_minirt" in vars(module)]
+    products = [own.tensors(torch.ones(1)) for record in records for own in record.weights]
     assert len(products) == (6 if name == "qwen3 moe" else 12)
-    stored = {own.weight.untyped_storage().data_ptr(): own.weight.untyped_storage().nbytes() for own in products}
-    stored |= {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in parameters.values()}
-    assert sum(stored.values()) == sum(own.nbytes for own in parameters.values()) + sum(
-        own.bias.nbytes - own.bias.untyped_storage().nbytes() for own in products if own.bias is not None
-    )
+    tensors = [own for product in products for own in product if own is not None] + list(parameters.values())
+    stored = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    assert sum(stored.values()) == sum(own.nbytes for own in parameters.values())
     attention = layer(model).self_attn
     assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
 
@@ -380,13 +383,18 @@ def test_fp8_frees_the_original_weights(make):
 
 
 def test_fp8_with_the_original_kept_is_undone_bit_for_bit(make):
-    """Originals that are rounded, or kept for some products only."""
+    """Originals that are rounded, or kept for some products only. A weight that was changed has no original."""
     model = make("qwen2")
     expected = logits(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     minirt.patch(model, fp8=True, keep_original=True)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    changed = copy.deepcopy(model)
+    layer(changed).mlp.down_proj.weight.data.zero_()
+    assert not torch.equal(logits(changed), logits(model))
+    with pytest.raises(InputError, match=r"layers.1.mlp.down_proj.weight: changed after minirt.patch"):
+        minirt.unpatch(changed)
     minirt.unpatch(model)
+    assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(logits(model), expected)
 
@@ -568,18 +576,217 @@ def test_other_arguments_of_a_forward_are_not_guessed(make, monkeypatch):
     assert [not row.replaced and "has other arguments" in row.what for row in rows] == [True, True, True]
 
 
-def test_a_weight_that_is_replaced_later_is_an_error(make):
-    """An adapter that is added after patch would have no effect."""
+def lora(model):
+    torch.manual_seed(5)
+    own = layer(model).self_attn
+    own.q_proj = nn.Sequential(own.q_proj, nn.Linear(own.q_proj.out_features, own.q_proj.out_features))
+
+
+def new_linear(model):
+    torch.manual_seed(5)
+    own = layer(model).self_attn
+    own.v_proj = nn.Linear(own.v_proj.in_features, own.v_proj.out_features, bias=own.v_proj.bias is not None)
+
+
+def other_layer(model):
+    torch.manual_seed(5)
+    layer(model).mlp = nn.Linear(layer(model).mlp.down_proj.out_features, layer(model).mlp.down_proj.out_features)
+
+
+def doubled(module):
+    """Replace the forward of one module, as other libraries do."""
+    forward = module.forward
+    module.forward = lambda *args, **options: 2 * forward(*args, **options)
+
+
+def biases(model, *names):
+    for name in names:
+        own = getattr(layer(model).self_attn, f"{name}_proj")
+        own.bias = nn.Parameter(torch.linspace(-1, 1, own.out_features))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def to_vector_and_back(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(1.5 * vector, model.parameters())
+
+
+def emptied(model):
+    own = layer(model).self_attn.v_proj.to_empty(device="cpu")
+    own.weight.fill_(0.1)
+
+
+def replaced(parameter, data):
+    parameter.data = data
+
+
+def after_call(module):
+    module.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out)
+
+
+# What may be done to a model after `patch`: it has its usual effect, or the next call says which part the kernels do not compute.
+CHANGES = {
+    "a vector": (to_vector_and_back, None),
+    "data": (lambda m: replaced(layer(m).self_attn.v_proj.weight, 2 * layer(m).self_attn.v_proj.weight.data), None),
+    "data of a single linear": (lambda m: replaced(layer(m).mlp.down_proj.weight, layer(m).mlp.down_proj.weight.data * 2), None),
+    "transposed": (lambda m: replaced(layer(m).self_attn.q_proj.weight, layer(m).self_attn.q_proj.weight.data.t()), None),
+    "in place": (lambda m: layer(m).mlp.up_proj.weight.data.mul_(2), None),
+    "a new parameter": (lambda m: setattr(layer(m).mlp.up_proj, "weight", nn.Parameter(layer(m).mlp.up_proj.weight * 2)), None),
+    "new biases": (lambda m: biases(m, "q", "k", "v", "o"), None),
+    "one new bias": (lambda m: biases(m, "v"), r"q_proj.bias: is missing"),
+    "emptied": (emptied, None),
+    "a new linear": (new_linear, None),
+    "an adapter": (lora, "layers.1.self_attn: changed after minirt.patch: q_proj is Sequential"),
+    "a parametrization": (
+        lambda m: nn.utils.parametrize.register_parametrization(layer(m).mlp.gate_proj, "weight", Twice()),
+        "layers.1.mlp: changed after minirt.patch: gate_proj is ParametrizedLinear",
+    ),
+    "pruned": (lambda m: nn.utils.prune.l1_unstructured(layer(m).mlp.up_proj, "weight", 0.5), "up_proj has hooks"),
+    "another activation": (lambda m: setattr(layer(m).mlp, "act_fn", nn.GELU()), "no kernel computes its activation GELU"),
+    "a known activation": (lambda m: setattr(layer(m).mlp, "act_fn", type(m).GELU()), None),
+    "forward of an activation": (lambda m: doubled(layer(m).mlp.act_fn), "no kernel computes its activation"),
+    "forward of a linear": (lambda m: doubled(layer(m).mlp.up_proj), "up_proj has hooks, or another library"),
+    "forward of an MLP": (lambda m: doubled(layer(m).mlp), None),
+    "another MLP": (other_layer, None),
+    "another norm": (lambda m: setattr(layer(m), "input_layernorm", nn.LayerNorm(64)), None),
+    "a hook on a norm": (lambda m: after_call(layer(m).input_layernorm), None),
+    "a hook on an attention module": (lambda m: after_call(layer(m).self_attn), None),
+    "a hook on a linear": (lambda m: after_call(layer(m).self_attn.o_proj), "o_proj has hooks"),
+    "an epsilon": (lambda m: setattr(layer(m).input_layernorm, "variance_epsilon", 0.5), None),
+    "one of two epsilons": (lambda m: setattr(layer(m).self_attn.k_norm, "variance_epsilon", 0.5), "two epsilons"),
+    "float64": (lambda m: m.double(), "unsupported dtype"),
+    "float64 of one linear": (lambda m: layer(m).self_attn.v_proj.double(), "weight: wrong dtype"),
+    "the meta device": (lambda m: m.to("meta"), "unsupported device"),
+    "training of a part": (lambda m: layer(m).self_attn.train(), "model.training"),
+    "tied weights": (
+        lambda m: setattr(layer(m).self_attn.k_proj, "weight", m.model.layers[0].self_attn.k_proj.weight), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_later_has_an_effect_or_is_refused(make, change):
+    """A weight, a submodule or a hook that a patched model ignores without a word."""
+    import transformers
+
+    act, refusal = CHANGES[change]
+    model, original = make("qwen3", head_dim=16), make("qwen3", head_dim=16)
+    type(model).GELU = transformers.activations.GELUActivation
+    minirt.patch(model)
+    before = logits(model)
+    with torch.no_grad():
+        act(model)
+        act(original)
+    if refusal is not None:
+        with pytest.raises(InputError, match=refusal):
+            logits(model)
+        return
+    expected = logits(original)
+    assert relative(before, expected) > 1e-3
+    assert relative(logits(model), expected) < 1e-5
+    assert relative(logits(model), expected) < 1e-5
+    if change == "forward of an MLP":
+        with pytest.raises(InputError, match=r"layers.1.mlp: another library has replaced the forward"):
+            minirt.unpatch(model)
+        return
+    minirt.unpatch(model)
+    assert relative(logits(model), expected) < 1e-5
+
+
+def test_what_is_changed_back_runs_again(make):
+    """An error that stays after its cause is gone."""
     model = make()
     minirt.patch(model)
-    own = layer(model).mlp
+    expected, own = logits(model), layer(model).mlp
     linear, own.up_proj = own.up_proj, nn.Sequential(own.up_proj)
-    with pytest.raises(InputError, match=r"up_proj: was replaced after minirt.patch"):
+    with pytest.raises(InputError, match=r"up_proj is Sequential, not torch.nn.Linear"):
         logits(model)
     own.up_proj = linear
-    linear.weight = nn.Parameter(linear.weight.clone())
-    with pytest.raises(InputError, match=r"up_proj: was replaced after minirt.patch"):
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_class_whose_forward_is_replaced_later(make, monkeypatch):
+    """A library that replaces the forward of a class, whose instances keep that of minirt."""
+    model = make()
+    minirt.patch(model)
+    for module in (layer(model).mlp, layer(model).mlp.up_proj):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(module), "forward", lambda self, x: x)
+            with pytest.raises(InputError, match=f"the forward of {type(module).__name__}"):
+                logits(model)
+
+
+@pytest.mark.parametrize("where", ["experts", "gate"])
+def test_hooks_inside_a_mixture_are_refused(make, where):
+    """The kernels compute the router's scores and the experts, so a hook would not be called, or have no effect."""
+    model = make("qwen3 moe")
+    minirt.patch(model)
+    after_call(getattr(layer(model).mlp, where))
+    with pytest.raises(InputError, match=r"layers.1.mlp: changed after minirt.patch: its (experts are|router is)"):
         logits(model)
+
+
+def test_parameters_of_a_functional_call(make):
+    """Parameters that a call replaces for its time, also with a dimension for `torch.vmap`."""
+    model, original = make(), make()
+    minirt.patch(model)
+    expected = logits(original)
+    parameters = {name: torch.stack([own, 1.3 * own]) for name, own in original.named_parameters()}
+
+    def of(model):
+        def call(given):
+            return torch.func.functional_call(model, given, (IDS,), {"use_cache": False}).logits
+
+        with torch.no_grad():
+            return torch.vmap(call)(parameters), call({name: own[1] for name, own in parameters.items()})
+
+    for found, wanted in zip(of(model), of(original), strict=True):
+        assert relative(found, wanted) < 1e-5
+    assert relative(logits(model), expected) < 1e-5
+
+
+def test_a_compiled_or_exported_model_follows_later_changes(make):
+    """A graph with weights that are no longer those of the model."""
+    model, original = make(), make()
+    minirt.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits(compiled, use_cache=False)
+    for change in ("data", "a new parameter", "new biases", "forward of an MLP"):
+        for own in (model, original):
+            with torch.no_grad():
+                CHANGES[change][0](own)
+        with torch.no_grad():  # before any other call
+            exported = torch.export.export(model, (IDS,), {"use_cache": False}).module()
+        expected = logits(original)
+        assert relative(logits(exported, use_cache=False), expected) < 1e-5
+        assert relative(logits(compiled, use_cache=False), expected) < 1e-5
+    lora(model)
+    with pytest.raises(Exception, match=r"layers.1.self_attn: changed after minirt.patch: q_proj is Sequential"):
+        logits(compiled, use_cache=False)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3 moe"])
+def test_a_patched_model_is_saved_and_loaded_as_a_whole(make, name, fp8):
+    """Functions that cannot be pickled, and a loaded model that is half patched. It can be unpatched before its first call."""
+    model = make(name)
+    original = logits(model)
+    minirt.patch(model, fp8=fp8, keep_original=fp8)
+    expected = logits(model)
+    for call_it in (True, False):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+        if call_it:
+            assert torch.equal(logits(other), expected)
+        minirt.unpatch(other)
+        assert torch.equal(logits(other), original)
 
 
 def test_the_table(make):

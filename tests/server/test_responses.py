@@ -263,7 +263,8 @@ def test_what_a_response_repeats(folders):
     run(folders["hermes"], scenario)
 
 
-def test_items_become_messages(history):
+def test_items_become_messages(history, capsys):
+    """Also catches reasoning that is encrypted, and left out without a word."""
     def said(role, *texts):
         kind = "output_text" if role == "assistant" else "input_text"
         return {"type": "message", "role": role, "content": [{"type": kind, "text": text} for text in texts]}
@@ -302,6 +303,8 @@ def test_items_become_messages(history):
             with_system = expected.startswith("system: S.")
             await model.respond("a", input=given, instructions="S." if with_system else None)
             assert model.prompt == f"null\n{expected}bot:", given
+        log = capsys.readouterr().err
+        assert log.count("unsupported parts of requests are ignored: input[reasoning without a text]") == 1
 
     run(history, scenario)
 

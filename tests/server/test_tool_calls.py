@@ -96,6 +96,8 @@ ANSWERS = [
     ("qwen3_5", f"Hm, é\n</think>\n\nWell:\n\n{CODER}\n{CODER}", "Well:", "Hm, é", [ZURICH, ZURICH]),
     ("qwen3_5", f"Hm, é\n\n{CODER}", "", "Hm, é", [ZURICH]),
     ("qwen3_5", "Hm, é\n</think>\n\nNo.", "No.", "Hm, é", []),
+    ("mistral", '[THINK]Hm, é[/THINK]Well:[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 3}[TOOL_CALLS]now[ARGS]{}',
+     "Well:", "Hm, é", [ZURICH, ("now", "{}")]),
     ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', "c", "a b", [("now", '{"x": 1}')]),
 ]  # fmt: skip
 

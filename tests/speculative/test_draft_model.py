@@ -166,6 +166,28 @@ def test_preempted_and_aborted(lookahead: int, folders: dict[str, Path]) -> None
         assert generator._live.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "attention"])
+def test_a_draft_model_without_memory(kind: str, folders: dict[str, Path]) -> None:
+    """Some passes run out of memory, those over prompts among them. The requests go on, with fewer drafts or none."""
+    texts = prompts(50, 3, 64)
+    with load(folders[kind]) as generator:
+        expected = [generator.generate(text, greedy(40)).token_ids for text in texts]
+    with load(folders[kind], mtp()) as generator:
+        proposer, passes = generator._engine.engine._runner._proposer, iter(range(10_000))
+        model = proposer._model
+
+        def scarce(*arguments: Any) -> torch.Tensor:
+            if next(passes) % 5 in (0, 3):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return model(*arguments)
+
+        proposer._model = scarce
+        proposer._states = lambda count: torch.empty(count, model.config.hidden_size, dtype=model.dtype)
+        with pytest.warns(RuntimeWarning, match="no memory left for drafts"):
+            assert [own.token_ids for own in generator.generate(texts, greedy(40))] == expected
+        assert generator._live.stats.drafts.num_draft_tokens > 0
+
+
 def test_drafts_that_are_always_wrong(folders: dict[str, Path]) -> None:
     """Every draft is undone, in pages and in recurrent layers."""
     texts = prompts(50, 3, 64)

@@ -116,7 +116,7 @@ def test_sequences_of_one_grammar_share_no_state(monkeypatch):
     third = own.start((EOS,), 0)
     assert torch.equal(allowed(OWN, second), allowed(OWN, third))
     assert not allowed(OWN, third)[EOS]
-    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
     limited = constraints()
     growing, letters = compiled(limited, regex=".*a.{12}"), random.Random(0)
     failing = growing.start((EOS,), 0)
@@ -357,11 +357,11 @@ def test_regular_expressions_that_hang_others_do_not(regex):
 
 
 def test_a_grammar_that_grows_too_large_while_it_runs(monkeypatch):
-    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
     own = constraints()
     constraint, letters = compiled(own, regex=".*a.{12}").start((EOS,), 0), random.Random(0)
     constraint.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
-    with pytest.raises(InputError, match=r"^generated token 2000: the grammar cannot go on; found .+simplify"):
+    with pytest.raises(InputError, match=r"^generated token 2000: the grammar is too complex; expected .+simplify"):
         allowed(own, constraint)
 
 
@@ -375,7 +375,7 @@ def test_a_grammar_whose_only_text_has_no_end_from_some_token_on():
 
 
 def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
-    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(grammar.limits, "MAX_LEXER_STATES", 300)
     own = constraints()
     bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
     good = compiled(own, regex="x+").start((EOS,), 0)

@@ -16,6 +16,35 @@ from support.server import answer, front, message
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
 REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
+# In the style of Ministral 3's: its reasoning is a part of the content.
+MISTRAL = """
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]
+{%- else %}[SYSTEM_PROMPT]Draft first: [THINK]your draft[/THINK]your answer[/SYSTEM_PROMPT]
+{%- endif %}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in (messages[1:] if messages[0].role == 'system' else messages) %}
+    {%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+    {%- elif m.role == 'assistant' %}
+        {%- if not m.content and not m.tool_calls %}{{ raise_exception('An answer needs a content or calls.') }}{% endif %}
+        {%- if m.content is string %}{{ m.content }}
+        {%- else %}
+            {%- for part in m.content %}
+                {%- if part.type == 'text' %}{{ part.text }}
+                {%- elif part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}
+                {%- else %}{{ raise_exception('Only texts and thinking.') }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {%- set arguments = call.function.arguments %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (arguments if arguments is string else arguments | tojson) }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+    {%- else %}{{ raise_exception('Only user, assistant and tool, not ' + m.role) }}
+    {%- endif %}
+{%- endfor %}"""
 TEMPLATES = {
     "plain": PLAIN,
     "unknown": WITH_TOOLS,
@@ -25,6 +54,7 @@ TEMPLATES = {
     "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
     "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS,
     "qwen3_5": QWEN3_5,
+    "mistral": MISTRAL,
 }
 RESPONSE_TEMPLATE = {
     "start_anchor": "bot:",
@@ -34,7 +64,10 @@ RESPONSE_TEMPLATE = {
         "reasoning": {"open": "((", "close": "))"},
     },
 }
-MARKERS = ("<tool_call>", "</tool_call>", "</think>")
+SPECIAL = {
+    "special": ("<tool_call>", "</tool_call>", "</think>"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+}
 
 
 def model_folders(root: Path, **more: str) -> dict[str, Path]:
@@ -51,12 +84,13 @@ def model_folders(root: Path, **more: str) -> dict[str, Path]:
         if name == "declared":
             config |= {"chat_template": WITH_TOOLS + "bot:", "response_template": RESPONSE_TEMPLATE}
         path.write_text(json.dumps(config))
-    path = found["special"] / "tokenizer.json"
-    content, first = json.loads(path.read_text()), Tokenizer.load(models.embedded()).vocab_size
-    for i, marker in enumerate(MARKERS):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"].append({"id": first + i, "content": marker, "special": True} | flags)
-    path.write_text(json.dumps(content))
+    first = Tokenizer.load(models.embedded()).vocab_size
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    for name, markers in SPECIAL.items():
+        path = found[name] / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["added_tokens"] += [{"id": first + i, "content": marker} | flags for i, marker in enumerate(markers)]
+        path.write_text(json.dumps(content))
     return found
 
 

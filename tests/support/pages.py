@@ -1,9 +1,10 @@
 """Finds the examples of Markdown pages, and runs them in a separate process.
 
 Fences by their info string:
-    python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints.
+    python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints. A warning
+                    that points into minirt is a fault.
     console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
-                    `$ echo TEXT |`. The exit code must be 0.
+                    `$ echo TEXT |`; and `$ echo TEXT > FILE` or `>> FILE`. The exit code must be 0.
     console error   the same, with the expected stderr. The exit code must be 1 or 2.
     sh WHY          commands to paste, one a line, without output; lines that begin with # are comments. Never run.
     python WHY, console WHY    not run; WHY is a key of `REASONS`. Python must compile, and options of `minirt` must exist.
@@ -181,6 +182,10 @@ def _redirected() -> Iterator[Callable[[], tuple[str, str]]]:
 def _run_command(source: str) -> int:
     """Run a command line in this process and return its exit code."""
     words = shlex.split(source, comments=True)
+    if words[0] == "echo" and words[-2] in (">", ">>"):
+        with open(words[-1], "w" if words[-2] == ">" else "a", encoding="utf-8") as file:
+            file.write(" ".join(words[1:-2]) + "\n")
+        return 0
     if words[0] == "echo":
         bar = words.index("|")
         with tempfile.TemporaryFile("w+") as given:
@@ -221,6 +226,8 @@ def _fault(example: Example, namespace: dict) -> str | None:
         return trace
     if code not in ((1, 2) if example.kind == "error" else (0,)):
         return f"exit code {code}: {err[-2000:]}"
+    if example.kind == "python" and re.search(r"/minirt/\S+:[0-9]+: \w*Warning: ", err):
+        return err
     found = err.removeprefix(_NOTE) if example.kind == "error" else out
     if example.expected is None or matches(example.expected, found):
         return None

@@ -84,7 +84,7 @@ def form(name):
 
 CODER = "<tool_call>\n<function=f>\n"
 CASES = [
-    *((own, text) for own in (form("hermes"), form("qwen3_coder"), form("llama3_json"), ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
+    *((own, text) for own in (form("hermes"), form("qwen3_coder"), form("llama3_json"), form("mistral"), ReasoningParser, template(QWEN3, START), template(LINES)) for text in (
         lambda n: "word " * (n // 5), lambda n: " " * n, lambda n: "a" + "\n" * n + "b", lambda n: "<" * n, lambda n: "</tool_call" * (n // 11),
         lambda n: "<tool_call>" * (n // 11), lambda n: "<think>" * (n // 7),
     )),
@@ -107,6 +107,10 @@ CASES = [
     (form("qwen3_coder"), lambda n: "<function=f" * (n // 11)),
     (form("qwen3_coder"), lambda n: "<function=f></function>" * (n // 23)),
     (form("qwen3_coder"), lambda n: "<tool_call>" + "<function=f></function> " * (n // 23)),
+    *((form("qwen3_coder"), lambda n, tag=tag: CODER + "<parameter=a>\n" + tag * (n // len(tag))) for tag in (
+        "</function>", "\n</tool_call>\n", "\n<parameter=", "\n<parameter=s", "</function></tool_call>x", "</function>" + " " * 98)),
+    *((form("mistral"), lambda n, tag=tag: "[TOOL_CALLS]" + tag * (n // len(tag))) for tag in (
+        "[TOOL_CALLS]", "f[ARGS]{}[TOOL_CALLS]", "[ARGS]", "f[ARGS]", "f", " ", '[{"name": "f"}', 'f{"s": "x"}', "f[CALL_ID]")),
     (form("llama3_json"), lambda n: '{"name": "f", "id": "' + "x" * n + '", "parameters": {}}'),
     (form("llama3_json"), lambda n: '{"name": "f", "parameters": "' + "x" * n + '"}'),
     (form("llama3_json"), lambda n: '{"' + "\\u0061" * (n // 6)),

@@ -27,7 +27,7 @@ def read(form: ReplyFormat, text: str, prompt: str = "", tools=TOOLS, choice=Non
 
 def test_by_the_chat_template() -> None:
     form = ReplyFormat.choose(HERMES)
-    assert (form.tool_calls, form.reasoning, form.response_template) == ("hermes", True, None)
+    assert (form.tool_calls, form.reasoning, form.response_template) == ("hermes", ("<think>", "</think>"), None)
     assert read(form, f"<think>a</think>b {CALL}") == ("b", "a", [("f", "{}")])
     assert read(form, f"a</think>{CALL}", "x<think>\n") == ("", "a", [("f", "{}")])
     assert ReplyFormat.choose("{{ messages }}") == ReplyFormat.choose(None) == ReplyFormat()
@@ -43,6 +43,18 @@ def test_markers_that_a_decoder_would_leave_out() -> None:
     assert not llama.needs_special_tokens({"<tool_call>", "<think>"})
     assert ReplyFormat.choose(None, SPEC).needs_special_tokens(())
     assert not ReplyFormat().needs_special_tokens({"<tool_call>", "<think>"})
+    mistral = ReplyFormat.choose("[TOOL_CALLS][THINK][/THINK]")
+    assert all(mistral.needs_special_tokens({marker}) for marker in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"))
+
+
+def test_mistral() -> None:
+    """Catches reasoning in brackets that is one text with the answer, and an example in the system message that opens it."""
+    form, prompt = ReplyFormat.choose("[THINK]{{ t }}[/THINK][TOOL_CALLS]"), "Draft: [THINK]your draft[/THINK]. [INST]Hi[/INST]"
+    assert (form.tool_calls, form.reasoning) == ("mistral", ("[THINK]", "[/THINK]"))
+    text = "[THINK]<think>a[TOOL_CALLS]f[ARGS]{}[/THINK]b[TOOL_CALLS]f[ARGS]{}"
+    assert read(form, text, prompt) == ("b", "<think>a[TOOL_CALLS]f[ARGS]{}", [("f", "{}")])
+    assert read(form, "a[/THINK]b", prompt) == ("a[/THINK]b", "", [])
+    assert read(form, "a[/THINK]b", prompt + "[THINK]") == ("b", "a", [])
 
 
 def test_a_continued_message() -> None:
@@ -59,7 +71,7 @@ def test_by_name() -> None:
     none = ReplyFormat.choose(HERMES, SPEC, "none")
     assert read(none, f"<think>a</think>{CALL}") == (CALL, "a", [])
     with pytest.raises(InputError, match="auto, none, response_template, hermes"):
-        ReplyFormat.choose(HERMES, None, "mistral")
+        ReplyFormat.choose(HERMES, None, "kimi")
     with pytest.raises(UnsupportedError, match="response_template: not an object"):
         ReplyFormat.choose(HERMES, None, "response_template")
 

@@ -47,7 +47,10 @@ def given(
     if not text:
         call["function"]["arguments"] = json.loads(ARGUMENTS)
     messages[2]["content"] = None if null else ""
-    messages[2][reasoning] = messages[2].pop("reasoning")
+    if reasoning == "content":
+        messages[2]["content"] = [{"type": "thinking", "thinking": messages[2].pop("reasoning")}, {"type": "text", "text": ""}]
+    else:
+        messages[2][reasoning] = messages[2].pop("reasoning")
     if named:
         messages[3]["name"] = "rain"
     del messages[4]["tool_calls"]
@@ -111,6 +114,11 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {
         loop("<assistant>{{ m.content }}" + CALLS, other="{% if m.content is string %}{{ m.content }}{% else %}P{% endif %}"), {},
     ),
     "Command A: thinking": (loop(THINKS + CALLS), {"reasoning": "thinking"}),
+    "Ministral 3: reasoning is a part of the content": (
+        loop("{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'thinking' %}"
+             "[THINK]{{ part.thinking }}[/THINK]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}" + CALLS),
+        {"reasoning": "content"},
+    ),
     "reasoning_content": (loop("{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}" + CALLS), {}),
     "a call without its arguments": (
         loop("{% if m.tool_calls and m.content is none %}<call>{{ m.tool_calls[0].function.name }}"
@@ -167,6 +175,9 @@ def test_continuing_a_message_of_parts_and_a_call() -> None:
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "No, "}]
     assert parts.render(messages, SPECIAL, **options) == "<s><user>Rain?<assistant>No, "
+    thinks = ChatTemplate(Path("f"), {"chat_template": STYLES["Ministral 3: reasoning is a part of the content"][0]})
+    messages[1]["reasoning"] = "Hm."
+    assert thinks.render(messages, SPECIAL, **options) == "<s><user>Rain?[THINK]Hm.[/THINK]No, "
     null = ChatTemplate(Path("f"), {"chat_template": STYLES["Functionary: an empty block before a call"][0]})
     assert null.render(chat()[:3], SPECIAL, **options) == "<s><system>Be brief.<user>Rain?<all>"
 
@@ -205,7 +216,7 @@ def test_a_template_that_leaves_system_messages_out() -> None:
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     own = ChatTemplate(Path("f"), {"chat_template": silent})
-    with pytest.warns(UserWarning, match="leaves system messages out; put their text into the first user message"):
+    with pytest.warns(UserWarning, match="leaves out: content of system at the beginning"):
         assert own.render([system, user], {}) == "Hi"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + silent
     with warnings.catch_warnings():

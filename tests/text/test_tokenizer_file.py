@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import add_tokenizer
 from tokenizers import Tokenizer as Library
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from minirt.errors import ContextLengthError, TokenizerError
 from minirt.text.tokenizer import Tokenizer
-from minirt.text.tokenizer_file import TokenBound
+from minirt.text.tokenizer_file import _TEKKEN, TokenBound, splits_wrongly
 
 BYTE_LEVEL, BYTE_FALLBACK, WORDPIECE, UNIGRAM = (build() for build in BUILDERS[:4])
 
@@ -282,3 +284,27 @@ def test_a_text_that_is_surely_too_long_is_not_tokenized(tmp_path: Path, monkeyp
             call("the fox", 0)
         assert len(texts) == 2
         texts.clear()
+
+
+def test_a_regular_expression_that_is_known_to_be_wrong(tmp_path: Path) -> None:
+    """As transformers tells it. Catches prompts with other tokens than in training, without a word; and a right file that is
+    blamed."""
+    contents = []
+    for pattern in ("[a-z]+", _TEKKEN):
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        contents.append(json.loads(BYTE_LEVEL) | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}})
+    kinds = [("mistral3", "4.50.0.dev0"), ("mistral", None), ("mistral", "5.0.0"), ("pixtral", "4.9"), ("llama", "4.50.0")]
+    for kind, release in kinds:
+        config = {"model_type": kind, "transformers_version": release}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        library = SimpleNamespace()
+        TokenizersBackend._patch_mistral_regex(library, tmp_path, is_local=True, init_kwargs={})
+        wrong = hasattr(library, "fix_mistral_regex")
+        assert [splits_wrongly(content, config, 131072) for content in contents] == [wrong, False]
+        assert not splits_wrongly(contents[0], config, 32768)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    vocabulary = contents[0]["model"]["vocab"]
+    vocabulary |= {f"{i}." * 5: i + len(vocabulary) for i in range(100_000)}
+    with pytest.warns(UserWarning, match="split otherwise than by Mistral's own tokenizer.* fix_mistral_regex=True"):
+        load(save(tmp_path, json.dumps(contents[0] | {"added_tokens": []})))

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (model outputs stand on one line each)
-"""Tool calls in the text of models: hand-written outputs in three formats, in every possible cut.
+"""Tool calls in the text of models: hand-written outputs in each format, in every possible cut.
 
 Catches calls that depend on where the text is cut, markers that leak into the content, content that waits without need, and
 damaged outputs that raise or vanish.
@@ -27,6 +27,8 @@ TOOLS = read_tools(
     ]
 )  # fmt: skip
 CODE = 'if a < b and "x" in </p>:\n    print("<param>\\n")\n\treturn {"é": "👧"}'
+
+CODER, CODER_END = "<tool_call>\n<function=get_weather>\n", "\n</function>\n</tool_call>"
 
 # format, model's text, content, calls as (name, arguments)
 GOOD = [
@@ -80,6 +82,28 @@ GOOD = [
      [("now", "{}"), ("get_weather", '{"days": 1}')]),
     ("llama3_json", 'Sure. <|python_tag|>{"name": "now", "arguments": {}}', "Sure.", [("now", "{}")]),
     ("llama3_json", '{"parameters": {"days": 1}, "name": "get_weather"} and more', " and more", [("get_weather", '{"days": 1}')]),
+    # Mistral: version 13 and Ministral 3; version 11, with ids; versions 3 and 7, a list
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "", [("get_weather", '{"city": "Paris"}')]),
+    ("mistral", 'I look.\n[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather [ARGS] {"city": "[TOOL_CALLS]x[ARGS]{}\n"}', "I look.",
+     [("now", "{}"), ("get_weather", '{"city": "[TOOL_CALLS]x[ARGS]{}\\n"}')]),
+    ("mistral", '[TOOL_CALLS]now[CALL_ID]VvvODy9mT[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]b[ARGS]{}\n', "", [("now", '{"a": 1}'), ("now", "{}")]),
+    ("mistral", '[TOOL_CALLS]now{"a": 1} and more', " and more", [("now", '{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "D681PevKs"}, {"name": "get_weather", "arguments": {"days": 1}}]', "",
+     [("now", "{}"), ("get_weather", '{"days": 1}')]),
+    ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {}}', "", [("now", "{}")]),
+    ("mistral", "An [INST] and a [TOOL_CALL, [ARGS]{}\n", None, []),
+    # a parameter or a function that is not closed
+    ("qwen3_coder", CODER + '<parameter=o>\n{"a": true}' + CODER_END, "", [("get_weather", '{"o": {"a": true}}')]),
+    ("qwen3_coder", CODER + "<parameter=city>\nRome\n<parameter=days>\n3" + CODER_END + "\n\n" + CODER + "<parameter=city>Oslo</function></tool_call>", "",
+     [("get_weather", '{"city": "Rome", "days": 3}'), ("get_weather", '{"city": "Oslo"}')]),
+    ("qwen3_coder", CODER + "<parameter=city>\n<parameter=days>\n3\n</parameter>\n</tool_call>\nBye", "\nBye", [("get_weather", '{"city": "", "days": 3}')]),
+    ("qwen3_coder", CODER + "<parameter=city>\nRome\n</function>\n</tool_", "", [("get_weather", '{"city": "Rome"}')]),
+    ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nRome\n</function>\n", "", [("get_weather", '{"city": "Rome"}')]),
+    ("qwen3_coder", "<tool_call><function=now></tool_call>", "", [("now", "{}")]),
+    # tags that a value quotes
+    *(("qwen3_coder", f"{CODER}<parameter=city>\n{value}\n</parameter>{CODER_END}", "", [("get_weather", json.dumps({"city": value}))]) for value in (
+        "a </function> b </tool_call> c", "x\n</function>\n</tool_call>", "x\n</function>\n</tool_call>\nthen <tool_call>", "a <parameter=days> b",
+        "<parameter=city>\n<parameter=other>\n<parameter=day\n>", "a\n<parameter=\n</function" + "\n" * 120 + "</tool_call>")),
 ]  # fmt: skip
 # What is no call, or damaged: (format, text, content, calls)
 BAD = [
@@ -122,6 +146,21 @@ BAD = [
     ("llama3_json", '{"name": "now", "parameters": {}} {"name": "Bob"}', ' {"name": "Bob"}', [("now", "{}")]),
     ("llama3_json", "  {", None, []),
     ("llama3_json", " <|python", None, []),
+    ("qwen3_coder", CODER + "<parameter=city>\nRome" + CODER_END + "\nBye", "", [("get_weather", '{"city": "Rome\\n</function>\\n</tool_call>\\nBye')]),
+    ("mistral", "[TOOL_CALLS]", None, []),
+    ("mistral", "[TOOL_CALLS] now", None, []),
+    ("mistral", "[TOOL_CALLS]now[ARGS]", None, []),
+    ("mistral", "[TOOL_CALLS]now[ARGS][1]", None, []),
+    ("mistral", "[TOOL_CALLS]now, please", None, []),
+    ("mistral", "[TOOL_CALLS]é[ARGS]{}", None, []),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID][ARGS]{}", None, []),
+    ("mistral", "[TOOL_CALLS]" + "a" * 300 + "[ARGS]{}", None, []),
+    ("mistral", "[TOOL_CALLS][]", None, []),
+    ("mistral", '[TOOL_CALLS][{"nam": 1}]', None, []),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": 1, } x', "} x", [("now", '{"a": 1, ')]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "b', "", [("now", '{"a": "b')]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, 5]', ", 5]", [("now", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, ', ", ", [("now", "{}")]),
 ]  # fmt: skip
 GOOD = [(form, text, text if content is None else content, calls) for form, text, content, calls in GOOD]
 BAD = [(form, text, text if content is None else content, calls) for form, text, content, calls in BAD]
@@ -144,6 +183,7 @@ def cuts(text, seed=0):
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), [*GOOD, *BAD], ids=lambda value: str(value)[:40] if isinstance(value, str) else "")
 def test_every_cut_gives_the_same_calls(form, text, content, calls):
+    """Also catches a parameter without its end that takes the rest of the answer, and one that a quoted tag ends."""
     for pieces in cuts(text):
         assert run(tool_call_parser(form, TOOLS), pieces) == (content, calls), pieces
 
@@ -154,12 +194,12 @@ def test_complete_arguments_are_json_objects(form, text, content, calls):
         assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json", "mistral"])
 def test_random_damage_never_raises_and_loses_nothing(form):
     """Random pieces of the formats, deleted, doubled and cut: the result never depends on the cut."""
     rng = random.Random(form)
     parts = ["<tool_call>", "</tool_call>", "<function=now>", "<function=", "</function>", "<parameter=city>", "</parameter>", "<parameter=",
-             '{"name": "now"', '"arguments": {', '"parameters": ', "{", "}", '"', "\\", ",", ":", "\n", " ", "a", "<", ">", "<|python_tag|>", ";", "1", "null",
+             '{"name": "now"', '"arguments": {', '"parameters": ', "{", "}", '"', "\\", ",", ":", "\n", " ", "a", "<", ">", "<|python_tag|>", ";", "1", "null", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", "[", "]", "\n<parameter=days>", "<function=get_weather>", "<function=get_weather>",
              "é", '{"name": "now", "arguments": {"a": "b"}}', "get_weather"]  # fmt: skip
     for _ in range(400):
         text = "".join(rng.choices(parts, k=rng.randint(1, 14)))
@@ -264,8 +304,9 @@ def test_formats_are_recognised_by_their_templates():
                   "<seed:tool_call>\n<function=f>\n<parameter=x>", "<|python_tag|> <function=example_function_name>{{ args }}</function>",
                   "<|start_header_id|>{{ role }}<|end_header_id|>\n\n>>>all\n<|python_tag|>"):  # GLM, Hunyuan, Seed-OSS, Functionary
         assert detect_format(other) is None, other
+    assert detect_format("{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + arguments }}") == "mistral"
     assert detect_format("{{ messages }}") is None
     assert detect_format(None) is None
-    with pytest.raises(InputError, match="hermes, qwen3_coder, qwen3_xml, llama3_json; found x"):
+    with pytest.raises(InputError, match="hermes, qwen3_coder, qwen3_xml, llama3_json, mistral; found x"):
         tool_call_parser("x", TOOLS)
     assert parse(tool_call_parser("qwen3_xml", TOOLS), "<tool_call><function=now></function></tool_call>").tool_calls[0].name == "now"

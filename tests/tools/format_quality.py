@@ -2,13 +2,16 @@
 
 python tests/tools/format_quality.py formats MODEL NAME WINDOW WINDOWS TEXT=FILE …    for bench/results/cpu-format-quality.jsonl
 python tests/tools/format_quality.py scales MODEL NAME WINDOW WINDOWS TEXT=FILE …     for bench/results/cpu-int4-quality.jsonl
+python tests/tools/format_quality.py options MODEL NAME WINDOW WINDOWS TEXT=FILE …    for bench/results/cpu-trained-models.jsonl
 
-This is not a test. MODEL is a folder with fp32 weights. WINDOW is a number of tokens, WINDOWS how many are taken from the
-start of each text.
+This is not a test. MODEL is a folder with fp32 weights (options: of any dtype). WINDOW is a number of tokens, WINDOWS how many
+are taken from the start of each text.
 
 formats: MODEL, in one file, is written in each format by tests/support. Generator loads the folder and scores the windows; so
 does transformers with the dequantized weights in fp32, whose activations are not rounded. The columns are the loss above the
 fp32 model, its perplexity, and the text that is written for a few prompts.
+
+options: MODEL is loaded in fp32, in bf16, and quantized in each way that an option of `minirt` asks for.
 
 scales: ways to choose the scales of 4-bit weights, in transformers with fp32. The columns are the loss above the fp32 model and
 the divergence from it.
@@ -49,10 +52,17 @@ FORMATS: dict[str, tuple[Callable, str]] = {  # as the table names them: what wr
     "AWQ, zero points, groups of 128": (quantized_int4.write, "awq 128"),
 }
 OPTIONS = {"--quantize fp8": "fp8", "--quantize int4": "int4"}
+LOADS: dict[str, dict[str, object]] = {  # of `options`; the LM heads of these models are not tied
+    "fp32": {},
+    "--dtype bfloat16": {"dtype": "bfloat16"},
+    "--quantize fp8": {"quantization": "fp8"},
+    "--quantize int4": {"quantization": "int4"},
+    "--quantize int4 --quantize-head": {"quantization": "int4", "quantize_head": True},
+}
 
 
 def load(folder: Path, **options: object) -> Generator:
-    return Generator.from_pretrained(folder, device="cpu", dtype="float32", kv_cache_memory=64 << 20, **options)
+    return Generator.from_pretrained(folder, **{"device": "cpu", "dtype": "float32", "kv_cache_memory": 64 << 20} | options)
 
 
 def scored(logits: Callable[[list[int]], torch.Tensor], windows: dict[str, list[list[int]]]) -> dict[str, list[float]]:
@@ -71,7 +81,9 @@ def above(found: dict[str, list[float]], base: dict[str, list[float]]) -> tuple[
     return differences.mean().item(), (differences.std() / len(differences) ** 0.5).item()
 
 
-def measured(generator: Generator, windows: dict[str, list[list[int]]], base: dict[str, list[float]]) -> dict[str, object]:
+def measured(
+    generator: Generator, windows: dict[str, list[list[int]]], base: dict[str, list[float]], prompts: Sequence[str] = PROMPTS
+) -> dict[str, object]:
     found = scored(generator.logits, windows)
     difference, error = above(found, base or found)
     mean = sum(map(sum, found.values())) / sum(map(len, found.values()))
@@ -79,7 +91,7 @@ def measured(generator: Generator, windows: dict[str, list[list[int]]], base: di
     return {
         "weight_bytes": generator.plan.weight_bytes, "perplexity": round(math.exp(mean), 4), "difference": round(difference, 6),
         "standard_error": round(error, 6), "windows": {name: [round(x, 6) for x in own] for name, own in found.items()},
-        "text": [generator.generate(prompt, greedy).text for prompt in PROMPTS],
+        "text": [generator.generate(prompt, greedy).text for prompt in prompts],
     }  # fmt: skip
 
 
@@ -92,10 +104,8 @@ def read_windows(source: Path, size: int, count: int, texts: dict[str, Path]) ->
     return windows
 
 
-@torch.inference_mode()
-def formats(source: Path, name: str, size: int, count: int, texts: dict[str, Path]) -> Iterator[dict[str, object]]:
-    windows = read_windows(source, size, count, texts)
-    yield {
+def described(name: str, size: int, count: int, texts: dict[str, Path]) -> dict[str, object]:
+    return {
         "kind": "about", "model": name, "device": f"CPU, {torch.get_num_threads()} thread", "dtype": "float32",
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, "date": str(datetime.date.today()),
         "texts": {text: file.name for text, file in texts.items()}, "prompts": PROMPTS,
@@ -103,6 +113,24 @@ def formats(source: Path, name: str, size: int, count: int, texts: dict[str, Pat
         "columns": "difference: mean nats a token above fp32, by window; weights_only: the same of transformers in fp32 with the "
         "dequantized weights; the tied head keeps 32 bits", "command": "tests/tools/format_quality.py",
     }  # fmt: skip
+
+
+@torch.inference_mode()
+def options(source: Path, name: str, size: int, count: int, texts: dict[str, Path]) -> Iterator[dict[str, object]]:
+    windows = read_windows(source, size, count, texts)
+    yield described(name, size, count, texts) | {"columns": "difference: mean nats a token above fp32, by window", "prompts": ()}
+    losses: dict[str, list[float]] = {}
+    for option, own in LOADS.items():
+        with load(source, **own) as generator:
+            found = measured(generator, windows, losses, ())
+        losses = losses or found["windows"]
+        yield {"kind": "option", "model": name, "tokens": count * len(texts) * (size - 1), "name": option} | found
+
+
+@torch.inference_mode()
+def formats(source: Path, name: str, size: int, count: int, texts: dict[str, Path]) -> Iterator[dict[str, object]]:
+    windows = read_windows(source, size, count, texts)
+    yield described(name, size, count, texts)
     scored_tokens = sum(len(tokens) - 1 for own in windows.values() for tokens in own)
     with load(source) as generator:
         base = measured(generator, windows, {})
@@ -203,5 +231,6 @@ def scales(source: Path, name: str, size: int, count: int, texts: dict[str, Path
 if __name__ == "__main__":
     kind, folder, name, size, count, *files = sys.argv[1:]
     texts = {text: Path(file) for text, _, file in (each.partition("=") for each in files)}
-    for line in {"formats": formats, "scales": scales}[kind](Path(folder), name, int(size), int(count), texts):
+    measure = {"formats": formats, "scales": scales, "options": options}[kind]
+    for line in measure(Path(folder), name, int(size), int(count), texts):
         print(json.dumps(line, ensure_ascii=False), flush=True)

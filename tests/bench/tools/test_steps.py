@@ -13,8 +13,8 @@ import minirt.bench.replay
 import minirt.device
 from minirt import models
 from minirt.bench.ceiling import Ceiling
-from minirt.bench.tools import steps
-from minirt.errors import MinirtError
+from minirt.bench.tools import steps, tables
+from minirt.errors import InputError, MinirtError
 
 
 @pytest.mark.filterwarnings("ignore:on a CPU")
@@ -30,14 +30,23 @@ def test_experts_of_four_bits(monkeypatch, capsys):
     monkeypatch.setattr(minirt.Generator, "from_pretrained", partial(minirt.Generator.from_pretrained, **own))
     monkeypatch.setattr(minirt.device, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(minirt.bench.ceiling, "read_ceiling", lambda device: Ceiling(1e9, "made up"))
-    monkeypatch.setattr(minirt.bench.replay, "replay_times", lambda generator, batch, context: [1.0, 2.0, 4.0])
-    monkeypatch.setattr(steps, "BATCHES", (1, 3))
+
+    def replay_times(generator, batch, context):
+        if batch == 256:
+            raise InputError("not a step of this engine", where="replay_times")
+        return [1.0, 2.0, 4.0]
+
+    monkeypatch.setattr(minirt.bench.replay, "replay_times", replay_times)
+    monkeypatch.setattr(steps, "BATCHES", (1, 3, 256))
     monkeypatch.setattr(steps, "PROMPTS", (40,))
     monkeypatch.setattr(steps, "REPEATS", 1)
     steps.main(["Qwen3-30B-A3B", "int4"])
     record = json.loads(capsys.readouterr().out)
     assert record["quantization"] == "int4"
-    one, three, prompt = record["results"]
+    one, three, many, prompt = record["results"]
+    assert (many["batch_size"], many["step_s"], many["share_of_limit"]) == (256, None, None)
+    assert "not a step" in many["left_out"]
+    assert "| – |" in tables.replays_table({"steps": record}), "a table says that it has no time"
     expert = 3 * 128 * 256 // 2 + 4 * (2 * 128 * 256 // 128 + 256)  # weights, and the scales of gate, up and down
     more = 8 * (1 - 0.75**3) - 2  # experts that three tokens use more than one, if all are equally likely
     cached = 2 * 2 * 128 * 4 * steps.CONTEXT  # keys and values of a sequence

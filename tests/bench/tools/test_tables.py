@@ -1,6 +1,8 @@
 """The tables of README.md and docs/ on small records of awkward values. Catches a wrong unit or sign, a swapped column, a
 quotient upside down, a missing value that is shown as one, and a form that computes less counted as one that computes as much."""
 
+import re
+
 import pytest
 
 from minirt.bench.kernels import benchmark as kernels
@@ -63,70 +65,91 @@ def test_prefill_with_gaps():
 
 
 def beside(prompt=(0.1965, 0.1981)):
-    """A record of both engines, with times that differ by point and format. `prompt`: minirt's and vLLM's in bf16."""
+    """Records of both engines, with times that differ by point and format: vLLM in a process of its own (all points but the first
+    and the prompts; two measurements of one) and, slower, in the caller's. `prompt`: minirt's and vLLM's in bf16."""
 
-    def run(engine, form, factor, rate, torch="2", **own):
+    def run(engine, form, factor, rate, torch="2", lacks=(), **own):
         steps = [(1, 128, 0.004), (64, 128, 0.008), (256, 128, 0.0123), (1, 8000, 0.005)]
         prompts = [(512, 0.02), (8192, prompt[engine == "vLLM"] / factor if form == "bf16" else 0.2)]
-        rows = [{"batch_size": n, "context_len": c, "step_s": s * factor} for n, c, s in steps]
-        rows += [{"input_len": n, "time_to_first_token_s": s * factor} for n, s in prompts]
+        rows = [{"batch_size": n, "context_len": c, "step_s": s * factor} for n, c, s in steps if n not in lacks]
+        rows += [{"input_len": n, "time_to_first_token_s": s * factor} for n, s in prompts if n not in lacks]
         versions = {"torch": torch, "triton": "3"}
         own |= {"engine": engine, "quantization": {"bf16": None, "fp8": "fp8"}[form]}
         return own | {"versions": versions, "output_tokens_per_s": rate, "results": rows}
 
+    vllm, in_process = {"version": "7", "note": "N"}, (1, 512, 8192)
     runs = [
-        run("minirt", "bf16", 1.0, 12000.4, commit="c"), run("vLLM", "bf16", 1.5, 10000, version="7", note="N"),
-        run("minirt", "fp8", 0.5, 20000, commit="c"), run("vLLM", "fp8", 1.25, 10000, version="7", note="N"),
-        run("minirt", "bf16", 0.9, None, torch="9", commit="c"),
+        run("minirt", "bf16", 1.0, 12000.4, commit="c"), run("vLLM", "bf16", 1.5, 10000, lacks=in_process, **vllm),
+        run("minirt", "fp8", 0.5, 20000, commit="c"), run("vLLM", "fp8", 1.25, 10000, lacks=in_process, **vllm),
     ]  # fmt: skip
-    protocol = {"order": "O", "clock": "C", "decode step": "D; the least of 3 runs"}
+    runs[2]["sampled_output_tokens_per_s"] = 19000
+    runs[3]["results"][1]["step_s"] = [0.016, 0.0154]
+    older = [
+        run("minirt", "bf16", 1.0, 12000, commit="d"), run("vLLM", "bf16", 1.75, 9000, **vllm),
+        run("minirt", "fp8", 0.5, 20000, commit="d"), run("vLLM", "fp8", 1.5, 9000, **vllm),
+        run("minirt", "bf16", 0.9, None, torch="9", commit="d"),
+    ]  # fmt: skip
+    protocol = dict.fromkeys(("prompts", "first token", "offline"), "-") | {"order": "O", "clock": "C"}
+    protocol["decode step"] = "D; the least of 3 runs; two values: E"
     correctness = {"checked": False, "why": "no check"}
-    own = {"model": "M", "device": "NVIDIA X 1", "date": "2026-01-02", "protocol": protocol, "correctness": correctness}
-    return {"a": own | {"runs": runs}}
+    own = {"model": "M", "device": "NVIDIA X 1", "protocol": protocol, "correctness": correctness}
+    default = own | {"runs": runs, "date": "2026-01-02"}
+    return {results.BESIDE_VLLM: default, results.IN_PROCESS: own | {"runs": older, "date": "2026-01-01"}}
 
 
 def test_both_engines_in_the_readme():
-    """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), a tie or a loss that is
-    not told, a number of points without where they are, and the change by another PyTorch left out or of another point."""
-    shown, told, origin, missing = tables.readme_table(beside()).split("\n\n")
+    """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), the better one of two
+    measurements, a figure of another setting of vLLM without its mark or in place of the default's, a tie or a loss that is not
+    told, points without where they are, figures without their stores, and the change by another PyTorch left out."""
+    shown, lacking, told, origin, missing = tables.readme_table(beside()).split("\n\n")
     assert shown.splitlines()[0] == "| M | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
     assert rows(shown) == [
-        ["decode step, batch 1, ms", "4.00", "6.00", "1.50 ×", "2.00", "5.00", "2.50 ×"],
+        ["decode step, batch 1, ms", "4.00", "7.00‡", "1.75 ×", "2.00", "6.00‡", "3.00 ×"],
         ["decode step, batch 64, ms", "8.00", "12.0", "1.50 ×", "4.00", "10.0", "2.50 ×"],
-        ["decode step, batch 256, ms", "12.3", "18.5", "1.50 ×", "6.15", "15.4", "2.50 ×"],
-        ["decode step, batch 1, context 8,000, ms", "5.00", "7.50", "1.50 ×", "2.50", "6.25", "2.50 ×"],
-        ["first token, prompt of 512 tokens, ms", "20.0", "30.0", "1.50 ×", "10.0", "25.0", "2.50 ×"],
-        ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1", "1.01 ×, tie", "100.0", "250.0", "2.50 ×"],
+        ["decode step, batch 256, ms", "12.3", "18.5", "1.50 ×", "6.15", "15.4 to 16.0", "2.50 to 2.60 ×"],
+        ["decode step, batch 1, context 8,000, ms", "5.00", "8.75‡", "1.75 ×", "2.50", "7.50‡", "3.00 ×"],
+        ["first token, prompt of 512 tokens, ms", "20.0", "35.0‡", "1.75 ×", "10.0", "30.0‡", "3.00 ×"],
+        ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1‡", "1.01 ×, tie", "100.0", "300.0‡", "3.00 ×"],
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
+    assert lacking.startswith("vLLM ran N. ‡ vLLM was measured only with its engine in the caller's process, on 2026-01-01; ")
+    assert lacking.endswith("different cards of one type.")
     tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    where = f"that were measured ([all 7 of each format]{all_points})"
+    where = f"that were measured ([all points]{all_points}); at 6 of them, vLLM ran as it does by default"
     assert told == f"minirt is faster at 13 of the 14 points {where}. One is a tie (less than 2% apart): {tie}."
-    assert origin.startswith("minirt `c` with torch 2 and Triton 3; vLLM 7 with torch 2 and Triton 3, N. With torch 9")
+    assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
     assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
-    assert "Both ran on the same NVIDIA X 1" in origin
     assert "2026-01-02" in origin
-    assert origin.endswith(" A decode step is the least of 3 runs."), "and not of as many for both engines"
+    assert " A decode step is the least of 3 runs. From [`" in origin, "and not of as many for both engines"
+    assert re.findall(r"\]\(bench/results/(.*?)\.json\)", origin) == list(beside())
     assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-")
     assert "no correctness check and no roofline of the card" in missing
     assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
-    text = tables.ties(beside(prompt=(0.3, 0.2))["a"])
-    assert text.startswith("minirt is faster at 13 of the 14 points. ")
+    slow = beside(prompt=(0.3, 0.2))
+    slow[results.BESIDE_VLLM]["runs"][3]["results"][1]["step_s"] = [0.0061, 0.007]
+    text = tables.ties(slow)
+    assert text.startswith("minirt is faster at 12 of the 14 points; ")
+    assert "One is a tie (less than 2% apart): fp8, decode step, batch 256 (minirt 6.15 ms, vLLM 6.10 to 7.00 ms)." in text
     assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms).")
-    assert "tie" not in text
 
 
-def test_the_headline_is_about_decode_steps():
-    start = "On one X, decode steps of M are 1.50 to 1.50 times as fast as those of vLLM 7 in bf16, and 2.50 to 2.50 times"
-    assert tables.headline(beside()).startswith(start)
-    assert "weights are random" in tables.headline(beside()), "beside the first figure, not far below it"
+def test_the_headline_is_about_what_vllm_does_by_default():
+    """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
+    start = "On Xs, decode steps of M are 1.50 times as fast as those of vLLM 7 in bf16, and 2.50 to 2.60 times in FP8; many "
+    text = tables.headline(beside())
+    assert text.startswith(start + "requests at once yield 1.20 and 2.00 times as many tokens per second ")
+    assert "weights are random" in text, "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
-    """Catches a point that the later run lacks shown as a number, and runs that are mixed up."""
-    text = tables.engines_table(beside())
-    assert "\n- Order: O.\n- Clock: C.\n" in text
+    """Catches a point that one engine or the later run lacks shown as a number or left out, and runs that are mixed up."""
+    both = beside()
+    both[results.BESIDE_VLLM]["runs"][3]["results"].append({"batch_size": 192, "context_len": 128, "step_s": 0.014})
+    text = tables.engines_table(both)
+    assert rows(text.partition("\n\n")[0])[2] == ["decode step, batch 192, ms", "–", "–", "–", "–", "14.0", "–"]
+    assert "\n- Clock: C.\n" in text
+    assert "19,000 output tokens/s" in text
     assert "(docs/" not in text, "a link from README.md"
     assert "(#beside-vllm)" not in text, "a link to where it stands"
     later = text.rpartition("\n\n")[2]
@@ -136,22 +159,56 @@ def test_both_engines_with_the_protocol_and_a_later_pytorch():
     assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
 
 
+def test_what_was_wrong_is_told():
+    """Catches the two settings of vLLM swapped, and points that were measured in one of them only."""
+    assert rows(tables.correction_table(beside())) == [
+        ["bf16, decode step, batch 64, ms", "14.0", "12.0", "1.75 ×", "1.50 ×"],
+        ["bf16, decode step, batch 256, ms", "21.5", "18.5", "1.75 ×", "1.50 ×"],
+        ["bf16, offline, output tokens/s", "9,000", "10,000", "1.33 ×", "1.20 ×"],
+        ["fp8, decode step, batch 64, ms", "12.0", "10.0", "3.00 ×", "2.50 ×"],
+        ["fp8, decode step, batch 256, ms", "18.5", "15.4 to 16.0", "3.00 ×", "2.50 to 2.60 ×"],
+        ["fp8, offline, output tokens/s", "9,000", "10,000", "2.22 ×", "2.00 ×"],
+    ]
+
+
+def test_drafts_and_the_first_token():
+    """Catches another model's rates of vLLM, a quotient upside down, and a part that was not measured shown as 0."""
+
+    def drafts(model, method, **own):
+        shared = {"model": model, "quantization": None, "method": method, "num_drafts": 3, "tokens_per_step": 2.5}
+        return shared | {"engine": "minirt", "results": [{"batch_size": 8, "tokens_per_s": 1200.0, "speedup": 1.75}]} | own
+
+    peer = {"engine": "vLLM", "version": "7", "note": "N", "results": [{"batch_size": 8, "tokens_per_s": 800.0}]}
+    record = {"commit": "c", "protocol": {"drafts": "p", "start": "s"}, "model": "M", "device": "X", "date": "d"}
+    record["drafts"] = [drafts("M", "synthetic"), drafts("N", "mtp"), drafts("N", "mtp", **peer)]
+    shown = tables.drafts_table({"a": record}).partition("\n\n")[0]
+    assert rows(shown) == [
+        ["M bf16, 3 synthetic drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "–", "–"],
+        ["N bf16, 3 MTP drafts, batch 8", "2.50", "1,200.0", "1.75 ×", "800.0", "1.50 ×"],
+    ]
+    parts = {"import_torch_s": None, "cuda_s": 1.0, "load_s": 2.0, "warm_up_s": 3.0, "first_token_s": 9.04}
+    record["start"] = [{"quantization": "fp8", "caches": "of bf16", "kernels_compiled": 5} | parts]
+    shown = tables.first_token_table({"a": record}).partition("\n\n")[0]
+    assert rows(shown) == [["`--fp8`, kernel caches of bf16", "–", "1.0", "2.0", "3.0", "9.0", "5"]]
+
+
 def test_the_picture_of_both_engines(monkeypatch, tmp_path):
-    """Catches bars of the other engine, prompts that are not divided by their tokens, and ratios upside down."""
+    """Catches bars of the other engine or the slower measurement, prompts that are not divided by their tokens, ratios upside
+    down, and points of another setting of vLLM without their mark."""
     drawn = []
     monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
     pictures.engines(beside(), tmp_path, "")
-    steps, _, prompts, _ = drawn[0].axes
-    assert [[round(bar.get_height(), 2) for bar in own] for own in steps.containers] == [[4, 8, 12.3, 5], [6, 12, 18.45, 7.5]]
-    assert [[round(bar.get_height(), 2) for bar in own] for own in prompts.containers] == [[39.06, 23.99], [58.59, 24.18]]
-    assert [text.get_text() for text in steps.texts] == ["1.50 ×"] * 4
-    assert [text.get_text() for text in prompts.texts] == ["1.50 ×", "1.01 ×"]
-    assert [text.get_text() for text in steps.get_xticklabels()] == ["batch 1", "batch 64", "batch 256", "batch 1\ncontext 8,000"]
+    steps, fast, prompts, _ = drawn[0].axes
+    assert [[round(bar.get_height(), 2) for bar in own] for own in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
+    assert [[round(bar.get_height(), 2) for bar in own] for own in prompts.containers] == [[39.06, 23.99], [68.36, 24.18]]
+    assert [text.get_text() for text in fast.texts] == ["3.00 ×", "2.50 ×", "2.50 ×", "3.00 ×"]
+    assert [text.get_text() for text in prompts.texts] == ["1.75 ×", "1.01 ×"]
+    labels = [text.get_text() for text in steps.get_xticklabels()]
+    assert labels == ["batch 1‡", "batch 64", "batch 256", "batch 1\ncontext 8,000‡"]
     assert {"minirt", "vLLM 7"} == {text.get_text() for text in steps.get_legend().get_texts()}
     title = drawn[0].get_suptitle()
-    assert "NVIDIA X 1" in title
-    assert "2026-01-02" in title
-    assert title.endswith("\nno check")
+    assert "NVIDIA X 1, a card for each · 2026-01-02" in title
+    assert title.endswith("\n‡: vLLM in the caller's process, 2026-01-01 · no check")
 
 
 def test_the_picture_marks_what_was_not_checked(monkeypatch, tmp_path):
@@ -192,6 +249,34 @@ def test_sizes_and_quality():
     assert rows(tables.sizes_table({"a": [*lines, line("--quantize int4", 174.4e6, 20.0), line("other", 1, 1)]})) == [
         ["float32", "513", "16.00", "–"], ["`--fp8`", "210", "15.90", "−0.6%"], ["`--quantize int4`", "166", "20.00", "+25.0%"]
     ]  # fmt: skip
+
+
+def test_trained_models():
+    """Catches models that are mixed up, and the mean over models."""
+
+    def line(kind, model="A", **own):
+        return {"kind": kind, "model": model} | own
+
+    def option(name, model, size, difference):
+        own = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
+        return line("option", model, perplexity=9.0, tokens=9, **own)
+
+    about = line("about", date="d", versions={"torch": "2"}, device="CPU, 1 thread", weights="found, not stated")
+    drafts = {"num_accepted_tokens": 5, "num_draft_tokens": 8, "output_tokens": 15, "texts": 4}
+    lines = [about, option("fp32", "A", 2 << 20, 0.0), option("--quantize int4", "B", 1 << 20, -0.25)]
+    lines += [line("drafts", dtype="fp32", prompts="p", same_texts=3, **drafts), line("chat", same_tokens=True, tokens=7)]
+    lines += [line("chat", same_tokens=False, tokens=8), line("chat", "B", same_tokens=True, tokens=3)]
+    lines += [line("tool", valid=True, right=right) for right in (False, True)] + [line("schema", valid=False, right=False)]
+    quality, origin = tables.options_quality_table({"a": lines}).split("\n\n")
+    assert rows(quality) == [
+        ["A, fp32", "2", "9.00", "–", "9"], ["B, `--quantize int4`", "1", "9.00", "−0.2500 ± 0.5000", "9"]
+    ]  # fmt: skip
+    assert origin.startswith("Found, not stated. From `cpu-trained-models` (d, torch 2, eager layers on a CPU, 1 thread)")
+    shown, *told, _ = tables.trained_table({"a": lines}).split("\n\n")
+    assert rows(shown) == [["A fp32, p", "5 of 8", "1.50", "3 of 4"]]
+    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with a tool", "A, 1 requests"]
+    assert all(text.startswith(start) for text, start in zip(told, starts, strict=True))
+    assert "2 valid by the schema, 1 with the right content" in told[2]
 
 
 def test_losses_are_told_and_a_tie_is_none():

@@ -30,7 +30,7 @@ from minirt.kernels.sampling.filters import SamplingWorkspace
 from minirt.kernels.sampling.logprobs import MAX_TOP, token_logprobs
 from minirt.kernels.sampling.process import process, record
 from minirt.kernels.sampling.sample import row_maxima, sample
-from minirt.kernels.sampling.slots import Slots
+from minirt.kernels.sampling.slots import MOST_ENTRIES, Slots
 
 CC = 90
 calls: list[tuple[Any, ...]] = []  # what the C function was called with
@@ -226,10 +226,12 @@ def other_kernels() -> None:
     sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=False, **flags)
     sample(logits, floats, ints(B), floats, floats, longs, longs, all_greedy=True, **flags, row_maxima=longs.view(B, 1))
     row_maxima(logits, ints(1), SamplingWorkspace(B, V, "cpu"))
-    lists = (ints(4, 5), torch.zeros(4, 5), ints(4, 6, 4), ints(4, 7), ints(4, 8))
-    slots = Slots(ints(4, 4), torch.zeros(4, 4), ints(4, V), ints(4, 157), *lists)
-    process(logits, torch.zeros(B, V), ints(B), longs, slots, any_bias=True, any_ban=True, mask=ints(B, 157))
-    record(longs, ints(B), longs, slots, V)
+    N = MOST_ENTRIES
+    lists = (ints(4, N), torch.zeros(4, N), ints(4, N, 4), ints(4, N), ints(4, N))
+    for dtype in (torch.int16, torch.int32):
+        slots = Slots(ints(4, 4), torch.zeros(4, 4), ints(4, V, like=dtype), ints(4, 157), *lists)
+        process(logits, torch.zeros(B, V), ints(B), longs, slots, any_bias=True, any_ban=True, mask=ints(B, 157))
+        record(longs, ints(B), longs, slots, V)
     token_logprobs(logits, longs, ints(B), ints(B, 2 + 2 * MAX_TOP))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from minirt import models
 from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
+from minirt.kernels.launch import gpu_of
 from minirt.kernels.linear.product import ProductFacts
 from minirt.kernels.moe import experts_sm90, few_tokens, tuning
+from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.route import token_regime
+from minirt.kernels.reference import SharedExpert, computes_shared
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
@@ -64,6 +68,37 @@ def test_token_regimes_follow_each_other():
     ends = [token_regime(T) for T in range(2, 3000)]
     assert all(a <= b for a, b in pairwise(ends))
     assert all(token_regime(end) == end for end in set(ends))
+
+
+@pytest.mark.parametrize("shared", [12, 16])
+def test_the_case_is_that_of_launches_with_a_shared_expert(shared, device, monkeypatch):
+    """One of the experts' form counts as one more of those chosen, another one does not. Catches configurations that are stored
+    where no launch looks for them."""
+    preset = models.preset("Qwen3.5-35B-A3B").config
+    moe = replace(preset.moe, num_experts=35, experts_per_token=2, intermediate_size=12, shared_intermediate_size=shared)
+    config = replace(preset, num_layers=1, hidden_size=24, moe=moe)
+    model = Model(config, models.build(config))
+    model.dtype = torch.float16
+    cases = list(tuning.few_tokens_cases(linear_shapes(model), [1], device))
+    buckets, inner = [], few_tokens.FAMILY.bucket
+    weights = [torch.zeros(35, 24, 24), torch.zeros(35, 24, 12), torch.zeros(2 * shared, 24), torch.zeros(24, shared)]
+    gate_up, down, *one = (weight.to(device, torch.float16) for weight in weights)
+    own = SharedExpert(*one, torch.zeros(1, 24, dtype=torch.float16, device=device))
+    x = torch.zeros(1, 24, dtype=torch.float16, device=device)
+
+    def lookup(device, facts):
+        buckets.append(inner(facts))
+        return few_tokens.rule(facts, gpu_of(device))
+
+    monkeypatch.setattr(few_tokens, "FAMILY", SimpleNamespace(lookup=lookup))
+    joins = computes_shared(1, 2, gate_up, down, None, None, own)
+    logits = torch.zeros(1, 35, dtype=torch.float16, device=device)
+    mixture_residual(x, logits, gate_up, down, x, 2, True, "silu", shared=own if joins else None)
+    assert joins == (shared == 12)
+    assert [case.bucket for case in cases] == buckets
+    for case in cases:
+        _, check = case.prepare()
+        check(case.default)
 
 
 class InBlocks(FormatChoice):

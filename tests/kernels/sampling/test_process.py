@@ -20,7 +20,7 @@ from minirt.engine.logprobs import MAX_TOP, columns, token_logprobs, unpack
 from minirt.errors import InputError
 from minirt.kernels.sampling import logprobs as logprob_kernels
 from minirt.kernels.sampling import process as kernels
-from minirt.kernels.sampling.slots import Drafts
+from minirt.kernels.sampling.slots import MOST_ENTRIES, Drafts
 
 INF, ALL = math.inf, {"any_bias": True, "any_ban": True}
 
@@ -46,7 +46,8 @@ def filled(V: int, device: torch.device, impl: str, seed: int = 0):
     """Processors whose slots are in another order than the rows. → them, the rows' slots, and steps"""
     rng = np.random.default_rng(seed)
     rules = some_rules(V, rng)
-    processors = LogitsProcessors(len(rules) + 3, V, 40, device, impl)
+    longest = 40 if V > 1000 else 2**15 + 1  # counts of 16 and of 32 bits
+    processors = LogitsProcessors(len(rules) + 3, V, longest, device, impl)
     slots = rng.permutation(len(rules) + 3)[: len(rules)].tolist()
     steps = [int(rng.integers(2, 9)) for _ in rules]
     for slot, own, step in zip(slots, rules, steps, strict=True):
@@ -126,14 +127,64 @@ def test_drafts_count_as_generated_tokens(impl, make, device):
     assert not torch.equal(together[0], together[3]), "the drafts make a difference"
 
 
+@pytest.mark.parametrize("longest", [16, 2**16])
 @pytest.mark.parametrize("impl", ["eager", "triton"])
-def test_a_step_counts_a_token_as_often_as_it_is_drawn(impl, device):
+def test_a_step_counts_a_token_as_often_as_it_is_drawn(impl, longest, device):
     """Several draws of a step belong to one slot; a load and a store for each would lose some of them."""
-    processors = LogitsProcessors(1, 33, 16, device, impl)
+    processors = LogitsProcessors(1, 33, longest, device, impl)
     processors.fill(0, Rules(frequency=1.0), [], [])
-    rows, step = torch.zeros(5, dtype=torch.int32, device=device), torch.arange(5, device=device)
-    processors.record(torch.tensor([4, 4, -1, 4, 6], device=device), rows, step)
-    assert processors.slots.counts[0].tolist() == [0] * 4 + [6, 0, 2] + [0] * 26
+    rows, step = torch.zeros(6, dtype=torch.int32, device=device), torch.arange(6, device=device)
+    processors.record(torch.tensor([4, 4, -1, 4, 6, 7], device=device), rows, step)
+    assert processors.slots.counts[0].tolist() == [0] * 4 + [6, 0, 2, 2] + [0] * 26
+
+
+@pytest.mark.parametrize("longest", [2**15, 2**15 + 1])
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_a_sequence_of_one_token_is_counted_exactly(impl, longest, device):
+    """As long as it can be. Catches a count of 16 bits that turns negative, and one that flows over into its neighbor's."""
+    processors, row = LogitsProcessors(2, 4, longest, device, impl), torch.tensor([1], dtype=torch.int32, device=device)
+    processors.fill(1, Rules(frequency=2.0**-8), [2], [2] * (longest - 3))
+    for step in (longest - 3, longest - 2):
+        processors.record(torch.tensor([2], device=device), row, torch.tensor([step], device=device))
+    logits = torch.zeros(1, 4, device=device)
+    found = processors.process(logits, row, torch.tensor([longest - 1], device=device), any_bias=False, any_ban=False)
+    assert found.tolist() == [[0, 0, -(longest - 1) / 256, 0]]
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_the_longest_lists_in_a_long_text(impl, device):
+    """Catches a list of which only the beginning counts, and a history of the last tokens that is read or filled at a wrong
+    place: the generated tokens are more than it holds, and a bad word has as many as it holds."""
+    V, rng = 5000, np.random.default_rng(3)
+    generated = rng.integers(0, V, MOST_ENTRIES + 900).tolist()
+    known, last = len(generated) - 2, tuple(generated[-MOST_ENTRIES:])
+    almost = (*last[:-1], (last[-1] + 1) % V)
+    bias = dict.fromkeys(range(MOST_ENTRIES), 1.5)
+    rules = {
+        "longest": (Rules(bad_words=((*last, 7),)), [7]), "almost": (Rules(bad_words=((*almost, 7),)), []),
+        "many": (Rules(bad_words=tuple((token,) for token in range(MOST_ENTRIES))), list(range(MOST_ENTRIES))),
+        "two": (Rules(bad_words=((*last[-2:], 9),)), [9]), "bias": (Rules(bias=bias), []),
+    }  # fmt: skip
+    processors = LogitsProcessors(3, V, 8192, device, impl)
+    for own, expected in rules.values():
+        own.check_sizes()
+        processors.fill(2, own, [], generated[:known])
+        row = torch.tensor([2], dtype=torch.int32, device=device)
+        for step in range(known, len(generated)):
+            processors.record(torch.tensor([generated[step]], device=device), row, torch.tensor([step], device=device))
+        step = torch.tensor([len(generated)], device=device)
+        found = processors.process(torch.zeros(1, V, device=device), row, step, **ALL)[0]
+        assert found.isinf().nonzero().flatten().tolist() == expected
+        assert (found == 1.5).nonzero().flatten().tolist() == list(own.bias)
+
+
+@pytest.mark.parametrize("rules", [
+    Rules(bias=dict.fromkeys(range(MOST_ENTRIES + 1), 1.0)), Rules(bad_words=((1,),) * (MOST_ENTRIES + 1)),
+    Rules(bad_words=((1,) * (MOST_ENTRIES + 2),)), Rules(min_tokens=1, end_ids=tuple(range(MOST_ENTRIES + 1))),
+])  # fmt: skip
+def test_lists_that_are_too_long_are_refused(rules):
+    with pytest.raises(InputError, match=r"too many .* at most 4,096; found 4,097"):
+        rules.check_sizes()
 
 
 @pytest.mark.parametrize("V", [1, 20, 1031, 5000])
@@ -197,7 +248,8 @@ results = []
 compile_all.compile_instead_of_launching(int(sys.argv[1]), results)
 for V in (152064, 1031)[: 1 if sys.argv[1] == "90" else 2]:
     rules = [Rules(0.1, 0.2, 1.3, {0: 1.0}, (1, 2), ((1, 2),), 3, (2,))] * 2
-    processors = LogitsProcessors(2, V, 100, torch.device("cpu"), "triton")
+    longest = 100 if V > 2000 else 2**16  # counts of 16 and of 32 bits
+    processors = LogitsProcessors(2, V, longest, torch.device("cpu"), "triton")
     processors.fill(0, rules[0], [1], [2])
     rows, step, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.empty(2, V)
     for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32))[int(sys.argv[1] == "90") :]:
