@@ -25,13 +25,19 @@ from minirt.cli.output import emit, note
 
 @command(short_help="Time requests with drafts and without.")
 @option_group(
-    "Measurement",
+    "Prompts",
     click.option("--prompts", required=True, metavar="FILE", help="Requests as of minirt generate --prompts; - is stdin."),
-    click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Measured runs of each request."),
-    click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each, at most."),
     chat_options,
+)
+@option_group(
+    "Measurement",
+    click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Measured runs of each request."),
     load_options,
     speculative_options,
+)
+@option_group(
+    "Sampling",
+    click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each, at most."),
 )
 @report_format_option
 @output_file_option
