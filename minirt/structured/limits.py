@@ -2,7 +2,7 @@
 
 llguidance recurses from rule to rule and from "$ref" to "$ref" with a few kB of stack for each, and an overflow of the stack ends
 the process. It multiplies the character classes of patterns that must match together, which no limit of its own stops. Both are
-bounded here, before it is called. Grammars are compiled in threads with `COMPILE_STACK`, which `MAX_LEVELS` fits several times.
+bounded here, before it is called. Grammars are compiled in threads with `COMPILE_STACK`, twice what `MAX_LEVELS` needs.
 """
 
 import re
