@@ -127,6 +127,8 @@ def check_patterns(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Cal
         if len(own.get("patternProperties", ())) > MAX_PATTERN_PROPERTIES:
             expected, found = f"at most {MAX_PATTERN_PROPERTIES}", len(own["patternProperties"])
             raise InputError('too many "patternProperties"', where=places.get(id(own), ""), expected=expected, found=found)
+        if (optional := len(own.get("properties", ())) - len(own.get("required", ()))) > MAX_ROW // 2:  # it would take seconds
+            raise InputError("too many optional properties", where=places.get(id(own), ""), expected="about 480", found=optional)
         todo.pop()
 
 
