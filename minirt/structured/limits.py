@@ -2,7 +2,7 @@
 
 llguidance recurses from rule to rule and from "$ref" to "$ref" with a few kB of stack for each, and an overflow of the stack ends
 the process. It multiplies the character classes of patterns that must match together, which no limit of its own stops. Both are
-bounded here, before it is called. Grammars are compiled in threads with `COMPILE_STACK`, which `MAX_LEVELS` fits several times.
+bounded here, before it is called. Grammars are compiled in threads with `COMPILE_STACK`, twice what `MAX_LEVELS` needs.
 """
 
 import re
@@ -127,6 +127,8 @@ def check_patterns(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Cal
         if len(own.get("patternProperties", ())) > MAX_PATTERN_PROPERTIES:
             expected, found = f"at most {MAX_PATTERN_PROPERTIES}", len(own["patternProperties"])
             raise InputError('too many "patternProperties"', where=places.get(id(own), ""), expected=expected, found=found)
+        if (optional := len(own.get("properties", ())) - len(own.get("required", ()))) > MAX_ROW // 2:  # it would take seconds
+            raise InputError("too many optional properties", where=places.get(id(own), ""), expected="about 480", found=optional)
         todo.pop()
 
 

@@ -435,7 +435,7 @@ def test_a_matcher_is_ready_or_another_thread_compiles_it(monkeypatch):
     assert allowed(own, other.result(timeout=60)).any()
     with pytest.raises(InputError, match="unclosed"):
         own.prepare(StructuredOutputsParams(regex="("), (EOS,), 0).result(timeout=60)
-    assert threads.count(threading.current_thread()) == 1, "only `compile` runs here"
+    assert threading.current_thread() not in threads, "their stacks have a size that is known"
 
 
 def test_without_llguidance(monkeypatch):

@@ -31,6 +31,7 @@ TOO_LARGE = [
     ({"json": chain(16, lambda own: {"allOf": [own, pattern("a")]}, True)}, "combinations of character classes"),
     ({"json": {"type": "object", "patternProperties": {f"^a{i}": {} for i in range(33)}}}, "at most 32; found 33"),
     ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(500)}}}, "too many alternatives .* 2,000; found 2,"),
+    ({"json": {"properties": {f"p{i}": {} for i in range(1100)}}}, "optional properties; expected about 480; found 1100"),
     ({"grammar": rules(5000, '"x" {}')}, "too many rules, terminals and .*; expected at most 4,096; found 5,002"),
     ({"grammar": "start: " + "a{" * 5000}, "too many rules, terminals and opening brackets"),
     ({"grammar": conjunctions(20)}, 'by "&", have too many combinations'),

@@ -75,7 +75,7 @@ def test_sampling_params_take_a_mapping():
         ({"json": '{"a": NaN}'}, ".json", "NaN"),
         ({"json": {"a": float("inf")}}, ".json", "not JSON"),
         ({"json": {"a": {1, 2}}}, ".json", "not JSON"),
-        ({"json": "[" * 100_000}, ".json", "not acceptable JSON"),
+        ({"json": "[" * 100_000}, ".json", "nested too deeply"),
         ({"json": '{"a":' + "9" * 5000 + "}"}, ".json", "not acceptable"),
         ({"json": '{"title": "\\"' + "x" * MAX_LENGTH["json"] + '"}'}, ".json", "too long"),
         ({"regex": ""}, ".regex", "a text that is not empty"),
