@@ -6,13 +6,13 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
-from minirt.structured import limits
+from minirt.guarded import Guarded, Stopped
+from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd
@@ -30,7 +30,6 @@ _LARK = re.compile(
     r'''"(?:\\.|[^"\\\n])*+"?|/(?!/)(?:\\.|[^/\\])++/?|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
 )
 _MAX_REASONING_ENDS = 16  # that are kept
-_NEVER = -1e9  # the score of a piece that no text is tokenized to
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
 _MAX_WORK = 1  # how often a schema's length may be compiled again, to find the place of an error in it
 
@@ -60,6 +59,8 @@ class Grammar:
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
+            if len(self._source) > limits.SMALL:
+                tokenizer.try_out(self._source, self._where)
             matcher = self.compile()
             tokenizer.probe(matcher, self._where)
             self._ready = [matcher]
@@ -108,7 +109,7 @@ class GrammarTokenizer:
         except ImportError as error:
             what, hint = "structured output needs llguidance, which is not installed", "pip install llguidance"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
-        self._library, self.vocab = llguidance, vocab
+        self._library, self.vocab, self._text = llguidance, vocab, tokenizer.serialized
         self.known_ids = tokenizer.ids()
         self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
         if not self.end_ids:
@@ -118,7 +119,7 @@ class GrammarTokenizer:
             what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
             raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
         self._tokenizer = _call(
-            lambda: llguidance.LLTokenizer(without_special(tokenizer.serialized()), n_vocab=vocab, eos_token=list(self.end_ids)),
+            lambda: matchers.library_tokenizer(tokenizer.serialized(), vocab, self.end_ids),
             "the tokenizer cannot be used for structured output", error=UnsupportedError,
         )
         self.text_ends = frozenset(token for token in self.end_ids if not self._tokenizer.is_special_token(token))
@@ -127,11 +128,7 @@ class GrammarTokenizer:
                 what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
                 raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
         self._reasoning_ends = dict[str, ReasoningEnd]()
-        # Errors without the state of the parser, which is long.
-        self._limits = llguidance.LLParserLimits(
-            max_lexer_states=limits.MAX_LEXER_STATES, max_items_in_row=limits.MAX_ROW, initial_lexer_fuel=limits.MAX_FUEL,
-            step_max_items=limits.MAX_ITEMS, verbose_errors=False,
-        )  # fmt: skip
+        self._options = matchers.options()
 
     def executor(self, threads: int) -> Any:
         """What computes the masks of many matchers (`llguidance.LLExecutor`)."""
@@ -157,10 +154,7 @@ class GrammarTokenizer:
 
     def compile(self, source: str, where: str) -> Any:
         """A matcher in its initial state, with the mask of the first token computed."""
-        options = {"log_level": 0, "limits": self._limits}
-        matcher = _call(lambda: self._library.LLMatcher(self._tokenizer, source, **options), "cannot be compiled", where)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        matcher = _call(lambda: matchers.new(self._tokenizer, source, self._options), "cannot be compiled", where)
         if matcher.is_error():
             raise _compile_error(matcher.get_error(), where)
         return matcher
@@ -171,49 +165,26 @@ class GrammarTokenizer:
         Raises:
             InputError: that text is endless, or too long.
         """
-        if tokens := matcher.compute_ff_tokens():
-            copy = matcher.deep_copy()
-            copy.consume_token(tokens[0])
-            copy.compute_bitmask()
-            if copy.is_error():
-                raise _compile_error(copy.get_error(), where)
+        if message := matchers.probed(matcher):
+            raise _compile_error(message, where)
 
+    def try_out(self, source: str, where: str) -> None:
+        """Compile a grammar in a separate process, whose time and memory are limited, so that it cannot harm this one.
 
-def without_special(serialized: str) -> str:
-    """A tokenizer.json for llguidance, with which the text of a special token, such as "<|endoftext|>", is ordinary text.
+        Raises:
+            InputError, UnsupportedError: it takes too long or too much memory, ends the process, or is wrong.
+        """
+        try:
+            message = self._trials.ask(source)
+        except Stopped as error:
+            what, expected = "the grammar is too complex", f"one that compiles in {limits.MAX_TRIAL.cpu_seconds} s of CPU"
+            raise InputError(what, where=where, expected=expected, found=str(error), hint="simplify it") from None
+        if message is not None:
+            raise _compile_error(message, where)
 
-    Where a grammar allows only one text, llguidance tokenizes that text, and allows only the first token. It must stand for the
-    text's bytes. So no special token may match in a text, and neither a normalizer nor a space that is put in front of texts may
-    change it. Lark grammars refer to special tokens by their names, which therefore stay. With "normalized", texts are searched
-    for the normalized name. The normalizer puts a prefix in front of it, and llguidance removes this kind of normalizer once the
-    tokenizer is loaded.
-    """
-    content = json.loads(serialized)
-    special = set()
-    for token in content["added_tokens"]:
-        name = token["content"]
-        token["normalized"] = token["special"] or (name.startswith("<") and name.endswith(">"))  # special for llguidance
-        special |= {name} if token["normalized"] else set()
-    if content["model"]["type"] == "Unigram":  # names may be pieces of text
-        content["model"]["vocab"] = [(piece, _NEVER if piece in special else score) for piece, score in content["model"]["vocab"]]
-    kept = [step for step in _steps(content["normalizer"], "normalizers") if _keeps_bytes(step)]
-    prefix = {"type": "Prepend", "prepend": token_hex(16)}  # in no text
-    content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, *kept]}
-    for step in _steps(content["pre_tokenizer"], "pretokenizers"):
-        step |= {name: value for name, value in (("add_prefix_space", False), ("prepend_scheme", "never")) if name in step}
-    return json.dumps(content)
-
-
-def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer. A "Sequence" has them under the key `inner`."""
-    if part is None:
-        return []
-    return [step for own in part[inner] for step in _steps(own, inner)] if part["type"] == "Sequence" else [part]
-
-
-def _keeps_bytes(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer only spells the text in the letters of the vocabulary."""
-    return step["type"] == "ByteLevel" or (step["type"] == "Replace" and step["pattern"] == {"String": " "})
+    @cached_property
+    def _trials(self) -> Guarded:
+        return Guarded(f"{matchers.__name__}:tries", [self._text(), self.vocab, self.end_ids], limits.MAX_TRIAL)
 
 
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:

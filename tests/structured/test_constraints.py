@@ -257,7 +257,7 @@ def test_a_text_is_tokenized_to_its_bytes(own):
     """
     own.add_special_tokens(["<unk>", "</s>"])
     own.add_tokens(["<think>", "[INST]", "a  "])
-    source = grammar.without_special(own.to_str())
+    source = matchers.without_special(own.to_str())
     made = llguidance.LLTokenizer(source, n_vocab=own.get_vocab_size(), eos_token=[own.token_to_id("</s>")])
     for text in ("</s>", "a</s> a", "<think>A</think>", "e\u0301 ", " <unk>"):
         tokens = made.tokenize_str(text)
@@ -269,7 +269,7 @@ def test_a_text_is_tokenized_to_its_bytes(own):
 
 
 def test_a_library_that_takes_a_text_for_a_special_token_is_refused(monkeypatch):
-    monkeypatch.setattr(grammar, "without_special", lambda serialized: serialized)
+    monkeypatch.setattr(matchers, "without_special", lambda serialized: serialized)
     with pytest.raises(UnsupportedError, match=r"this version of llguidance takes .* found <\|endoftext\|>"):
         compiled(constraints(), regex="a")
 
