@@ -1076,7 +1076,7 @@ def trained_table(records: Records) -> str:
         same, tokens = sum(line["same_tokens"] for line in chats), sum(line["tokens"] for line in chats)
         text = f"{model}: {same} of {len(chats)} greedy answers in fp32, {tokens} tokens together, are those of transformers"
         parts.append(f"{text}, token for token.")
-    for kind, what in (("tool", "questions with a tool each"), ("schema", "requests with a JSON schema")):
+    for kind, what in (("tool", "questions with tools that must be called"), ("schema", "requests with a JSON schema")):
         for model, own in kinds.get(kind, {}).items():
             valid, right = (sum(line[name] for line in own) for name in ("valid", "right"))
             text = f"{model}, {len(own)} {what}, in bf16 through `minirt serve`: {valid} valid by the schema"

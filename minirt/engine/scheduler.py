@@ -163,7 +163,9 @@ class Scheduler:
             self._added.append(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
-        sequence.size = len(sequence.tokens) - next(self._hits(sequence)).tokens
+        sequence.size = len(sequence.tokens)
+        if self.waiting or self._prefilling:  # else it is compared with none that comes before it
+            sequence.size -= next(self._hits(sequence)).tokens
         sequence.due = self.clock + sequence.size
         self.waiting.add(sequence)
 
@@ -266,9 +268,11 @@ class Scheduler:
         slots, counts, lens = self._schedule_decoding(limit, most_splits, rows - admits)
         epochs = self.slots.epochs[slots] if len(slots) else _NO_EPOCHS
         prompts = list[tuple[Sequence, _Planned]]()
-        used, seconds = (int(counts.sum()), self._seconds_of_prompts()) if len(slots) else (0, _ANY_TIME)
+        used, splits, seconds = 0, 0, _ANY_TIME
+        if len(slots):
+            used, splits, seconds = int(counts.sum()), int(_splits(lens).sum()), self._seconds_of_prompts()
         if used < limit and (self._prefilling or self.waiting):
-            room = _Room(limit - used, rows - used + len(slots), most_splits - int(_splits(lens).sum()), seconds)
+            room = _Room(limit - used, rows - used + len(slots), most_splits - splits, seconds)
             prompts = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not len(slots) and not prompts:
             return None
@@ -313,6 +317,8 @@ class Scheduler:
                 own = self._plan_prompt(sequence, free, least)
                 if own is not None:
                     planned[sequence], part = own, free.less(self._taken(own))
+            if first is room:  # a single prompt
+                break
             part = part.plus(room).less(first)
         return list(planned.items())
 

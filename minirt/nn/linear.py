@@ -11,7 +11,7 @@ from minirt.kernels.checks import DTYPES, check_tensor
 from minirt.kernels.launch import require_fp8
 from minirt.modeling.formats import LinearFormat, QuantizedToFp8, QuantizedToInt4
 from minirt.nn import functional
-from minirt.nn.norm import Device, check_weight, parameter
+from minirt.nn.norm import Device, check_sizes, check_weight, parameter
 
 
 class QuantizedLinear(nn.Module):
@@ -33,6 +33,7 @@ class QuantizedLinear(nn.Module):
         self, in_features: int, out_features: int, bias: bool = True, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        check_sizes(in_features=in_features, out_features=out_features)
         self._quantize(nn.Linear(in_features, out_features, bias, device, dtype).requires_grad_(False))
 
     @classmethod

@@ -10,7 +10,7 @@ from minirt.errors import InputError
 from minirt.kernels.checks import ACTIVATIONS
 from minirt.nn import functional
 from minirt.nn.linear import pack_linears
-from minirt.nn.norm import Device, RMSNorm, check_weight, parameter
+from minirt.nn.norm import Device, RMSNorm, check_sizes, check_weight, parameter
 
 _PACKED = ("gate_proj", "up_proj")
 
@@ -35,6 +35,7 @@ class GatedMLP(nn.Module):
         bias: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype).requires_grad_(False)
         down = nn.Linear(intermediate_size, hidden_size, bias, device, dtype).requires_grad_(False)
         _check(gate_up, down, intermediate_size, activation, norm)

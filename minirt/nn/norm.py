@@ -21,13 +21,14 @@ class RMSNorm(nn.Module):
         eps: added to the mean square, under the root.
         dtype: bf16, fp16 or fp32; None: PyTorch's default. `device`: that of the weight.
     Raises:
-        InputError: another dtype.
+        InputError: another dtype, or no positive number of columns.
     """
 
     def __init__(
         self, normalized_shape: int, eps: float = 1e-6, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        check_sizes(normalized_shape=normalized_shape)
         self.weight, self.eps = parameter(torch.ones(normalized_shape, device=device, dtype=dtype)), float(eps)
         check_weight("weight", self.weight, (None,))
 
@@ -92,6 +93,7 @@ class RMSNormLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_sizes(in_features=in_features, out_features=out_features)
         norm = RMSNorm(in_features, eps, device=device, dtype=dtype)
         self._share(norm, nn.Linear(in_features, out_features, bias, device, dtype).requires_grad_(False))
 
@@ -125,6 +127,15 @@ class RMSNormLinear(nn.Module):
 def parameter(tensor: Tensor) -> nn.Parameter:
     """The tensor as a parameter: itself if it is one, else one that needs no gradient and shares its memory."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise InputError unless all sizes of a constructor are positive integers."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            shown = type(size).__name__ if isinstance(size, Tensor) else size
+            hint = "to take the weights of a module, use `from_module` or its relatives" if isinstance(size, Tensor) else None
+            raise InputError("not a size", where=name, expected="a positive integer", found=shown, hint=hint)
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:

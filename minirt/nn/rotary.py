@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.nn.norm import Device
+from minirt.nn.norm import Device, check_sizes
 
 _BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
 
@@ -27,7 +27,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, theta: float = 10000.0, *, device: Device = None) -> None:
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
+        check_sizes(head_dim=head_dim)
+        if head_dim % 2:
             what, expected = "rotary embedding rotates pairs of channels", "an even number"
             raise InputError(what, where="head_dim", expected=expected, found=head_dim)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim

@@ -311,6 +311,15 @@ def test_a_quantized_linear_without_memory_takes_weights_of_16_bits(linear, t):
     assert torch.equal(ours(x), mn.FP8Linear.from_linear(theirs)(x))
 
 
+@pytest.mark.parametrize("size", [torch.ones(8), 0, -4, 8.0, True, "8", None], ids=str)
+@pytest.mark.parametrize("kind", ["RMSNorm", "RMSNormLinear", "GatedMLP", "FP8Linear", "Int4Linear", "RotaryEmbedding"])
+def test_a_wrong_size_is_named(kind, size):
+    """Catches PyTorch's own errors, or none, where a constructor's size is a tensor or no positive integer."""
+    arguments = [size] if kind in ("RMSNorm", "RotaryEmbedding") else [size, 8]
+    with pytest.raises(InputError, match="not a size"):
+        getattr(mn, kind)(*arguments)
+
+
 def test_wrong_inputs_are_named(t, linear):
     """Another dtype, width, device and residual; a value without dimensions."""
     ours = mn.GatedMLP.from_linears(*mlp(linear), "silu")

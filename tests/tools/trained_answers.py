@@ -91,12 +91,13 @@ def tools(url: str, name: str) -> None:
     def valid(value: Any, schema: Any) -> bool:
         return jsonschema.Draft202012Validator(schema).is_valid(value)
 
-    for text, tool, wanted in CALLS:
-        made = [call["function"] for call in answer(text, tools=offered).get("tool_calls") or []]
+    for text, tool, wanted in CALLS:  # "required": Qwen2.5-Coder writes its calls in ```json, without the tags of its template
+        made = [call["function"] for call in answer(text, tools=offered, tool_choice="required").get("tool_calls") or []]
         good = len(made) == 1 and made[0]["name"] in TOOLS
         arguments = json.loads(made[0]["arguments"]) if good else {}
         good = good and valid(arguments, TOOLS[made[0]["name"]][1])
-        right = good and made[0]["name"] == tool and arguments.items() >= wanted.items()
+        said = {key: str(value).casefold() for key, value in arguments.items()}  # "usd" is USD
+        right = good and made[0]["name"] == tool and all(said.get(key) == str(own).casefold() for key, own in wanted.items())
         line = {"kind": "tool", "model": name, "prompt": text, "calls": made, "valid": good, "right": right}
         print(json.dumps(line), flush=True)
     for text, schema, wanted in EXTRACTIONS:

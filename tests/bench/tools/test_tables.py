@@ -274,7 +274,7 @@ def test_trained_models():
     assert origin.startswith("Found, not stated. From `cpu-trained-models` (d, torch 2, eager layers on a CPU, 1 thread)")
     shown, *told, _ = tables.trained_table({"a": lines}).split("\n\n")
     assert rows(shown) == [["A fp32, p", "5 of 8", "1.50", "3 of 4"]]
-    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with a tool", "A, 1 requests"]
+    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with tools", "A, 1 requests"]
     assert all(text.startswith(start) for text, start in zip(told, starts, strict=True))
     assert "2 valid by the schema, 1 with the right content" in told[2]
 
