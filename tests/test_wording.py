@@ -22,7 +22,10 @@ from minirt.wording import warn, worded, worded_place
 # Arguments of other functions than `Generator.from_pretrained` with the same name as the option.
 OTHERS = {"gpu"}
 # Files whose messages only commands show.
-COMMANDS = ("minirt/cli/", "minirt/server/", "minirt/wording.py", "minirt/foreign_names.py", "bench/", "models/recipe/")
+COMMANDS = (
+    "minirt/cli/", "minirt/server/", "minirt/wording.py", "minirt/foreign_names.py", "minirt/user_code.py",
+    "bench/", "models/recipe/",
+)  # fmt: skip
 FILES = {
     path.relative_to(ROOT).as_posix(): path
     for folder in ("minirt", "models", "kernels", "bench")  # in a checkout, the last three are links in the first

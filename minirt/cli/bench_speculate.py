@@ -52,8 +52,8 @@ def speculate(
     texts are the same.
 
     Without --speculate, drafts are n-grams. Decoding is greedy, and the seed is 0, unless a request says otherwise. The model is
-    loaded twice, once with drafts and then without, so only one of both is in memory. "drafts s" and "plain s" are from the call
-    to the last token.
+    loaded twice, with drafts and then without, so only one copy is in memory at a time. "drafts s" and "plain s" are from the
+    call to the last token.
     """
     require_chat(chat, system, None)
     check_target(output_file, "--output-file")

@@ -218,7 +218,7 @@ memory_options = option_group(
     click.option(
         "--max-num-batched-tokens", type=TokenCount(1),
         help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests. Default: "
-        "8,192 on a GPU, less where the memory is short; 512 on a CPU.",
+        "8,192 on a GPU, less where the memory is short; 256 on a CPU.",
     ),
     click.option(
         "--no-cuda-graphs", "--enforce-eager", is_flag=True,

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
@@ -64,10 +65,16 @@ class _Connection:
         return []
 
 
+@cache
+def _print_warning(text: str) -> None:
+    """Print a warning, once: the model's files are read for the front, and again for loading."""
+    sys.stderr.write(f"minirt: warning: {text}\n")
+
+
 def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
-    warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"minirt: warning: {printable(message)}\n")  # type: ignore
+    warnings.showwarning = lambda message, *_, **__: _print_warning(printable(message))
     sys.setswitchinterval(SWITCH_SECONDS)
     connection = _Connection(descriptor)
     messages = connection.receive()

@@ -1,12 +1,19 @@
 """The engine's process, with a fake connection and engine: what it submits, and what it refuses."""
 
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
 import pytest
 
+from minirt import models
 from minirt.engine.request import Request
 from minirt.errors import EngineError, InputError
 from minirt.sampling_params import SamplingParams, resolve
 from minirt.server.engine_process import _Server
-from minirt.server.wire import Abort, Submit
+from minirt.server.wire import Abort, Start, Submit, frame
 
 
 class Fake:
@@ -68,3 +75,17 @@ def test_an_engine_that_has_ended():
     fake.submit = submit
     server.handle(Submit(requests(3)))
     assert isinstance(fake.sent[0].error, EngineError)
+
+
+def test_a_warning_of_a_model_is_printed_once(tmp_path):
+    """The process reads config.json for the front and for loading. Catches a warning that stands twice in the log."""
+    folder = shutil.copytree(models.embedded(), tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"novel_field": 1}))
+    front, engine = socket.socketpair()
+    with front, engine:
+        front.sendall(frame(Start({"model": str(folder), "device": "cpu"}, False)))
+        front.shutdown(socket.SHUT_WR)
+        command = [sys.executable, "-m", "minirt.server.engine_process", str(engine.fileno())]
+        done = subprocess.run(command, pass_fds=[engine.fileno()], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count("novel_field") == 1

@@ -2,7 +2,8 @@
 
 Fences by their info string:
     python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints. A warning
-                    that points into minirt is a fault.
+                    that points into minirt is a fault. A block that begins with `# NAME.py` is saved as this file, for later
+                    commands, in place of being run.
     console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
                     `$ echo TEXT |`; and `$ echo TEXT > FILE` or `>> FILE`. The exit code must be 0.
     console error   the same, with the expected stderr. The exit code must be 1 or 2.
@@ -213,7 +214,9 @@ def _fault(example: Example, namespace: dict) -> str | None:
     with _redirected() as written, tempfile.TemporaryDirectory() as scratch:
         code, trace = 0, ""
         try:
-            if example.kind == "python":
+            if example.kind == "python" and (name := re.match(r"# (\w+\.py)\n", example.source)):
+                Path(name[1]).write_text(example.source, encoding="utf-8")
+            elif example.kind == "python":
                 file = Path(scratch) / f"line{example.line}.py"  # Triton reads the source of its kernels
                 file.write_text(example.source, encoding="utf-8")
                 exec(compile(example.source, str(file), "exec"), namespace)

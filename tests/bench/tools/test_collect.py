@@ -64,7 +64,7 @@ def test_what_pages_show_is_collected():
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
     left = set(tables.BLOCKS["loading"].sources)
     left |= {"h200-memory", "h200-memory-quantized-pages", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
-    left |= {"cpu-format-quality", results.BESIDE_VLLM}
+    left |= {"cpu-format-quality", "cpu-trained-models", results.BESIDE_VLLM, results.IN_PROCESS}
     runs = [f"{gpu}-{name}" for name in collect.RUNS for gpu in results.GPUS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
 
