@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence
 from minirt.engine.token_constraints import ConstrainedRows
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
-from minirt.structured import grammar
+from minirt.structured import grammar, matchers
 from minirt.structured.constraints import Constraints
 from minirt.structured.params import StructuredOutputsParams
 
