@@ -116,12 +116,12 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 # Fields that no code reads, and that do not change logits: where a file comes from, how its model was trained, what a call of
-# transformers returns, and all that belongs to images.
+# transformers returns, and all that belongs to images. Names with a leading underscore are transformers' own notes.
 _HARMLESS = re.compile(
-    r"model_type|architectures|_name_or_path|transformers_version|transformers\.js_config|tokenizer_class|is_llama_config|unsloth_.*"
+    r"_.*|model_type|architectures|transformers_version|transformers\.js_config|tokenizer_class|is_llama_config|unsloth_.*"
     r"|initializer_range|.*dropout|.*_pdrop|pretraining_tp|router_aux_loss_coef|gradient_checkpointing|is_decoder|use_bfloat16"
     r"|use_cache|output_(hidden_states|attentions|router_logits|scores)|return_dict(_in_generate)?|torchscript|tf_legacy_loss"
-    r"|chunk_size_feed_forward|id2label|label2id|problem_type|finetuning_task|_?attn_implementation(_autoset)?|.*_token_id"
+    r"|chunk_size_feed_forward|id2label|label2id|problem_type|finetuning_task|attn_implementation|.*_token_id"
     r"|tie_encoder_decoder|remove_invalid_values|max_sequence_length|max_window_layers|use_mrope"
     r"|(image|video|vision|audio|multimodal|projector|spatial)_.*"
 )
