@@ -214,14 +214,18 @@ def headline(records: Records) -> str:
     for form in FORMATS:
         points = {key: point for key, point in points_of(records, form).items() if point.own and not point.in_process}
         ratios = {key: speedups(key, point.own, point.theirs) for key, point in points.items()}
-        steps.append(_times(sorted(ratio for key, own in ratios.items() if key[0] == "step" for ratio in own)))
-        offline.append(_times(ratios["offline",]))
+        decode = {key: own for key, own in ratios.items() if key[0] == "step"}
+        batches = sorted({key[1] for key in decode})
+        between = " and " if len(batches) == 2 else " to "
+        steps.append(f"{_times(sorted(ratio for own in decode.values() for ratio in own))} times as fast in {title_of(form)} "
+                     f"(batch {batches[0]}{between}{batches[-1]})")  # fmt: skip
+        offline.append(f"{_times(ratios['offline',])} times")
     peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
-        f"On {card}s, decode steps of {record['model']} are {steps[0]} times as fast as those of {peer} in bf16, and {steps[1]} "
-        f"times in FP8; many requests at once yield {offline[0]} and {offline[1]} times as many tokens per second "
-        f"([details](#speed)). The weights are random, as in most measurements of this project."
+        f"Beside {peer} on {card}s, {record['model']} decodes {steps[0]}, and {steps[1]}. Offline throughput is {offline[0]} that of "
+        f"vLLM in bf16, and {offline[1]} in FP8. The weights are random, and each engine ran on a card of its own "
+        f"([details](#speed))."
     )
 
 
@@ -273,10 +277,14 @@ def _tied(ratios: Sequence[float]) -> bool:
 
 def _lacking(records: Records) -> str:
     """The first line below the table: what vLLM ran without, and which of its figures are of another setting."""
+    gains = [
+        ratio for form in FORMATS for key, own in run_of(records[BESIDE_VLLM], "vLLM", form).values.items()
+        if (older := run_of(records[IN_PROCESS], "vLLM", form).values.get(key)) for ratio in speedups(key, own, older)
+    ]  # fmt: skip
     return (
-        f"vLLM ran {run_of(records[BESIDE_VLLM], 'vLLM', 'bf16').note}. {_IN_PROCESS} vLLM was measured only with its engine in "
-        f"the caller's process, on {records[IN_PROCESS]['date']}; by default, it is a process of its own. The two engines ran on "
-        f"different cards of one type."
+        f"vLLM ran {run_of(records[BESIDE_VLLM], 'vLLM', 'bf16').note}. {_IN_PROCESS} From {records[IN_PROCESS]['date']}, with "
+        f"vLLM's engine in the calling process; its default, a process of its own, is {min(gains):.2f} to {max(gains):.2f} times "
+        f"as fast where both were measured."
     )
 
 
@@ -303,10 +311,11 @@ def ties(records: Records, where: str = "") -> str:
             else:
                 faster += 1
     count = faster + len(tied) + len(slower)
-    parts = [f"minirt is faster at {faster} of the {count} points{where}; at {default} of them, vLLM ran as it does by default."]
+    parts = [f"minirt's figure is better at {faster} of the {count} points{where}; vLLM ran in its default process at {default}."]
     are = "One is a tie" if len(tied) == 1 else f"{len(tied)} are ties"
     parts += [f"{are} (less than {_TIE:.0%} apart): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
+    parts += ["Two cards of one type differ by up to several per cent, so a smaller lead is not certain."]
     return " ".join(parts)
 
 
@@ -319,17 +328,17 @@ def _origin_of(records: Records, page: str) -> str:
     own, theirs = (run_of(record, engine, "bf16") for engine in ("minirt", "vLLM"))
     root, measuring = ("", "docs/measuring.md") if page else ("../../", "../measuring.md")
     stores = [f"[`{name}`]({root}bench/results/{name}.json)" for name in (BESIDE_VLLM, IN_PROCESS)]
-    steps = f" A decode step is {record['protocol']['decode step'].split('; ')[1]}." if page else ""  # the page has all of it
-    return (
+    protocol = record["protocol"]
+    steps = f" A decode step is {protocol['decode step'].split('; ')[1]}. Offline: {protocol['offline']}." if page else ""
+    text = (
         f"{stack_of(own)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}; figures with "
-        f"{_IN_PROCESS} on a card of that type on {older['date']}. Two cards of one type differ by up to several per cent. "
-        f"{_other_stack_of(older, page)} Random weights, greedy decoding, a context of 128 tokens unless the row says "
-        f"another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
-        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): its stored results "
-        f"have no single runs, no correctness check and no roofline of the card. In [an earlier "
-        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was "
-        f"timed."
+        f"{_IN_PROCESS} on a card of that type on {older['date']}. {_other_stack_of(older, page)} Random weights, greedy decoding, "
+        f"a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
+        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): it stores neither each "
+        f"run's time nor the card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}"
+        f"{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was timed."
     )
+    return f"<details><summary>Versions, cards and method</summary>\n\n{text}\n\n</details>" if page else text
 
 
 def _other_stack_of(record: Result, page: str) -> str:

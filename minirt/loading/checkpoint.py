@@ -51,7 +51,7 @@ _LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone wi
 _VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
            "multi_modal_projector.")  # fmt: skip
 DRAFTS = "mtp."  # of multi-token prediction
-_EXTRAS = {DRAFTS: "config.json describes no layers of multi-token prediction"}
+_EXTRAS = {DRAFTS: "the model has no layers of multi-token prediction"}
 _EXTRAS |= dict.fromkeys(_VISION, "a vision encoder is not supported")
 # How the names of a decoder's tensors begin in a model with a vision encoder → how they begin without one.
 _TEXT = {

@@ -114,7 +114,8 @@ async def _until_end(front: Front, signals: _Signals, listening: socket.socket) 
     loading.result()
     if not front.options.quiet:
         host, port = listening.getsockname()[:2]
-        sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+        address = f"{f'[{host}]' if ':' in host else host}:{port}{front.options.root_path}"
+        sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{address}\n")
     await asyncio.wait((front.engine.ended, asked), return_when=asyncio.FIRST_COMPLETED)
     if not front.engine.ended.done():
         await drain(front)

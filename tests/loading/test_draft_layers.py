@@ -189,7 +189,7 @@ def test_configs_that_cannot_be_used(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load(tmp_path, speculative=None).close()
-        told = "15 tensors mtp.* are not used: config.json describes no layers of multi-token prediction"
+        told = "15 tensors mtp.* are not used: the model has no layers of multi-token prediction"
         assert sum(told in str(own.message) for own in caught) == (changes.get("mtp_num_hidden_layers") == 0)
 
 

@@ -101,7 +101,8 @@ def test_both_engines_in_the_readme():
     """Catches columns that are swapped, a quotient upside down (offline is a rate, all others are times), the better one of two
     measurements, a figure of another setting of vLLM without its mark or in place of the default's, a tie or a loss that is not
     told, points without where they are, figures without their stores, and the change by another PyTorch left out."""
-    shown, lacking, told, origin, missing = tables.readme_table(beside()).split("\n\n")
+    shown, lacking, told, details, origin, missing, end = tables.readme_table(beside()).split("\n\n")
+    assert (details, end) == ("<details><summary>Versions, cards and method</summary>", "</details>")
     assert shown.splitlines()[0] == "| M | minirt bf16 | vLLM bf16 | faster | minirt `--fp8` | vLLM fp8 | faster |"
     assert rows(shown) == [
         ["decode step, batch 1, ms", "4.00", "7.00‡", "1.75 ×", "2.00", "6.00‡", "3.00 ×"],
@@ -112,33 +113,35 @@ def test_both_engines_in_the_readme():
         ["first token, prompt of 8,192 tokens, ms", "196.5", "198.1‡", "1.01 ×, tie", "100.0", "300.0‡", "3.00 ×"],
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
-    assert lacking.startswith("vLLM ran N. ‡ vLLM was measured only with its engine in the caller's process, on 2026-01-01; ")
-    assert lacking.endswith("different cards of one type.")
+    assert lacking.startswith("vLLM ran N. ‡ From 2026-01-01, with vLLM's engine in the calling process; its default, ")
+    assert lacking.endswith("a process of its own, is 1.11 to 1.20 times as fast where both were measured.")
     tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    where = f"that were measured ([all points]{all_points}); at 6 of them, vLLM ran as it does by default"
-    assert told == f"minirt is faster at 13 of the 14 points {where}. One is a tie (less than 2% apart): {tie}."
+    where = f"that were measured ([all points]{all_points}); vLLM ran in its default process at 6"
+    assert told.startswith(f"minirt's figure is better at 13 of the 14 points {where}. One is a tie (less than 2% apart): {tie}. ")
     assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
     assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
     assert "2026-01-02" in origin
     assert " A decode step is the least of 3 runs. From [`" in origin, "and not of as many for both engines"
     assert re.findall(r"\]\(bench/results/(.*?)\.json\)", origin) == list(beside())
     assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-")
-    assert "no correctness check and no roofline of the card" in missing
+    assert "did not check the outputs" in missing
     assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
     slow = beside(prompt=(0.3, 0.2))
     slow[results.BESIDE_VLLM]["runs"][3]["results"][1]["step_s"] = [0.0061, 0.007]
     text = tables.ties(slow)
-    assert text.startswith("minirt is faster at 12 of the 14 points; ")
+    assert text.startswith("minirt's figure is better at 12 of the 14 points; ")
     assert "One is a tie (less than 2% apart): fp8, decode step, batch 256 (minirt 6.15 ms, vLLM 6.10 to 7.00 ms)." in text
-    assert text.endswith("vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms).")
+    assert "vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms)." in text
 
 
 def test_the_headline_is_about_what_vllm_does_by_default():
     """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
-    start = "On Xs, decode steps of M are 1.50 times as fast as those of vLLM 7 in bf16, and 2.50 to 2.60 times in FP8; many "
     text = tables.headline(beside())
-    assert text.startswith(start + "requests at once yield 1.20 and 2.00 times as many tokens per second ")
+    assert text.startswith(
+        "Beside vLLM 7 on Xs, M decodes 1.50 times as fast in bf16 (batch 64 and 256), and 2.50 to 2.60 times as fast in `--fp8` "
+        "(batch 64 and 256). Offline throughput is 1.20 times that of vLLM in bf16, and 2.00 times in FP8. "
+    )
     assert "weights are random" in text, "beside the first figure, not far below it"
 
 
