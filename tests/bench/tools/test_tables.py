@@ -118,11 +118,12 @@ def test_both_engines_in_the_readme():
     tie = "bf16, first token, prompt of 8,192 tokens (minirt 196.5 ms, vLLM 198.1 ms)"
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
     where = f"that were measured ([all points]{all_points}); vLLM ran in its default process at 6"
-    assert told.startswith(f"minirt's figure is better at 13 of the 14 points {where}. One is a tie (less than 2% apart): {tie}. ")
+    start = f"minirt's figure is better at 13 of the 14 points {where}. "
+    assert told.startswith(f"{start}One is a tie (less than 2% apart): {tie}. ")
     assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
     assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
     assert "2026-01-02" in origin
-    assert " A decode step is the least of 3 runs. From [`" in origin, "and not of as many for both engines"
+    assert " A decode step is the least of 3 runs. Offline: -. From [`" in origin, "and not of as many for both engines"
     assert re.findall(r"\]\(bench/results/(.*?)\.json\)", origin) == list(beside())
     assert missing.startswith("This comparison is an exception to [how minirt measures](docs/measuring.md#the-comparison-with-")
     assert "did not check the outputs" in missing
