@@ -223,8 +223,8 @@ def headline(records: Records) -> str:
     peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
-        f"Beside {peer} on {card}s, {record['model']} decodes {steps[0]}, and {steps[1]}. Offline throughput is {offline[0]} that "
-        f"of vLLM in bf16, and {offline[1]} in FP8. The weights are random, and each engine ran on a card of its own "
+        f"Beside {peer} on {card}s, {record['model']} decodes {steps[0]}, and {steps[1]}. Offline throughput is {offline[0]} "
+        f"that of vLLM in bf16, and {offline[1]} in FP8. The weights are random, and each engine ran on a card of its own "
         f"([details](#speed))."
     )
 
@@ -332,8 +332,8 @@ def _origin_of(records: Records, page: str) -> str:
     steps = f" A decode step is {protocol['decode step'].split('; ')[1]}. Offline: {protocol['offline']}." if page else ""
     text = (
         f"{stack_of(own)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}; figures with "
-        f"{_IN_PROCESS} on a card of that type on {older['date']}. {_other_stack_of(older, page)} Random weights, greedy decoding,"
-        f" a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
+        f"{_IN_PROCESS} on a card of that type on {older['date']}. {_other_stack_of(older, page)} Random weights, greedy "
+        f"decoding, a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
         f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): it stores neither each "
         f"run's time nor the card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}"
         f"{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was timed."
