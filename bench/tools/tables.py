@@ -176,6 +176,7 @@ _README_POINTS = (
 # The sections of docs/benchmarks/models.md with all points of both engines, and with runs that were checked before timing.
 _ALL_POINTS, _CHECKED_RUNS = "#beside-vllm", "#an-earlier-vllm-on-an-h200"
 _TIE = 0.02  # times that differ by less are a tie
+_CARDS = 0.1  # by how much two cards of one type may differ
 _IN_PROCESS = "‡"  # marks vLLM's figures that are not of its default setting
 
 
@@ -211,28 +212,30 @@ def _times(ratios: Sequence[float]) -> str:
 def headline(records: Records) -> str:
     """README.md's first sentence about speed: only points at which vLLM ran as it does by default."""
     record, steps, offline = records[BESIDE_VLLM], [], []
+    peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
     for form in FORMATS:
         points = {key: point for key, point in points_of(records, form).items() if point.own and not point.in_process}
         ratios = {key: speedups(key, point.own, point.theirs) for key, point in points.items()}
         decode = {key: own for key, own in ratios.items() if key[0] == "step"}
         batches = sorted({key[1] for key in decode})
         between = " and " if len(batches) == 2 else " to "
-        steps.append(f"{_times(sorted(ratio for own in decode.values() for ratio in own))} times as fast in {title_of(form)} "
-                     f"(batch {batches[0]}{between}{batches[-1]})")  # fmt: skip
-        offline.append(f"{_times(ratios['offline',])} times")
-    peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
+        factors = _times(sorted(ratio for own in decode.values() for ratio in own))
+        within = f"(batch {batches[0]}{between}{batches[-1]})"
+        steps.append(f"{factors} times as fast as {peer} in {title_of(form)} {within}")
+        unsure = ", about as much as two cards differ," if ratios["offline",][-1] < 1 + _CARDS else ""
+        offline.append(f"{_times(ratios['offline',])} times that of vLLM in {title_of(form)}{unsure}")
+        peer = "vLLM"
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
-        f"Beside {peer} on {card}s, {record['model']} decodes {steps[0]}, and {steps[1]}. Offline throughput is {offline[0]} "
-        f"that of vLLM in bf16, and {offline[1]} in FP8. The weights are random, and each engine ran on a card of its own "
-        f"([details](#speed))."
+        f"On {card}s, minirt decodes {record['model']} {steps[0]}, and {steps[1]}. Offline throughput is "
+        f"{' and '.join(offline)}. The weights are random, and each engine ran on a card of its own ([details](#speed))."
     )
 
 
 def readme_table(records: Records) -> str:
     """README.md's table beside vLLM, what its figures lack, the ties, and the origin of the figures."""
     page = "docs/benchmarks/models.md"
-    where = f" that were measured ([all points]({page}{_ALL_POINTS}))"
+    where = f" ([all points]({page}{_ALL_POINTS}))"
     parts = _engines_table(records, _README_POINTS), _lacking(records), ties(records, where), _origin_of(records, page)
     return "\n\n".join(parts)
 
@@ -282,9 +285,9 @@ def _lacking(records: Records) -> str:
         if (older := run_of(records[IN_PROCESS], "vLLM", form).values.get(key)) for ratio in speedups(key, own, older)
     ]  # fmt: skip
     return (
-        f"vLLM ran {run_of(records[BESIDE_VLLM], 'vLLM', 'bf16').note}. {_IN_PROCESS} From {records[IN_PROCESS]['date']}, with "
-        f"vLLM's engine in the calling process; its default, a process of its own, is {min(gains):.2f} to {max(gains):.2f} times "
-        f"as fast where both were measured."
+        f"vLLM ran {run_of(records[BESIDE_VLLM], 'vLLM', 'bf16').note}. {_IN_PROCESS} vLLM was not in its default mode: its "
+        f"engine ran in the calling process ({records[IN_PROCESS]['date']}). Where both modes were measured, the default was "
+        f"{min(gains):.2f} to {max(gains):.2f} times as fast, so leads at {_IN_PROCESS} may shrink."
     )
 
 
@@ -294,24 +297,27 @@ def ties(records: Records, where: str = "") -> str:
 
     `where`: where these points are, if they are not all in the table above.
     """
-    faster, default, tied, slower = 0, 0, [], []
+    counts, tied, slower = {False: [0, 0], True: [0, 0]}, [], []
     for form in FORMATS:
         for key, point in points_of(records, form).items():
             ratios = speedups(key, point.own, point.theirs)
             if not ratios:
                 continue
-            default += not point.in_process
             unit = _unit_of(key)
             values = f"minirt {_cell_of(key, point.own)}{unit}, vLLM {_cell_of(key, point.theirs)}{unit}"
             text = f"{form}, {_name_of(key)} ({values})"
+            counts[point.in_process][1] += 1
             if _tied(ratios):
                 tied.append(text)
             elif ratios[0] < 1:
                 slower.append(text)
             else:
-                faster += 1
-    count = faster + len(tied) + len(slower)
-    parts = [f"minirt's figure is better at {faster} of the {count} points{where}; vLLM ran in its default process at {default}."]
+                counts[point.in_process][0] += 1
+    (faster, all_default), (others, all_others) = counts[False], counts[True]
+    parts = [
+        f"Against vLLM's default, minirt is faster at {faster} of {all_default} points; against {_IN_PROCESS}, at {others} of "
+        f"{all_others}{where}."
+    ]
     are = "One is a tie" if len(tied) == 1 else f"{len(tied)} are ties"
     parts += [f"{are} (less than {_TIE:.0%} apart): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
@@ -333,9 +339,9 @@ def _origin_of(records: Records, page: str) -> str:
     text = (
         f"{stack_of(own)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}; figures with "
         f"{_IN_PROCESS} on a card of that type on {older['date']}. {_other_stack_of(older, page)} Random weights, greedy "
-        f"decoding, a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\n"
-        f"This comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): it stores neither each "
-        f"run's time nor the card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}"
+        f"decoding, a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from "
+        f"{stores[1]}.\n\nThis comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): "
+        f"it stores neither each run's time nor the card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}"
         f"{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was timed."
     )
     return f"<details><summary>Versions, cards and method</summary>\n\n{text}\n\n</details>" if page else text
