@@ -342,7 +342,8 @@ def _origin_of(records: Records, page: str) -> str:
         f"decoding, a context of 128 tokens unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from "
         f"{stores[1]}.\n\nThis comparison is an exception to [how minirt measures]({measuring}#the-comparison-with-vllm): "
         f"it stores neither each run's time nor the card's measured peaks, and did not check the outputs. In [an earlier "
-        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was timed."
+        f"measurement]({page}{_CHECKED_RUNS}), on another card, the same model was compared with its eager layers before it was "
+        f"timed."
     )
     return f"<details><summary>Versions, cards and method</summary>\n\n{text}\n\n</details>" if page else text
 
