@@ -13,7 +13,7 @@ from minirt.errors import InputError, shortened
 from minirt.guarded import Limits
 
 SMALL = 1500  # characters of a grammar; larger ones are tried in a separate process first, within `MAX_TRIAL`
-MAX_TRIAL = Limits(cpu_seconds=1, seconds=30, memory=4 << 30)
+MAX_TRIAL = Limits(cpu_seconds=0.5, seconds=30, memory=4 << 30)
 COMPILE_STACK = 64 << 20  # bytes; of address space until they are used
 # Bounds what one path may have: rules, terminals and brackets of a grammar; the levels of all schemas that a "$ref" leads to.
 MAX_LEVELS = 4096

@@ -4,6 +4,7 @@
 of CPU of all processes of the server.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -22,8 +23,12 @@ from minirt import models
 
 
 def cpu(processes: list[psutil.Process]) -> float:
-    """Seconds of CPU that the processes and their ended children have used."""
-    return sum(sum(process.cpu_times()[:4]) for process in processes)
+    """Seconds of CPU that the processes and their children have used, also those that have ended."""
+    total = sum(sum(process.cpu_times()[:4]) for process in processes)
+    for child in {child for process in processes for child in process.children()}.difference(processes):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
+    return total
 
 
 def memory(processes: list[psutil.Process]) -> str:
