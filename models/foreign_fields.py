@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError, UnsupportedError, printable, shortened
 from minirt.modeling.config import ACTIVATIONS, Fields, ModelConfig, shown
 from minirt.wording import warn
 
@@ -172,7 +172,8 @@ def warn_of_unread_fields(fields: Fields) -> None:
         and not (name in _GENERATION and value == _GENERATION[name])
     ]
     if unread:
-        names = f"fields {', '.join(unread)} are" if len(unread) > 1 else f"field {unread[0]} is"
+        shown_names = printable(shortened(", ".join(unread)))
+        names = f"fields {shown_names} are" if len(unread) > 1 else f"field {shown_names} is"
         what = "unknown, and ignored: if it changes what the model computes, the output is wrong"
         warn(f"{fields.where}: {names} {what}")
 

@@ -148,7 +148,7 @@ def test_command(folder, generator, tmp_path):
             CliRunner().invoke(evaluate, [*common, *options], catch_exceptions=False)
     shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(TokenizerError, match=r"^--text: the model has no tokenizer"):
-        CliRunner().invoke(evaluate, [*common, "--model", str(tmp_path / "bare")], catch_exceptions=False)
+        CliRunner().invoke(evaluate, [common[0], "--model", str(tmp_path / "bare"), *common[3:]], catch_exceptions=False)
     path.write_text("")
     with pytest.raises(InputError, match=r"text\.txt: "):
         CliRunner().invoke(evaluate, common, catch_exceptions=False)

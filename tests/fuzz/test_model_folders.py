@@ -202,7 +202,7 @@ def harmless(random: Random) -> Case:
         "both": {"rope_parameters": rope | {"rope_theta": theta}, "rope_scaling": rope if random.random() < 0.5 else None},
     }
     config |= random.choice(list(dialects.values()))
-    extra = {"unknown": {"a": [1]}, "quantization_config": None, "rope_scaling": None, "sliding_window": 99, "pretraining_tp": 2}
+    extra = {"_unknown": {"a": [1]}, "quantization_config": None, "rope_scaling": None, "sliding_window": 99, "pretraining_tp": 2}
     config |= {key: value for key, value in extra.items() if key not in config and random.random() < 0.3}
     optional = ("architectures", "layer_types", "dtype", "torch_dtype", "head_dim")
     optional += ("bos_token_id", "eos_token_id", "pad_token_id")
