@@ -22,6 +22,14 @@ def shortened(text: object, length: int = 300) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
+def quoted(value: object, length: int = 300) -> str:
+    """The start of a value's `repr`. A value from a caller may be nested more deeply than `repr` recurses."""
+    try:
+        return shortened(repr(value), length)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+
+
 class MinirtError(Exception):
     """Base of every error that minirt raises on purpose. Its message is one line of printable characters.
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
-from minirt.errors import InputError, MinirtError, shortened
+from minirt.errors import InputError, MinirtError, quoted
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -179,7 +179,7 @@ def check_names(
     `unnamed`: arguments without a name, all of which are refused."""
     if unnamed:
         what, expected = "an argument without its name", f"{where}({known[0]}=…), or another name"
-        raise error(what, where=where, expected=expected, found=shortened(repr(unnamed[0]), 80))
+        raise error(what, where=where, expected=expected, found=quoted(unnamed[0], 80))
     for name in given:
         if name in known:
             continue

@@ -59,9 +59,13 @@ class Guarded:
         Raises:
             Stopped: see there.
         """
+        try:
+            line = _line(value)
+        except RecursionError:
+            raise Stopped("its input is nested too deeply") from None
         process = self._take()
         try:
-            answer = process.ask(value)
+            answer = process.ask(line)
         except BaseException:  # also Ctrl-C: the answer still to come would be taken for that of the next call
             process.close()
             raise
@@ -101,14 +105,14 @@ class _Process:
             )  # fmt: skip
         except OSError as error:
             raise Stopped(f"its process cannot be started: {error}") from error
-        self._send(first)
+        self._send(_line(first))
 
     def usable(self) -> bool:
         """Whether it runs, and this process started it. After a fork, parent and child would read each other's answers."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, value: Any) -> Any:
-        self._send(value)
+    def ask(self, line: bytes) -> Any:
+        self._send(line)
         try:
             answer = _value(self._process.stdout.readline())  # type: ignore[union-attr]
         except ValueError:  # no line, or part of one
@@ -117,9 +121,9 @@ class _Process:
             raise Stopped(f"it needs more than {format_size(self._limits.memory)} of memory")
         return answer[0]
 
-    def _send(self, value: Any) -> None:
+    def _send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended, so reading finds no answer
-            self._process.stdin.write(_line(value))  # type: ignore[union-attr]
+            self._process.stdin.write(line)  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
     def _end(self) -> str:

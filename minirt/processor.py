@@ -14,7 +14,7 @@ from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from minirt.engine.request import Request, TokenLogprobs, TokenOutput
-from minirt.errors import InputError, NumericsError, TokenizerError, inside, shortened
+from minirt.errors import InputError, NumericsError, TokenizerError, inside, quoted, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples, Score
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
@@ -100,7 +100,7 @@ class Processor:
                 return list(prompt)
             if any(isinstance(token, str | list | tuple) for token in prompt):
                 what, expected = "a list of prompts where one prompt is expected", "a text, or token ids"
-                raise InputError(what, expected=expected, found=shortened(repr(prompt), 80))
+                raise InputError(what, expected=expected, found=quoted(prompt, 80))
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if _is_array(prompt):
             return _array_tokens(prompt)
@@ -252,7 +252,7 @@ class Processor:
             what = "the completion has no token of its own after the prompt"
             joined = isinstance(completion, str) and completion  # with the prompt's last token
             hint = "give token ids for both" if joined else "give a completion that is not empty"
-            raise InputError(what, found=shortened(repr(completion), 80), hint=hint)
+            raise InputError(what, found=quoted(completion, 80), hint=hint)
         return tokens, count
 
     def _sample(self, first: Request, sample: int) -> Request:

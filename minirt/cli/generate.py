@@ -40,7 +40,7 @@ from minirt.cli.output import (
     warn_incomplete,
     write,
 )
-from minirt.errors import inside, shortened
+from minirt.errors import inside, quoted
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -154,9 +154,9 @@ def _note_names(prompts: tuple[str, ...]) -> None:
     for text in prompts:
         with suppress(OSError, ValueError):  # too long for a name, or with a null character
             if preset(text) is not None or (Path(text) / "config.json").is_file():
-                note(f"the prompt {shortened(repr(text), 80)} is the name of a model: --model names the model to use")
+                note(f"the prompt {quoted(text, 80)} is the name of a model: --model names the model to use")
             elif Path(text).is_file():
-                note(f"the prompt {shortened(repr(text), 80)} is the name of a file: --prompt-file reads a prompt from a file")
+                note(f"the prompt {quoted(text, 80)} is the name of a file: --prompt-file reads a prompt from a file")
 
 
 def _piped() -> str:

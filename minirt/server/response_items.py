@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirt.errors import shortened
+from minirt.errors import quoted
 from minirt.server.errors import bad_field
 from minirt.server.json_size import check_text
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
@@ -32,7 +32,7 @@ def read_input(value: Any, instructions: str | None, ignored: dict[str, None]) -
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        expected, found = "a text, or a non-empty list of items", shortened(repr(value), 80)
+        expected, found = "a text, or a non-empty list of items", quoted(value, 80)
         raise bad_field("input", "not an input", expected=expected, found=found)
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for i, item in enumerate(value):
@@ -58,7 +58,7 @@ def read_input(value: Any, instructions: str | None, ignored: dict[str, None]) -
         elif kind == "item_reference":
             raise bad_field(f"{where}.type", "answers are not stored: send the item itself", expected=_ITEMS, found=kind)
         else:
-            raise bad_field(f"{where}.type", "not an acceptable item", expected=_ITEMS, found=shortened(repr(kind), 80))
+            raise bad_field(f"{where}.type", "not an acceptable item", expected=_ITEMS, found=quoted(kind, 80))
     if not messages:
         raise bad_field("input", "has no message", expected="at least one message")
     return messages
@@ -67,7 +67,7 @@ def read_input(value: Any, instructions: str | None, ignored: dict[str, None]) -
 def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     role, text = item.get("role"), _text_of(item.get("content"), f"{where}.content", _TEXTS)
     if role not in _ROLES:
-        found = shortened(repr(role), 80)
+        found = quoted(role, 80)
         raise bad_field(f"{where}.role", "not an acceptable role", expected=", ".join(_ROLES), found=found)
     if role == "assistant":
         _assistant(messages, "content")["content"] = text
@@ -114,7 +114,7 @@ def _text_of(content: Any, where: str, kinds: dict[str, str]) -> str:
         if not isinstance(part, dict):
             raise bad_field(f"{where}[{i}]", "not a part of a content", expected="an object", found=type(part).__name__)
         if not isinstance(kind := part.get("type"), str) or kind not in kinds:
-            expected, found, hint = " or ".join(kinds), shortened(repr(kind), 80), "minirt's models read text only"
+            expected, found, hint = " or ".join(kinds), quoted(kind, 80), "minirt's models read text only"
             raise bad_field(f"{where}[{i}].type", "a part of another type", expected=expected, found=found, hint=hint)
         texts.append(_text(part, kinds[kind], f"{where}[{i}]"))
     return "\n".join(texts)

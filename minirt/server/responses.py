@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minirt.errors import MinirtError, shortened
+from minirt.errors import MinirtError, quoted, shortened
 from minirt.outputs import Completion
 from minirt.processor import Call
 from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
@@ -122,7 +122,7 @@ def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     for i, value in enumerate(checked_list(values)):
         where = f"tools[{i}]"
         if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str):
-            raise bad_field(where, "not a tool", expected='{"type": "function", "name": …}', found=shortened(repr(value), 80))
+            raise bad_field(where, "not a tool", expected='{"type": "function", "name": …}', found=quoted(value, 80))
         if kind != "function":
             front.note_unknown([kind], "tools that are no functions")
             continue
@@ -143,7 +143,7 @@ def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function" and choice.get("name") in names:
         return {"type": "function", "function": {"name": choice["name"]}}
     expected = shortened(f'none, auto, required, or {{"type": "function", "name": …}} with one of {", ".join(names)}')
-    raise bad_field("tool_choice", "not an acceptable choice", expected=expected, found=shortened(repr(choice), 80))
+    raise bad_field("tool_choice", "not an acceptable choice", expected=expected, found=quoted(choice, 80))
 
 
 def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
@@ -160,22 +160,22 @@ def _grammar(request: ResponsesRequest) -> Any:
     """`text.format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text."""
     form, own = (request.text or {}).get("format"), request.structured_outputs
     if not isinstance(form, dict | None):
-        raise bad_field("text.format", "not an object", found=shortened(repr(form), 80))
+        raise bad_field("text.format", "not an object", found=quoted(form, 80))
     kind = form.get("type") if form else "text"
     if own not in (None, {}):
         if kind != "text":
-            raise bad_field("structured_outputs", "excludes text.format", found=shortened(repr(own), 80))
+            raise bad_field("structured_outputs", "excludes text.format", found=quoted(own, 80))
         return own
     if kind == "json_object":
         return {"json_object": True}
     if kind == "json_schema":
         schema = form.get("schema") if form else None
         if not isinstance(schema, dict | bool):
-            raise bad_field("text.format.schema", "not a JSON schema", found=shortened(repr(schema), 80))
+            raise bad_field("text.format.schema", "not a JSON schema", found=quoted(schema, 80))
         return {"json": schema}
     if kind != "text":
         expected = "text, json_object or json_schema"
-        raise bad_field("text.format.type", "not an acceptable value", expected=expected, found=shortened(repr(kind), 80))
+        raise bad_field("text.format.type", "not an acceptable value", expected=expected, found=quoted(kind, 80))
     return None
 
 

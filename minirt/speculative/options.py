@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from minirt.errors import ConfigError, MinirtError, UnsupportedError, shortened
+from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.foreign_names import check_names
 from minirt.kernels.speculative.limits import LONGEST
 
@@ -78,7 +78,7 @@ class SpeculativeOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
-            what, found = "minirt does not have this method of speculative decoding", shortened(repr(self.method), 80)
+            what, found = "minirt does not have this method of speculative decoding", quoted(self.method, 80)
             raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=found)
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", METHODS[self.method])
@@ -86,28 +86,28 @@ class SpeculativeOptions:
             for name in names if method != self.method else ():
                 if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     what, hint = f"only method {method!r} has this option", f"leave it out, or use {method!r}"
-                    raise ConfigError(what, where=name, found=shortened(repr(getattr(self, name)), 80), hint=hint)
+                    raise ConfigError(what, where=name, found=quoted(getattr(self, name), 80), hint=hint)
         size, text = self.draft_vocab_size, self.draft_vocab_text
         if type(size) is not int or not 0 <= size < 1 << 31:
-            expected, found = "a number of ids, or 0 for all", shortened(repr(size), 80)
+            expected, found = "a number of ids, or 0 for all", quoted(size, 80)
             raise ConfigError("not an acceptable value", where="draft_vocab_size", expected=expected, found=found)
         if text is not None and (not isinstance(text, str) or not text or size == 0):
             expected = "the name of a text file" + ", with a draft_vocab_size other than 0" * (size == 0)
-            found = shortened(repr(text), 80)
+            found = quoted(text, 80)
             raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=found)
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS), ("prompt_lookup_min", LONGEST), ("prompt_lookup_max", LONGEST)
         ):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
-                expected, found = f"an integer from 1 to {most}", shortened(repr(value), 80)
+                expected, found = f"an integer from 1 to {most}", quoted(value, 80)
                 raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
             what, least = "is larger than the maximum", self.prompt_lookup_min
             raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=least, hint="give both")
         if type(self.adaptive) is not bool:
-            found = shortened(repr(self.adaptive), 80)
+            found = quoted(self.adaptive, 80)
             raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
 
     @property
@@ -204,7 +204,7 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
         expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
-        found = shortened(repr(speculative), 80)
+        found = quoted(speculative, 80)
         raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError("too many drafts", where="speculative.max_drafts", expected=f"0 to {MAX_DRAFTS}", found=drafts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from json import dumps
 from typing import Any
 
-from minirt.errors import InputError, shortened
+from minirt.errors import InputError, quoted, shortened
 from minirt.foreign_names import check_names
 from minirt.structured.schema import parse_schema
 
@@ -78,11 +78,11 @@ class StructuredOutputsParams:
         names = tuple(cls.__dataclass_fields__)
         if not isinstance(value, Mapping):
             expected = f"StructuredOutputsParams, or an object with {', '.join(names)}"
-            raise InputError("not structured outputs", where=cls.__name__, expected=expected, found=shortened(repr(value)))
+            raise InputError("not structured outputs", where=cls.__name__, expected=expected, found=quoted(value))
         for name in value:
             if name not in names:
                 expected = f"one of {', '.join(names)}"
-                raise InputError("unknown key", where=cls.__name__, expected=expected, found=shortened(repr(name)))
+                raise InputError("unknown key", where=cls.__name__, expected=expected, found=quoted(name))
         return cls(**value)
 
     @property
@@ -139,4 +139,4 @@ def _check_text(name: str, text: object, limit: int) -> None:
 
 
 def _wrong(name: str, what: str, expected: str, found: object) -> InputError:
-    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=shortened(repr(found)))
+    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=quoted(found))

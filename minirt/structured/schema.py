@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote, unquote
 
-from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.errors import InputError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.structured import limits
 from minirt.structured.contradictions import TYPES, check_contradictions
 
@@ -62,7 +62,7 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
         value = dict(pairs)
         if len(value) < len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise InputError("the schema repeats a key", where=where, found=shortened(repr(twice)))
+            raise InputError("the schema repeats a key", where=where, found=quoted(twice))
         return value
 
     def constant(name: str) -> Any:

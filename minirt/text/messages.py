@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minirt.errors import InputError, shortened
+from minirt.errors import InputError, quoted, shortened
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 IN_CONTENT = "content"  # a `MessageForm.reasoning`: a part of the content, of type "thinking"
@@ -54,7 +54,7 @@ def checked_messages(messages: object, form: MessageForm = _COMMON) -> list[dict
     """
     if not isinstance(messages, list) or not messages:
         what = "the conversation is empty" if messages == [] else "not a conversation"
-        found = None if messages == [] else shortened(repr(messages), 80)
+        found = None if messages == [] else quoted(messages, 80)
         raise InputError(what, where="messages", expected="a list of one or more messages", found=found)
     checked = [_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
     if form.named_results:
@@ -64,7 +64,7 @@ def checked_messages(messages: object, form: MessageForm = _COMMON) -> list[dict
 
 def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=shortened(repr(message), 80))
+        raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=quoted(message, 80))
     given = {key: value for key, value in message.items() if value is not None}
     for key, value in given.items():
         if key not in MESSAGE_FIELDS:
@@ -74,7 +74,7 @@ def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
         if key in _TEXTS or key == "role":
             _text(value, f"{where}.{key}")
     if "role" not in given:
-        raise InputError("has no role", where=where, found=shortened(repr(message), 80))
+        raise InputError("has no role", where=where, found=quoted(message, 80))
     may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
     own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
     own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
@@ -129,7 +129,7 @@ def _part(part: object, where: str) -> str:
 def _tool_call(call: object, where: str, form: MessageForm) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        expected, found = '{"id", "type": "function", "function": {"name", "arguments"}}', shortened(repr(call), 80)
+        expected, found = '{"id", "type": "function", "function": {"name", "arguments"}}', quoted(call, 80)
         raise InputError("not a tool call", where=where, expected=expected, found=found)
     if call.get("type", "function") != "function":
         found = shortened(call["type"], 40)
@@ -148,11 +148,11 @@ def _arguments(given: object, where: str, form: MessageForm) -> dict[str, Any] |
         return given if form.text_arguments else _object(given)  # the client's text: with the spaces that the model wrote
     value = given or {}
     if not isinstance(value, dict):
-        raise InputError("not a JSON object", where=where, found=shortened(repr(value), 80))
+        raise InputError("not a JSON object", where=where, found=quoted(value, 80))
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not JSON", where=where, found=shortened(repr(given), 80)) from error
+        raise InputError("not JSON", where=where, found=quoted(given, 80)) from error
     return text if form.text_arguments else value
 
 

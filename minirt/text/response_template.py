@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirt.errors import InputError, UnsupportedError, shortened
+from minirt.errors import InputError, UnsupportedError, quoted, shortened
 from minirt.text.anchors import Anchor, AnchorSearch, Found
 from minirt.text.json_checker import escaped
 from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, content, is_unicode, json_text
@@ -98,7 +98,7 @@ def _anchor(values: Mapping[str, Any], where: str, literal: str, pattern: str) -
         return None
     literals = values[literal] if isinstance(values[literal], list) else [values[literal]]
     if not literals or not all(isinstance(text, str) and text for text in literals):
-        found = shortened(repr(values[literal]), 80)
+        found = quoted(values[literal], 80)
         raise UnsupportedError("not a text", where=f"{where}.{literal}", expected="a text or a list of them", found=found)
     return Anchor(literals)
 
@@ -155,7 +155,7 @@ def _reader(name: object, arguments: Mapping[str, Any], where: str, depth: int =
     if name == "kv-lines":
         line, pair = arguments.get("line_sep", "\n"), arguments.get("kv_sep", ":")
         if not (isinstance(line, str) and line and isinstance(pair, str) and pair):
-            raise UnsupportedError("not a separator", where=own, found=shortened(repr((line, pair)), 80))
+            raise UnsupportedError("not a separator", where=own, found=quoted((line, pair), 80))
         return lambda text: _lines(text, line, pair, strip, value)
     if name == "xml-inline":
         tag, merge = _anchor(arguments, own, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
@@ -202,7 +202,7 @@ def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], An
     delimiters = arguments.get("string_delims", [])
     good = isinstance(delimiters, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in delimiters)
     if not good or not all(isinstance(mark, str) and mark for pair in delimiters for mark in pair):
-        raise UnsupportedError("not pairs of marks", where=f"{where}.string_delims", found=shortened(repr(delimiters), 80))
+        raise UnsupportedError("not pairs of marks", where=f"{where}.string_delims", found=quoted(delimiters, 80))
     unquoted, lax = arguments.get("unquoted_keys", False) is True, arguments.get("allow_non_json", False) is True
 
     def read(text: str) -> Any:

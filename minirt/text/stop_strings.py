@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from minirt.errors import InputError, shortened
+from minirt.errors import InputError, quoted, shortened
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -80,5 +80,5 @@ def stop_tokens(tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens:
         elif skip_special_tokens and (inside := [token for token in special if token in stop]):
             what = f"a stop string holds the special token {shortened(max(inside, key=len))}, which is left out of the text"
             expected = "the special token alone, text without it, or skip_special_tokens=False"
-            raise InputError(what, where="stop", expected=expected, found=shortened(repr(stop)))
+            raise InputError(what, where="stop", expected=expected, found=quoted(stop))
     return found

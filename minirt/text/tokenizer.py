@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, shortened
+from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, quoted, shortened
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
@@ -297,7 +297,7 @@ def _special_tokens(path: Path, values: Mapping[str, Any]) -> dict[str, str | No
         value = values[name]
         texts[name] = value.get("content", 0) if isinstance(value, dict) else value  # an AddedToken or its text
         if not isinstance(texts[name], str | None):
-            raise TokenizerError(f"{name} is neither a string nor an AddedToken", where=path, found=shortened(repr(value), 80))
+            raise TokenizerError(f"{name} is neither a string nor an AddedToken", where=path, found=quoted(value, 80))
     return texts
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minirt.errors import TokenizerError, shortened
+from minirt.errors import TokenizerError, quoted, shortened
 from minirt.text.backend import Backend
 
 # Decoders that work token by token, except for byte runs and the start of the text. With them, a window decodes exactly.
@@ -76,12 +76,12 @@ def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
         given = backend.token_to_id(text)
         if given is None or given != expected or backend.id_to_token(given) != text:
             # The library gives a text of the vocabulary the vocabulary's id, and any other text the next free id.
-            what = f"the added token {shortened(repr(text))} cannot have its id"
+            what = f"the added token {quoted(text)} cannot have its id"
             hint = "the vocabulary has the text with another id, or the id is taken, or ids before it are missing"
             raise TokenizerError(what, where=path, expected=expected, found=given, hint=hint)
     unknown = model.get("unk_token")
     if isinstance(unknown, str) and unknown not in vocabulary and _missing_bytes(content, model) != b"":
-        raise TokenizerError(f"unk_token {shortened(repr(unknown))} is not in the vocabulary", where=path)
+        raise TokenizerError(f"unk_token {quoted(unknown)} is not in the vocabulary", where=path)
 
 
 def splits_wrongly(content: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from minirt.errors import InputError, UnsupportedError, shortened
+from minirt.errors import InputError, UnsupportedError, quoted, shortened
 from minirt.modeling.patterns import matches
 from minirt.structured.schema import References, normalized, without_unused
 from minirt.text.json_checker import escaped
@@ -83,7 +83,7 @@ def checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Too
     """A tool in the form that chat templates get. `name_at`, `parameters_at`: the places of the two in the request."""
     name, parameters = value["function"].get("name"), value["function"].get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        expected, found = "1 to 128 letters, digits and _ . : / -", shortened(repr(name), 80)
+        expected, found = "1 to 128 letters, digits and _ . : / -", quoted(name, 80)
         raise InputError("not the name of a function", where=name_at, expected=expected, found=found)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
@@ -282,7 +282,7 @@ def chosen(tools: Sequence[Tool], choice: object) -> Tool:
             return tool
     names = ", ".join(tool.name for tool in tools)
     expected = f'none, auto, required, or {{"type": "function", "function": {{"name": …}}}} with one of {names}'
-    raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=shortened(repr(choice), 80))
+    raise InputError("no such tool", where="tool_choice", expected=shortened(expected), found=quoted(choice, 80))
 
 
 def _embedded(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Chat templates are programs of strangers: their time, memory, output and size are bounded, in any thread."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 from support.tiny import add_tokenizer
 
 from minirt import guarded
-from minirt.errors import TokenizerError
+from minirt.errors import MinirtError, TokenizerError
 from minirt.text import rendering
 from minirt.text.chat_template import MAX_TEMPLATE, ChatTemplate
 from minirt.text.rendering import MAX_CPU_SECONDS, Renderer, RenderingError
@@ -192,3 +193,17 @@ def test_a_blocked_signal_does_not_disarm_the_bound() -> None:
     thread.start()
     thread.join(timeout=100)
     assert answers
+
+
+@pytest.mark.parametrize("depth", [100, *range(900, 1010, 10), 5000])
+def test_deep_arguments_are_rendered_or_refused(depth: int) -> None:
+    """Catches a RecursionError where Python's encoder or `repr` recurses on what a caller gives."""
+    deep: object = "x"
+    for _ in range(depth):
+        deep = [deep]
+    call = {"function": {"name": "f", "arguments": {"a": deep}}}
+    chat = template("{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}")
+    messages = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for variables, conversation in (({}, messages), ({"x": deep}, CHAT)):
+        with contextlib.suppress(MinirtError):
+            chat.render(conversation, {}, variables=variables)
