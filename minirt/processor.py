@@ -243,8 +243,8 @@ class Processor:
             count = len(alone)
             if tokens[:count] != alone and len(tokens) > count:
                 what = "the tokenizer joins the end of the prompt and the beginning of the completion in one token"
-                quoted = f"{shortened(str(prompt)[-20:])!r} and {shortened(completion, 20)!r}"
-                warn(f"{what}; the tokens after the first {count} are scored: {quoted}")
+                texts = f"{shortened(str(prompt)[-20:])!r} and {shortened(completion, 20)!r}"
+                warn(f"{what}; the tokens after the first {count} are scored: {texts}")
         if not count:
             hint = "give a prompt; generate with max_tokens 0 and prompt_logprobs 0 scores a text from its second token on"
             raise InputError("there is no token before the completion, which its first token needs", hint=hint)

@@ -202,7 +202,7 @@ def test_deep_arguments_are_rendered_or_refused(depth: int) -> None:
     for _ in range(depth):
         deep = [deep]
     call = {"function": {"name": "f", "arguments": {"a": deep}}}
-    chat = template("{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}")
+    chat = template("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}")
     messages = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]
     for variables, conversation in (({}, messages), ({"x": deep}, CHAT)):
         with contextlib.suppress(MinirtError):
