@@ -122,7 +122,7 @@ _HARMLESS = re.compile(
     r"|initializer_range|.*dropout|.*_pdrop|pretraining_tp|router_aux_loss_coef|gradient_checkpointing|is_decoder|use_bfloat16"
     r"|use_cache|output_(hidden_states|attentions|router_logits|scores)|return_dict(_in_generate)?|torchscript|tf_legacy_loss"
     r"|chunk_size_feed_forward|id2label|label2id|problem_type|finetuning_task|attn_implementation|.*_token_id"
-    r"|tie_encoder_decoder|mtp_.*|remove_invalid_values|max_sequence_length|max_window_layers|use_mrope"
+    r"|tie_encoder_decoder|mtp_.*|trust_remote_code|remove_invalid_values|max_sequence_length|max_window_layers|use_mrope"
     r"|(image|video|vision|audio|multimodal|projector|spatial)_.*"
 )
 # Settings of `generate` that older versions of transformers wrote here, with the value that changes nothing.

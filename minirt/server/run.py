@@ -68,23 +68,24 @@ class FrontServer(uvicorn.Server):
 class _Signals:
     """The first SIGTERM or SIGINT asks for the end; a second one ends the process at once."""
 
-    def __init__(self, engine: RemoteEngine) -> None:
+    def __init__(self) -> None:
         self.asked = asyncio.Event()
-        self._engine = engine
+        self.engine: RemoteEngine | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: int) -> None:
         if self.asked.is_set():
-            self._engine.kill()
+            if self.engine is not None:
+                self.engine.kill()
             os._exit(128 + number)
         self.asked.set()
 
 
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
-    engine = await RemoteEngine.start(options.start_message(load_options))
-    signals = _Signals(engine)
+    signals = _Signals()  # before the engine's process, which a signal to this one must end
+    engine = signals.engine = await RemoteEngine.start(options.start_message(load_options))
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
     server = FrontServer(
         uvicorn.Config(

@@ -66,7 +66,7 @@ def test_nothing_is_kept_without_drafts(folder: Path) -> None:
         assert drafting.decode_read_bytes == plain.decode_read_bytes
         taps = drafting._engine.engine._runner._taps
         assert taps is not None
-        assert taps.shape == (512, 128)
+        assert taps.shape == (256, 128)
 
 
 def test_weights_are_the_target_s_or_the_checkpoint_s(folder: Path) -> None:

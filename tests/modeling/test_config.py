@@ -529,7 +529,7 @@ def test_windows(kind: str, fields: dict[str, Any], window: int | None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert parse_config(raw_config(kind, **fields)).sliding_window == window
-    told = [str(warning.message) for warning in caught]
+    told = [str(warning.message) for warning in caught if "is unknown" not in str(warning.message)]
     assert len(told) == (window == 64)  # 4096 is more than the 256 positions
     assert all("sliding_window: sequences of more than 64 tokens are refused" in text for text in told)
 
