@@ -110,10 +110,10 @@ class Plan:
         table, rows, below = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), self._cells(), list[str]()
         for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
             wrapped = column in ("layer", "why") or max(map(len, values)) > _WIDTH // 2
-            word = min(max(len(word) for value in (column, *values) for word in value.split(" ")), _WIDTH // 2)  # is not cut
+            word = max(len(word) for value in (column, *values) for word in value.split(" "))  # is not cut if it is short enough
             table.add_column(
                 column, justify="right" if column == "weights" else "left", overflow="fold", no_wrap=not wrapped,
-                min_width=word if wrapped else None,
+                min_width=word if wrapped and word <= _WIDTH // 2 else None,
             )  # fmt: skip
         for layer, implementation, reason, *cells in rows:
             if len(reason) > _SHORT:
