@@ -64,7 +64,7 @@ _PROMPT_TITLE = "{}: time to the first token, µs per prompt token (lower is bet
 def engines(records: Records, target: Path, note: str) -> None:
     """Draw decode steps and times to the first token of minirt and vLLM on cards of one type.
 
-    Of two measurements of vLLM, the faster one is drawn.
+    If vLLM was measured twice, the picture shows the faster time.
     """
     from matplotlib.figure import Figure
 

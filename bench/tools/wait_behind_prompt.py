@@ -3,7 +3,7 @@
 python bench/tools/wait_behind_prompt.py [MODEL] [--tokens 40000] [--pairs 7] [--beside 16]     random weights; prints JSON
 
 A pair is the long prompt without the short request, and with it: one of a few tokens, for one token, that arrives after a number
-of steps that differs between pairs. The long prompt's time is that until its first token. Pairs are measured alone, and beside
+of steps that differs between pairs. The long prompt's time ends at its first token. Pairs are measured alone, and beside
 sequences that go on decoding. Steps are counted from the arrival up to the step that returns the token, on a GPU one later than
 the step that computes it. Older builds can run it, too.
 """
