@@ -44,15 +44,15 @@ class Done:
 
 
 def steps(page: str, make: bool = False) -> list[Step]:
-    """What a page shows, in order, without what needs a GPU, a download, or all tests."""
-    found = []
+    """What a page shows, without what needs a GPU, a download, or all tests: installations first, otherwise in order."""
+    installs, others = [], []
     for example in examples(page):
         command = example.source.partition("#")[0].strip()
         if example.why == "install" and (command.startswith("pip ") or (make and command == "make demo")):
-            found.append(Step(command))
+            installs.append(Step(command))
         elif example.why is None:
-            found.append(Step(example.source, python=example.kind == "python"))
-    return found
+            others.append(Step(example.source, python=example.kind == "python"))
+    return installs + others
 
 
 def run(step: Step, folder: Path, environment: dict[str, str]) -> Done:
