@@ -1,4 +1,4 @@
-"""A function for `Guarded` that ends its process on request. It is here because that process imports it: `support` is on the path."""
+"""A function for `Guarded` that ends its process on request. It stands here because that process imports it."""
 
 import ctypes
 import os
