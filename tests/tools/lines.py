@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # The core: what one reads to know how a token is made. `minirt` stands for the files of that folder alone.
-CORE = ("minirt", "minirt/engine", "minirt/step", "minirt/layers", "minirt/modeling", "minirt/loading", "minirt/speculative", "models")
+CORE = (
+    "minirt", "minirt/engine", "minirt/step", "minirt/layers", "minirt/modeling", "minirt/loading", "minirt/speculative", "models",
+)  # fmt: skip
 ROOMS = (
     *CORE, "kernels", "minirt/server", "minirt/text", "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench",
     "models/recipe", "examples", "tests",
@@ -64,16 +66,17 @@ def rooms(sources: dict[str, str]) -> dict[str, Lines]:
 
 
 def working_tree() -> dict[str, str]:
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [path for path in tracked.stdout.splitlines() if (ROOT / path).is_file() and not (ROOT / path).is_symlink()]
+    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
+    paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    paths = [path for path in paths if (ROOT / path).is_file() and not (ROOT / path).is_symlink()]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
 
 
 def revision(name: str) -> dict[str, str]:
     archive = subprocess.run(["git", "archive", name], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as members:
-        files = {member.name: members.extractfile(member) for member in members if member.isfile() and member.name.endswith(".py")}
-        return {path: file.read().decode() for path, file in files.items() if file is not None}
+        modules = [member for member in members if member.isfile() and member.name.endswith(".py")]
+        return {module.name: members.extractfile(module).read().decode() for module in modules}
 
 
 def table(columns: list[dict[str, Lines]]) -> str:
