@@ -17,7 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 # The core: what one reads to know how a token is made. `minirt` stands for the files of that folder alone.
 CORE = (
-    "minirt", "minirt/engine", "minirt/step", "minirt/layers", "minirt/modeling", "minirt/loading", "minirt/speculative", "models",
+    "minirt", "minirt/engine", "minirt/step", "minirt/layers", "minirt/modeling", "minirt/loading", "minirt/speculative",
+    "models",
 )  # fmt: skip
 ROOMS = (
     *CORE, "kernels", "minirt/server", "minirt/text", "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench",
