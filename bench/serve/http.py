@@ -2,7 +2,7 @@
 
 `ResponseParser` and `EventParser` take bytes in any pieces and know nothing of sockets. `HTTPClient` keeps connections open and
 sends requests. A load generator reads hundreds of thousands of small blocks a second: each block is handled in one callback, and
-no coroutine wakes until a response is complete. docs/decisions/bench-serve.md has the measured cost.
+no coroutine wakes until a response is complete. docs/decisions/benchmarking.md has the measured cost.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Whole steps of a model with random weights. `minirt tune` uses them to choose among the finalists of its microbenchmarks.
 
 A step is a CUDA graph of all layers. Two CUDA graphs of the same launches can differ in speed by up to 1%
-(docs/decisions/tuning.md), so each configuration is captured several times.
+(docs/decisions/benchmarking.md), so each configuration is captured several times.
 """
 
 import statistics

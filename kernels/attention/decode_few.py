@@ -105,7 +105,7 @@ def tile_rows(group: int) -> int:
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
-    """The configuration, by what fits in registers (docs/decisions/attention-few-tokens.md). No GPU has measured it."""
+    """The configuration, by what fits in registers (docs/decisions/attention-prefill.md). No GPU has measured it."""
     rows = tile_rows(facts.Nq // facts.Nkv)
     wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
     if facts.itemsize == 4:

@@ -14,7 +14,7 @@ are kept. If a tile has two heads of 64 channels, the queries of each are zero i
 are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
 other half with zeros.
 
-The code uses loops instead of unrolled copies (docs/decisions/attention-decode-fp8.md). A loop cannot keep its scores in
+The code uses loops instead of unrolled copies (docs/decisions/attention-decode.md). A loop cannot keep its scores in
 registers, so they go through shared memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
 `online_softmax.attend`.
 

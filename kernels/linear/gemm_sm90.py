@@ -702,7 +702,7 @@ def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
 
     Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
     function of that of two. With scales of blocks, a step also waits for its products and adds them
-    (docs/decisions/linear-fp8-blocks.md).
+    (docs/decisions/linear-decode.md).
     """
     rows, blocks = c.width + c.more, facts.blocks
     tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, rows // (2 if facts.gated else 1))

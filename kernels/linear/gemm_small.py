@@ -196,7 +196,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     """(rows of a tile, bytes of a row per step, programs per SM) on a device with much shared memory. `tiles`: tiles of 64 rows.
 
     With more tokens, there is more arithmetic, and the sums of a split K are larger. So there are fewer programs, with more
-    tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-small-batches.md).
+    tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-decode.md).
     """
     few = tiles <= 2 * num_sms  # at most two tiles of 64 rows for an SM
     wide = not gated and not few  # larger tiles read x less often
@@ -213,7 +213,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
-    """From sweeps (docs/decisions/linear-small-batches.md, linear-fp8-blocks.md). It depends on T only through `token_block`."""
+    """From sweeps (docs/decisions/linear-decode.md). It depends on T only through `token_block`."""
     N, K, itemsize, gated, blocks, (cc, num_sms) = facts.N, facts.K, facts.itemsize, facts.gated, facts.blocks, gpu
     block_t, tiles, large = token_block(facts.T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:

@@ -184,7 +184,7 @@ def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
     """FP8 without the weights with which a step of several tokens on a GPU would be slower than with those of 16 bits.
 
     These are small weights whose input needs a kernel of its own to be rounded to FP8. Other inputs are rounded by the kernel
-    that normalizes them. (docs/decisions/linear-small-batches.md)
+    that normalizes them. (docs/decisions/linear-decode.md)
     """
     ops = [op for layer in layers for op in layer.linear_ops() if op.residual]
     small = [op.linear for op in ops if op.linear.out_features * op.linear.in_features < _SMALL]
