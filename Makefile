@@ -1,11 +1,12 @@
-# make demo: install and print a story · make test: install the tools of tests and run all · make lint: ruff and mypy · make dev: install what both need
+# make demo: install and print a story · make test: install the tools of tests and run them · make test-all: with what is marked exhaustive
+# make test-compile: only what is marked exhaustive · make lint: ruff and mypy · make dev: install what all of these need
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2
 TORCH  := 2.13.0
 
-.PHONY: demo dev test lint clean again
+.PHONY: demo dev test test-all test-compile lint clean again
 
 # A torch that is in $(VENV) already and new enough stays. Otherwise the torch that was tested goes in first, so that nothing after it
 # picks another: without a GPU the CPU build, which uv finds and pip does not. The demo needs no Triton. For the tests it is not
@@ -51,10 +52,19 @@ dev: $(VENV)/dev
 
 # One process for each core, each with one thread of arithmetic. The second run is under python -O. Another test finds every `assert`
 # in the code itself, so a few files are enough here.
+RUN := -n auto --dist loadgroup --max-worker-restart 0
+
 test: $(MODEL)/config.json
-	@echo "all tests: some 20 to 35 minutes on two cores; the percentage is at the end of each line"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0
-	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n auto --dist loadgroup --max-worker-restart 0 -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
+	@echo "the tests: some 12 minutes on two idle cores; the percentage is at the end of each line"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m "not exhaustive"
+	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest $(RUN) -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
+
+# Kernels compiled for five GPU generations, and those of Hopper emulated from their PTX: what a change of kernels/ needs besides.
+test-compile: $(VENV)/dev
+	@echo "kernels for other GPUs: some 10 minutes on two idle cores"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m exhaustive tests/kernels
+
+test-all: test test-compile
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ EXPERTS = "(False and 64 and 136) or (True and (256 or 80 and 32))"
 BLOCKS = "test_products_in_blocks and (304 or 400)"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
 

@@ -80,6 +80,7 @@ def compile_all(cc: int, dtype: str, *families: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cc", "dtype", "families"), CASES, ids=[f"sm{cc}-{dtype}-{'+'.join(families)}" for cc, dtype, families in CASES]
 )
