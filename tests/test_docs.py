@@ -20,7 +20,6 @@ import pytest
 from support import pages
 from support.package import ROOT
 
-from minirt.bench.tools import cli_page
 from minirt.errors import MinirtError
 
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
@@ -166,6 +165,32 @@ def test_sizes_of_files_in_the_readme():
         assert abs(int(claimed) - lines) <= 0.1 * lines, file
 
 
+def test_the_size_of_the_core():
+    """The overview states it, to a twentieth. `python tests/tools/lines.py` counts."""
+    lines = runpy.run_path(str(ROOT / "tests" / "tools" / "lines.py"))
+    counted = lines["rooms"](lines["working_tree"]())
+    core = sum(counted[room].code for room in lines["CORE"])
+    claims = re.findall("<!-- core -->([0-9,]+)<!-- end of core -->", (ROOT / "docs" / "design" / "overview.md").read_text("utf-8"))
+    assert len(claims) == 1
+    assert abs(int(claims[0].replace(",", "")) - core) <= 0.05 * core
+
+
+def test_each_module_says_in_one_line_what_it_owns():
+    """The first lines of the docstrings are the list of files. Catches a module without one, and a line that does not stand alone."""
+    tool = runpy.run_path(str(ROOT / "tests" / "tools" / "modules.py"))
+    modules = tool["modules"]()
+    assert len(modules) > 100
+    assert [name(path) for path in modules if not tool["summary"](path).endswith(".")] == []
+
+
+@pytest.mark.parametrize(("pages_of", "most"), [("", 75_000), ("docs/decisions/", 20_000)], ids=["all", "decisions"])
+def test_the_pages_stay_short(pages_of, most):
+    """Words of all Markdown pages, as `wc -w` counts them. Catches a fact that is told again in place of a link."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    counts = {page: len((ROOT / page).read_text(encoding="utf-8").split()) for page in listed if page.startswith(pages_of)}
+    assert sum(counts.values()) <= most, sorted(counts.items(), key=lambda item: -item[1])[:10]
+
+
 def test_every_example_is_run():
     """examples/README.md shows what each script prints. One that needs a server's packages only compiles."""
     shown = pages.examples((ROOT / "examples" / "README.md").read_text(encoding="utf-8"))
@@ -280,25 +305,17 @@ def test_a_wrong_example_is_found(tmp_path):
         assert word in fault
 
 
-# --- docs/cli.md and docs/python-api.md are complete ---
+# --- pages are complete ---
 
 
-def test_the_command_line_page_is_up_to_date():
-    """`python bench/tools/cli_page.py` writes it. Catches an option or help text that was changed without the page."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    assert cli_page.render(text) == text
+def test_every_command_is_on_the_quickstart():
+    """Catches a command that was added, renamed or removed without its line in the list of commands."""
+    from minirt.cli.app import cli
 
-
-def test_the_command_line_page_has_every_option():
-    """Independent of how the page is laid out: each command's section names each of its options, in one of its spellings."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", text, flags=re.DOTALL | re.MULTILINE))
-    described = "".join(section for title, section in sections.items() if title.endswith(" options"))
-    for words, command in cli_page.commands():
-        section = sections[" ".join(words)]
-        for option in (one for one in command.params if one.param_type_name == "option"):
-            assert any(f"`{name}`" in section or f"{name} " in section or f"{name}`" in section for name in option.opts), words
-            assert option.help is None or any(f"{name}{end}" in section + described for name in option.opts for end in " `,")
+    commands = set(cli.commands) - {"bench", "eval"}
+    commands |= {f"{group} {command}" for group in ("bench", "eval") for command in cli.commands[group].commands}
+    section = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").partition("\n## Command line\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([a-z0-9 ]+)` \|", section, re.MULTILINE)) == commands
 
 
 def test_the_python_api_is_documented():
