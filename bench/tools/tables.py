@@ -241,19 +241,14 @@ def readme_table(records: Records) -> str:
 
 
 def engines_table(records: Records) -> str:
-    """All points of both engines, and those of minirt on a later PyTorch."""
-    record, older = records[BESIDE_VLLM], records[IN_PROCESS]
-    first, other = run_of(older, "minirt", "bf16"), latest(older)
-    rows = [[_row_of(key), _cell_of(key, own), _cell_of(key, other.values.get(key, ()))] for key, own in first.values.items()]
-    shown = table(["bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
-    versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
+    """All points of both engines."""
+    record = records[BESIDE_VLLM]
     sampled = next(own["sampled_output_tokens_per_s"] for own in record["runs"] if "sampled_output_tokens_per_s" in own)
     parts = (
         _engines_table(records, tuple(points_of(records, "fp8"))), _lacking(records), ties(records), _origin_of(records, ""),
         _protocol_of(record),
         f"At temperature 0.8 and top-p 0.95, with a seed for each request, minirt yields {sampled:,} output tokens/s offline in "
         f"FP8.",
-        f"minirt `{first.build}` with two versions of PyTorch on one card ({versions}), from `{IN_PROCESS}`:", shown,
     )  # fmt: skip
     return "\n\n".join(parts)
 
@@ -353,27 +348,13 @@ def _other_stack_of(record: Result, page: str) -> str:
     first, other = run_of(record, "minirt", "bf16"), latest(record)
     most = max(abs(ratio - 1) for key, own in other.values.items() for ratio in speedups(key, first.values[key], own))
     differ = f"differ by at most {most:.0%}"
-    differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (the last table of this section)"
+    differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (`{IN_PROCESS}`)"
     return f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times {differ}."
 
 
 def _protocol_of(record: Result) -> str:
     names = "order", "clock", "prompts", "decode step", "first token", "offline"
     return "\n".join(f"- {name[0].upper()}{name[1:]}: {record['protocol'][name]}." for name in names)
-
-
-def correction_table(records: Records) -> str:
-    """The points at which vLLM was measured in both settings, with what the earlier one claimed."""
-    older, rows = records[IN_PROCESS], []
-    for form in FORMATS:
-        before, theirs = (run_of(older, engine, form).values for engine in ("minirt", "vLLM"))
-        for key, point in points_of(records, form).items():
-            if not point.in_process and key in theirs:
-                claims = (speedups(key, before[key], theirs[key]), speedups(key, point.own, point.theirs))
-                cells = _cell_of(key, theirs[key]), _cell_of(key, point.theirs), *(f"{_times(own)} ×" for own in claims)
-                rows.append([f"{form}, {_row_of(key)}", *cells])
-    heads = ["vLLM in the caller's process", "in its own", f"minirt faster, {older['date']}", "now"]
-    return table([records[BESIDE_VLLM]["model"], *heads], rows)
 
 
 def drafts_table(records: Records) -> str:
@@ -532,25 +513,6 @@ def _mixture_cells(row: Result, seconds: Result, peers: tuple[float, ...] | None
     if record.get("changed") or "H200" not in record.get("device", "H200"):
         return own
     return [*own, NONE if peers is None else milliseconds(peers[FORMATS.index(format_of(record))])]
-
-
-def mixture_start_table(records: Records) -> str:
-    """Seconds in which a mixture's weights are made, and in which it is warmed up."""
-    starts = [(title_of(format_of(r)), r["start"]["load_s"], r["start"]["warm_up_s"]) for r in records.values()]
-    rows = [[name, f"{load:.1f}", NONE if warm_up is None else f"{warm_up:.1f}"] for name, load, warm_up in starts]
-    return table(["seconds", "random weights", "warm-up"], rows)
-
-
-def mixture_kernels_table(records: Records) -> str:
-    """Microseconds of a decode step by kernel. Kernels overlap, so their sum is longer than the step."""
-    columns = [(format_of(record), row) for record in records.values() for row in record["traces"]]
-    names = dict.fromkeys(name for _, row in columns for name in row["us_a_step_by_kernel"])
-    rows = [["the step", *(f"{row['step_ms'] * 1e3:,.0f}" for _, row in columns)]]
-    for name in names:
-        found = [row["us_a_step_by_kernel"].get(name) for _, row in columns]
-        rows.append([f"`{name}`", *(NONE if own is None else f"{own:,.0f}" for own in found)])
-    made = table(["µs", *(f"{title_of(form)}, batch {row['batch']}" for form, row in columns)], rows)
-    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{made}"
 
 
 # --- idle time, power, start-up, loading, techniques ---
@@ -869,6 +831,8 @@ def kernels_table(records: Records) -> str:
     shown = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == models[row["kernel"]]}
     cells = []
     for kernel, model in models.items():
+        if kernel.startswith("gemm_"):  # `gemms_table` has them
+            continue
         cells.append([f"`{kernel}`" + ("" if model == _MODEL else f", {model}")])
         for tokens, context in telling(kernel):
             cells[-1] += _kernel(shown.get((kernel, tokens, context)))
@@ -921,23 +885,6 @@ def _summary(rows: list[Result]) -> str:
             ])  # fmt: skip
     columns = ["Triton compared with, all stored points", "points", "Triton faster at", "median speedup", "lowest speedup"]
     return table(columns, lines)
-
-
-def shapes_table(records: Records) -> str:
-    """Microseconds of each kernel above its limit: the mean over a model's points, and the highest relative to Qwen2.5-7B's."""
-    rows = [row for row in _points(records) if row["seconds"]]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    cells = []
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        lost = {
-            model: [row["lost_s"] for row in rows if (row["kernel"], row["model"]) == (kernel, model)] for model in models
-        }
-        means = {model: statistics.mean(own) for model, own in lost.items() if own}
-        own = means.pop(_MODEL, None)
-        factor = NONE if own is None or not means else f"{max(means.values()) / own:.2f} ×"
-        shown = ({_MODEL: own} if own is not None else {}) | means
-        cells.append([f"`{kernel}`", *(f"{shown[m] * 1e6:,.1f}" if m in shown else NONE for m in models), factor])
-    return table(["µs above the limit", *models, f"highest, relative to {_MODEL}"], cells)
 
 
 def gemms_table(records: Records) -> str:
@@ -1170,13 +1117,6 @@ BLOCKS = {
     "vllm": Block(_BOTH_ENGINES, readme_table, README, names=False),
     "sizes": Block(("cpu-format-quality",), sizes_table, README, names=False),
     "engines": Block(_BOTH_ENGINES, engines_table, _MODELS, names=False),
-    "correction": Block(
-        _BOTH_ENGINES, correction_table, _MODELS,
-        "Until this correction, README.md and this page compared minirt with an engine of vLLM in the caller's process "
-        "(`VLLM_ENABLE_V1_MULTIPROCESSING=0`). There, Python code of the caller delays large batches. By default, vLLM's engine "
-        "is a process of its own that schedules asynchronously. The earlier figures were too good for minirt with many requests; "
-        "those of single cells below also differ because the cards do:",
-    ),
     "drafts": Block(
         (BESIDE_VLLM,), drafts_table, _MODELS,
         "Speculative decoding on an H100. Synthetic drafts take no time to make, MTP drafts do (`bench/tools/speculation.py "
@@ -1235,23 +1175,6 @@ BLOCKS = {
         "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; in FP8, "
         "its steps of 64 and 256 sequences used fewer distinct experts:",
     ),
-    "mixture-odd": Block(
-        ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
-        "The same model with 120 experts of 752 channels, which are no multiples of a tile:",
-    ),
-    "mixture-fp8-blocks": Block(
-        tuple(f"h100-80gb-hbm3-mixture-{name}" for name in ("bf16", "fp8", "fp8-blocks")), mixture_table, _MODELS,
-        "The same model on an H100 (80 GB, 3.35 TB/s by its datasheet), also with FP8 weights that have a scale for each block "
-        "of 128 × 128, as in the official FP8 files:",
-    ),
-    "mixture-start": Block(
-        _MIXTURE, mixture_start_table, _MODELS,
-        "The start of the same processes, with kernels in Triton's cache:",
-    ),
-    "mixture-kernels": Block(
-        _MIXTURE, mixture_kernels_table, _MODELS,
-        "Where a decode step's time goes, by PyTorch's profiler. Kernels overlap: one that waits for its predecessor counts too.",
-    ),
     "kernels": Block(
         tuple(
             f"h200-kernels-{name}"
@@ -1262,11 +1185,6 @@ BLOCKS = {
         "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "
         "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached "
         "tokens of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
-    ),
-    "shapes": Block(
-        ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
-        "Microseconds by which the kernels of a decode step exceed their limits. Each cell is the mean over 1, 3, 24 and 100 "
-        "tokens; for attention, over contexts of 128 and 3000 tokens as well:",
     ),
     "gemms": Block(
         ("h200-kernels-gemm",), gemms_table, _KERNELS,
@@ -1341,6 +1259,10 @@ BLOCKS = {
     "quality-options": Block(("cpu-trained-models",), options_quality_table, QUANTIZATION, names=False),
     "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
+
+
+# Stored results that no page shows: a mixture of odd sizes, and on an H100, also with scales of blocks.
+NOT_SHOWN = ("h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*")
 
 
 def pages() -> list[Path]:

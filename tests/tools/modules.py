@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("minirt", "models", "kernels", "bench")
 
 
 def modules(*folders: str) -> list[Path]:
-    return [path for folder in folders or ("minirt", "models", "kernels", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for folder in folders or FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def summary(path: Path) -> str:
