@@ -515,7 +515,7 @@ def _mixture_cells(row: Result, seconds: Result, peers: tuple[float, ...] | None
     return [*own, NONE if peers is None else milliseconds(peers[FORMATS.index(format_of(record))])]
 
 
-# --- idle time, power, start-up, loading, techniques ---
+# --- idle time, start-up, loading, techniques ---
 
 
 def trace_table(records: Records) -> str:
@@ -534,44 +534,6 @@ def trace_table(records: Records) -> str:
             own += [signed((other["step_ms"] / row["step_ms"] - 1) * 100, 1) + "%"]
         rows.append(own if other else [*own, *[NONE] * 3])
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
-
-
-def power_table(records: Records) -> str:
-    """Times, watts and clocks, with one column for each GPU."""
-    (record,) = records.values()
-    gpus = sorted({row["gpu"] for row in record["results"]})
-
-    def cells(name: Callable[[Result], str | None], show: Callable[[Result], str]) -> dict[str, list[str]]:
-        """The cells of each line, one for each GPU, by the line's name."""
-        found: dict[str, list[str]] = {}
-        for row in record["results"]:
-            line = name(row)
-            if line:
-                found.setdefault(line, [NONE] * len(gpus))[gpus.index(row["gpu"])] = show(row)
-        return found
-
-    def whole(row: Result) -> str:
-        return f"{milliseconds(row['seconds'] * 1e3)} · {row['watts']:.0f} W · {row['sm_clock_mhz']:,.0f} MHz"
-
-    units = {"reading": ("bytes", 1e9, "J/GB"), "product": ("flops", 1e12, "J/TFLOP")}
-    awake = {row["gpu"]: row["watts"] for row in record["results"] if row["what"] == "awake"}
-
-    def draw(row: Result) -> str:
-        return f"{row['watts']:.0f} of {row['limit_w']:.0f} W"
-
-    def cost(row: Result) -> str:
-        count, scale, unit = units[row["what"]]
-        return f"{(row['watts'] - awake[row['gpu']]) * row['seconds'] / row[count] * scale:.3f} {unit}"
-
-    lines = cells(lambda r: "idle but awake, of the power limit" if r["what"] == "awake" else None, draw)
-    lines |= cells(lambda r: {"reading": "reading", "product": "multiplying, bf16"}.get(r["what"]), cost)
-    lines |= cells(lambda r: f"CUDA graph of a step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
-    lines |= cells(lambda r: f"prompt of {r['input_len']} tokens" if r["what"] == "prompt" else None, whole)
-    lines |= cells(
-        lambda r: f"step of batch {r['batch_size']} through `Generator`" if r["what"] == "generator" else None,
-        lambda r: milliseconds(r["seconds"] * 1e3),
-    )
-    return table(["bf16", *(f"GPU {gpu}" for gpu in gpus)], [[line, *row] for line, row in lines.items()])
 
 
 def startup_table(records: Records) -> str:
@@ -773,7 +735,7 @@ def layers_table(records: Records) -> str:
     """Medians over the layers of each kind, and their largest error; then the whole step."""
     found = [(record, row) for record in records.values() for row in record["results"]]
     rows = []
-    for step, kind in dict.fromkeys((row["step"], row["kind"]) for _, row in found):
+    for step, kind in dict.fromkeys((row["step"], row["kind"]) for _, row in found if row["kind"] not in ("embedding", "select")):
         cells = [f"{step}, {kind}"]
         for record in records.values():
             own = [row for row in record["results"] if (row["step"], row["kind"]) == (step, kind)]
@@ -1110,7 +1072,7 @@ _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
 _LOADED = ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8", "mixture-fused-bf16", "mixture-fused-fp8")
-_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "headline": Block(_BOTH_ENGINES, headline, README, names=False),
@@ -1159,10 +1121,8 @@ BLOCKS = {
     "formats": Block(
         tuple(f"h200-steps-{name}" for name in _STORED_FORMATS), formats_table, _MODELS,
         "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
-        "(compressed-tensors) one for each output channel. `fp8-odd-tiles` is `fp8-blocks` with widths that are multiples of a "
-        "block but not of a tile, `fp8-odd-widths` with widths that are not even multiples of a block "
-        "(`bench/tools/stored_format.py`). The LM head is in bf16. The limit of a step is the time to read the weights and the "
-        "KV cache:",
+        "(compressed-tensors) one for each output channel (`bench/tools/stored_format.py`). The LM head is in bf16. The limit of "
+        "a step is the time to read the weights and the KV cache:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
@@ -1239,7 +1199,7 @@ BLOCKS = {
         ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
     ),
     "memory": Block(
-        ("h200-memory", "h200-memory-quantized-pages"), memory_table, _SYSTEM,
+        ("h200-memory",), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
         "(`bench/tools/memory_cases.py`). *Least free* is the lowest amount of free memory during all workloads, as a share of "
         "what was free at the start. Prompts that are longer than the context are cut to it:",
@@ -1247,11 +1207,6 @@ BLOCKS = {
     "trace": Block(
         ("h200-trace",), trace_table, _SYSTEM,
         "The GPU during decoding, by PyTorch's profiler (`bench/tools/gpu_trace.py`). A gap between two kernels counts as idle:",
-    ),
-    "power": Block(
-        ("h200-power",), power_table, _SYSTEM,
-        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not "
-        "include the idle power of the GPU (`bench/tools/power.py`):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
@@ -1261,8 +1216,10 @@ BLOCKS = {
 }  # fmt: skip
 
 
-# Stored results that no page shows: a mixture of odd sizes, and on an H100, also with scales of blocks.
-NOT_SHOWN = ("h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*")
+# Stored results that no page shows: widths that are no multiples of a tile, a mixture on an H100, FP8 pages, watts and clocks.
+NOT_SHOWN = (
+    "h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*", "h200-steps-fp8-odd-*", "h200-memory-quantized-pages", "h200-power"
+)  # fmt: skip
 
 
 def pages() -> list[Path]:

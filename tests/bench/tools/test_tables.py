@@ -362,31 +362,6 @@ def test_trace():
     ]
 
 
-def test_power():
-    """Catches: cells of one GPU in another's column and costs that hold what the GPU draws anyway."""
-
-    def gpu(index, awake):
-        own = [
-            {"what": "awake", "watts": awake, "seconds": 0.01},
-            {"what": "reading", "watts": awake + 400, "seconds": 0.02, "bytes": 80_000_000_000},
-            {"what": "product", "watts": awake + 500, "seconds": 0.04, "flops": 20_000_000_000_000},
-            {"what": "step", "batch_size": 8, "watts": 690.0, "seconds": 0.004, "sm_clock_mhz": 1980},
-            {"what": "prompt", "input_len": 8192, "watts": 695.0, "seconds": 0.2, "sm_clock_mhz": 1410},
-        ]
-        return [{"gpu": index, "limit_w": 700.0} | row for row in own]
-
-    record = {"results": [*gpu(1, 100.0), *gpu(0, 125.0)]}
-    record["results"].append({"gpu": 1, "limit_w": 700.0, "what": "generator", "batch_size": 256, "seconds": 0.0078})
-    assert rows(tables.power_table({"a": record})) == [
-        ["idle but awake, of the power limit", "125 of 700 W", "100 of 700 W"],
-        ["reading", "0.100 J/GB", "0.100 J/GB"],
-        ["multiplying, bf16", "1.000 J/TFLOP", "1.000 J/TFLOP"],
-        ["CUDA graph of a step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
-        ["prompt of 8192 tokens", "200.0 · 695 W · 1,410 MHz", "200.0 · 695 W · 1,410 MHz"],
-        ["step of batch 256 through `Generator`", "–", "7.80"],
-    ]
-
-
 def test_startup():
     def start(caches, first):
         own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
