@@ -536,17 +536,6 @@ def trace_table(records: Records) -> str:
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
-def startup_table(records: Records) -> str:
-    """Seconds from the start of the process, with empty and warm caches of kernels."""
-    names = ("imported_s", "loaded_s", "ready_s", "first_token_s")
-    rows = [
-        [f"{title_of(format_of(record))}, {row['caches']} kernel caches", *(f"{row[name]['median']:.1f}" for name in names)]
-        for record in records.values()
-        for row in sorted(record["results"], key=lambda row: row["caches"], reverse=True)  # warm, then empty
-    ]
-    return table(["seconds since process start", "imported", "loaded", "warmed up", "first token"], rows)
-
-
 def loading_table(records: Records) -> str:
     """Speed and memory of loading a checkpoint."""
     rows = []
@@ -614,18 +603,6 @@ def prefix_cache_table(records: Records) -> str:
         ["95% interval", f"{row['low']:.3f} to {row['high']:.3f}"],
     ]
     return table(["prefix cache", record["model"]], rows)
-
-
-def long_prompts_table(records: Records) -> str:
-    """First tokens of long prompts beside the GPU's own time."""
-    rows = []
-    for record in records.values():
-        for row in record["results"]:
-            times = [milliseconds(row[name] * 1e3) for name in ("first_token_s", "gpu_s")]
-            prompt = f"{row['input_len']:,} tokens, {'`--fp8`' if record['quantization'] else 'bf16'}"
-            rows.append([prompt, *times, f"{row['of_gpu']:.2f}", f"{row['warm_up_s']:.1f}" if row["warm_up_s"] else NONE])
-    model = next(iter(records.values()))["model"]
-    return table([f"{model}, ms", "first token", "the GPU's time", "ratio", "warm-up, s"], rows)
 
 
 def patch_table(records: Records) -> str:
@@ -901,28 +878,6 @@ def _attention(row: Result | None) -> list[str]:
     return [f"{best * 1e6:,.1f}", *rates, beside]
 
 
-def _gains(gains: list[float]) -> list[str]:
-    """Cells: the number of gains, their median and the largest in per cent."""
-    return [str(len(gains)), *([f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"] if gains else [NONE, NONE])]
-
-
-def tuned_table(records: Records) -> str:
-    """For each kernel family and format: in how many buckets a configuration is faster than the rule's, in chains and in whole
-    steps, and by how much."""
-    cells = []
-    for record in records.values():
-        for kernel in dict.fromkeys(row["kernel"] for row in record["results"]):
-            own = [row for row in record["results"] if row["kernel"] == kernel]
-            chains = [1 - row["best_s"] / row["rule_s"] for row in own if row["best_s"] < row["rule_s"]]
-            kept = [row for row in own if row["config"] is not None and row["best_step_s"] is not None]
-            steps = [1 - row["best_step_s"] / row["rule_step_s"] for row in kept]
-            name = f"`{kernel}`, {title_of(format_of(record))}"
-            cells.append([name, str(len(own)), str(sum(row["tried"] for row in own)), *_gains(chains), *_gains(steps)])
-    columns = ["kernel", "buckets", "configurations tried", "faster alone", "median gain", "highest"]
-    columns += ["faster in whole steps", "median gain", "highest"]
-    return table(columns, cells)
-
-
 def quality_table(records: Records) -> str:
     """What FP8 costs: the loss in nats per token above fp32."""
     (lines,) = records.values()
@@ -1100,12 +1055,6 @@ BLOCKS = {
         "without changes: in eager mode, and compiled with a static cache. In eager mode, small steps wait for the host, whose "
         "speed varies:",
     ),
-    "long-prompts": Block(
-        ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
-        "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count, on an H100 "
-        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
-        "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
-    ),
     "trained": Block(("cpu-trained-models",), trained_table, _MODELS, names=False),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), replays_table, _MODELS,
@@ -1157,12 +1106,6 @@ BLOCKS = {
         "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA "
         "runs its fastest backend, and reads contiguous tensors instead of pages:",
     ),
-    "tuned": Block(
-        ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
-        "What `minirt tune` finds for Qwen2.5-7B compared with the built-in rules. A bucket is a kernel, a shape and a range of "
-        "token counts. *Faster alone* counts buckets with a configuration that is faster in chains of dependent launches; only "
-        "those that also make a whole decode step faster are kept:",
-    ),
     "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(
         ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers_table, _LAYERS,
@@ -1174,12 +1117,7 @@ BLOCKS = {
         "Milliseconds that a decode step of Qwen2.5-7B takes longer when one technique is left out. An empty cell means that the "
         "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py`):",
     ),
-    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, "On an H100, with more parts:", names=False),
-    "startup": Block(
-        ("h200-startup-bf16", "h200-startup-fp8"), startup_table, _SYSTEM,
-        "From process start to the first token, Qwen2.5-7B with random weights. Warm rows are medians of several starts "
-        "(`bench/tools/startup.py`):",
-    ),
+    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, names=False),
     "loading": Block(
         tuple(f"h200-loading-{name}" for name in _LOADED), loading_table, _SYSTEM,
         "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; in rows "
@@ -1216,9 +1154,10 @@ BLOCKS = {
 }  # fmt: skip
 
 
-# Stored results that no page shows: widths that are no multiples of a tile, a mixture on an H100, FP8 pages, watts and clocks.
+# Stored results that no page shows: they decided something that code or a page now says, or a later one is shown.
 NOT_SHOWN = (
-    "h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*", "h200-steps-fp8-odd-*", "h200-memory-quantized-pages", "h200-power"
+    "h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*", "h200-steps-fp8-odd-*", "h200-memory-quantized-pages", "h200-power",
+    "h200-tune-*", "h200-startup-*", "h100-80gb-hbm3-long-prompts-*",
 )  # fmt: skip
 
 

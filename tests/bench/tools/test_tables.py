@@ -362,18 +362,6 @@ def test_trace():
     ]
 
 
-def test_startup():
-    def start(caches, first):
-        own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
-        return {"caches": caches, **own, "first_token_s": median(first)}
-
-    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
-    assert rows(tables.startup_table({"a": record})) == [
-        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
-        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
-    ]
-
-
 def test_loading_in_both_forms():
     run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
     records = {
@@ -524,20 +512,6 @@ def test_attention_of_prompts_on_pages_of_both_kinds():
     assert rows(tables.attention_table({"a": {"results": found}})) == [
         ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
         ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
-    ]
-
-
-def test_what_tuning_finds():
-    def bucket(kernel, best=1e-5, step=None):
-        own = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
-        return own | {"rule_step_s": step and 4e-3, "best_step_s": step}
-
-    found = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
-    records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
-    assert rows(tables.tuned_table(records)) == [
-        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
-        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
-        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
     ]
 
 
