@@ -1,5 +1,7 @@
-"""Quantizes activations to FP8, before linear layers with fp8 weights: e4m3, with an fp32 scale for each row or, before weights
-with a scale for each block, for each row and 128 columns."""
+"""Quantizes activations to FP8 before linear layers with FP8 weights.
+
+Values are e4m3, with an fp32 scale for each row or, before weights with a scale for each block, for each row and 128 columns.
+"""
 
 import torch
 import triton

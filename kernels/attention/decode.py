@@ -1,5 +1,4 @@
-"""Attention of one new token per sequence on the paged KV cache, alone or fused with the operations before it: per-head
-RMSNorm, rotary embedding and the write of the new K and V.
+"""Attention of one new token per sequence on the paged KV cache, alone or fused with QK-norm, rotary embedding and KV write.
 
 Each sequence is divided into KV splits of a fixed number of tokens, independent of the batch (Flash-Decoding, Dao et al. 2023).
 The splits of all sequences form one list of work items. A fixed number of programs takes items from it in turn, so neither the

@@ -1,5 +1,4 @@
-"""Shared code of the decode attention kernels for Hopper: finding work items, fetching their pages by TMA, and RMSNorm and rotary
-embedding of the new token.
+"""Shared code of the decode attention kernels for Hopper: work items, their pages by TMA, and QK-norm and RoPE of the new token.
 
 A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width). Of the kernels' constants `C`, STRIDE is that of
 `find_firsts`.
