@@ -41,7 +41,7 @@ def regimes() -> str:
     """For which sizes of a step, which GPU and which formats each kernel is chosen, by what it declares."""
     rows = []
     for module, name in TABLES:
-        place = f"{module.removeprefix('minirt.kernels.').removesuffix('.dispatch')} {name}"
+        place = f"{module.removeprefix('minirt.kernels.').removesuffix('.dispatch')} {name.removeprefix('REGIMES')}".strip()
         for regime in getattr(import_module(module), name):
             if regime.limits is not None:
                 formats = " ".join(form for form in regime.limits.formats if not form.endswith("_fp32"))

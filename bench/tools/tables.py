@@ -241,14 +241,19 @@ def readme_table(records: Records) -> str:
 
 
 def engines_table(records: Records) -> str:
-    """All points of both engines."""
-    record = records[BESIDE_VLLM]
+    """All points of both engines, and those of minirt on a later PyTorch."""
+    record, older = records[BESIDE_VLLM], records[IN_PROCESS]
+    first, other = run_of(older, "minirt", "bf16"), latest(older)
+    rows = [[_row_of(key), _cell_of(key, own), _cell_of(key, other.values.get(key, ()))] for key, own in first.values.items()]
+    shown = table(["bf16", f"torch {first.versions['torch']}", f"torch {other.versions['torch']}"], rows)
+    versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
     sampled = next(own["sampled_output_tokens_per_s"] for own in record["runs"] if "sampled_output_tokens_per_s" in own)
     parts = (
         _engines_table(records, tuple(points_of(records, "fp8"))), _lacking(records), ties(records), _origin_of(records, ""),
         _protocol_of(record),
         f"At temperature 0.8 and top-p 0.95, with a seed for each request, minirt yields {sampled:,} output tokens/s offline in "
         f"FP8.",
+        f"minirt `{first.build}` with two versions of PyTorch on one card ({versions}), from `{IN_PROCESS}`:", shown,
     )  # fmt: skip
     return "\n\n".join(parts)
 
@@ -348,13 +353,27 @@ def _other_stack_of(record: Result, page: str) -> str:
     first, other = run_of(record, "minirt", "bf16"), latest(record)
     most = max(abs(ratio - 1) for key, own in other.values.items() for ratio in speedups(key, first.values[key], own))
     differ = f"differ by at most {most:.0%}"
-    differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (`{IN_PROCESS}`)"
+    differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (the last table of this section)"
     return f"With torch {other.versions['torch']} and Triton {other.versions['triton']}, minirt's bf16 times {differ}."
 
 
 def _protocol_of(record: Result) -> str:
     names = "order", "clock", "prompts", "decode step", "first token", "offline"
     return "\n".join(f"- {name[0].upper()}{name[1:]}: {record['protocol'][name]}." for name in names)
+
+
+def correction_table(records: Records) -> str:
+    """The points at which vLLM was measured in both settings, with what the earlier one claimed."""
+    older, rows = records[IN_PROCESS], []
+    for form in FORMATS:
+        before, theirs = (run_of(older, engine, form).values for engine in ("minirt", "vLLM"))
+        for key, point in points_of(records, form).items():
+            if not point.in_process and key in theirs:
+                claims = (speedups(key, before[key], theirs[key]), speedups(key, point.own, point.theirs))
+                cells = _cell_of(key, theirs[key]), _cell_of(key, point.theirs), *(f"{_times(own)} ×" for own in claims)
+                rows.append([f"{form}, {_row_of(key)}", *cells])
+    heads = ["vLLM in the caller's process", "in its own", f"minirt faster, {older['date']}", "now"]
+    return table([records[BESIDE_VLLM]["model"], *heads], rows)
 
 
 def drafts_table(records: Records) -> str:
@@ -515,7 +534,26 @@ def _mixture_cells(row: Result, seconds: Result, peers: tuple[float, ...] | None
     return [*own, NONE if peers is None else milliseconds(peers[FORMATS.index(format_of(record))])]
 
 
-# --- idle time, start-up, loading, techniques ---
+def mixture_start_table(records: Records) -> str:
+    """Seconds in which a mixture's weights are made, and in which it is warmed up."""
+    starts = [(title_of(format_of(r)), r["start"]["load_s"], r["start"]["warm_up_s"]) for r in records.values()]
+    rows = [[name, f"{load:.1f}", NONE if warm_up is None else f"{warm_up:.1f}"] for name, load, warm_up in starts]
+    return table(["seconds", "random weights", "warm-up"], rows)
+
+
+def mixture_kernels_table(records: Records) -> str:
+    """Microseconds of a decode step by kernel. Kernels overlap, so their sum is longer than the step."""
+    columns = [(format_of(record), row) for record in records.values() for row in record["traces"]]
+    names = dict.fromkeys(name for _, row in columns for name in row["us_a_step_by_kernel"])
+    rows = [["the step", *(f"{row['step_ms'] * 1e3:,.0f}" for _, row in columns)]]
+    for name in names:
+        found = [row["us_a_step_by_kernel"].get(name) for _, row in columns]
+        rows.append([f"`{name}`", *(NONE if own is None else f"{own:,.0f}" for own in found)])
+    made = table(["µs", *(f"{title_of(form)}, batch {row['batch']}" for form, row in columns)], rows)
+    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{made}"
+
+
+# --- idle time, power, start-up, loading, techniques ---
 
 
 def trace_table(records: Records) -> str:
@@ -534,6 +572,55 @@ def trace_table(records: Records) -> str:
             own += [signed((other["step_ms"] / row["step_ms"] - 1) * 100, 1) + "%"]
         rows.append(own if other else [*own, *[NONE] * 3])
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
+
+
+def power_table(records: Records) -> str:
+    """Times, watts and clocks, with one column for each GPU."""
+    (record,) = records.values()
+    gpus = sorted({row["gpu"] for row in record["results"]})
+
+    def cells(name: Callable[[Result], str | None], show: Callable[[Result], str]) -> dict[str, list[str]]:
+        """The cells of each line, one for each GPU, by the line's name."""
+        found: dict[str, list[str]] = {}
+        for row in record["results"]:
+            line = name(row)
+            if line:
+                found.setdefault(line, [NONE] * len(gpus))[gpus.index(row["gpu"])] = show(row)
+        return found
+
+    def whole(row: Result) -> str:
+        return f"{milliseconds(row['seconds'] * 1e3)} · {row['watts']:.0f} W · {row['sm_clock_mhz']:,.0f} MHz"
+
+    units = {"reading": ("bytes", 1e9, "J/GB"), "product": ("flops", 1e12, "J/TFLOP")}
+    awake = {row["gpu"]: row["watts"] for row in record["results"] if row["what"] == "awake"}
+
+    def draw(row: Result) -> str:
+        return f"{row['watts']:.0f} of {row['limit_w']:.0f} W"
+
+    def cost(row: Result) -> str:
+        count, scale, unit = units[row["what"]]
+        return f"{(row['watts'] - awake[row['gpu']]) * row['seconds'] / row[count] * scale:.3f} {unit}"
+
+    lines = cells(lambda r: "idle but awake, of the power limit" if r["what"] == "awake" else None, draw)
+    lines |= cells(lambda r: {"reading": "reading", "product": "multiplying, bf16"}.get(r["what"]), cost)
+    lines |= cells(lambda r: f"CUDA graph of a step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
+    lines |= cells(lambda r: f"prompt of {r['input_len']} tokens" if r["what"] == "prompt" else None, whole)
+    lines |= cells(
+        lambda r: f"step of batch {r['batch_size']} through `Generator`" if r["what"] == "generator" else None,
+        lambda r: milliseconds(r["seconds"] * 1e3),
+    )
+    return table(["bf16", *(f"GPU {gpu}" for gpu in gpus)], [[line, *row] for line, row in lines.items()])
+
+
+def startup_table(records: Records) -> str:
+    """Seconds from the start of the process, with empty and warm caches of kernels."""
+    names = ("imported_s", "loaded_s", "ready_s", "first_token_s")
+    rows = [
+        [f"{title_of(format_of(record))}, {row['caches']} kernel caches", *(f"{row[name]['median']:.1f}" for name in names)]
+        for record in records.values()
+        for row in sorted(record["results"], key=lambda row: row["caches"], reverse=True)  # warm, then empty
+    ]
+    return table(["seconds since process start", "imported", "loaded", "warmed up", "first token"], rows)
 
 
 def loading_table(records: Records) -> str:
@@ -603,6 +690,18 @@ def prefix_cache_table(records: Records) -> str:
         ["95% interval", f"{row['low']:.3f} to {row['high']:.3f}"],
     ]
     return table(["prefix cache", record["model"]], rows)
+
+
+def long_prompts_table(records: Records) -> str:
+    """First tokens of long prompts beside the GPU's own time."""
+    rows = []
+    for record in records.values():
+        for row in record["results"]:
+            times = [milliseconds(row[name] * 1e3) for name in ("first_token_s", "gpu_s")]
+            prompt = f"{row['input_len']:,} tokens, {'`--fp8`' if record['quantization'] else 'bf16'}"
+            rows.append([prompt, *times, f"{row['of_gpu']:.2f}", f"{row['warm_up_s']:.1f}" if row["warm_up_s"] else NONE])
+    model = next(iter(records.values()))["model"]
+    return table([f"{model}, ms", "first token", "the GPU's time", "ratio", "warm-up, s"], rows)
 
 
 def patch_table(records: Records) -> str:
@@ -712,7 +811,7 @@ def layers_table(records: Records) -> str:
     """Medians over the layers of each kind, and their largest error; then the whole step."""
     found = [(record, row) for record in records.values() for row in record["results"]]
     rows = []
-    for step, kind in dict.fromkeys((row["step"], row["kind"]) for _, row in found if row["kind"] not in ("embedding", "select")):
+    for step, kind in dict.fromkeys((row["step"], row["kind"]) for _, row in found):
         cells = [f"{step}, {kind}"]
         for record in records.values():
             own = [row for row in record["results"] if (row["step"], row["kind"]) == (step, kind)]
@@ -770,8 +869,6 @@ def kernels_table(records: Records) -> str:
     shown = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == models[row["kernel"]]}
     cells = []
     for kernel, model in models.items():
-        if kernel.startswith("gemm_"):  # `gemms_table` has them
-            continue
         cells.append([f"`{kernel}`" + ("" if model == _MODEL else f", {model}")])
         for tokens, context in telling(kernel):
             cells[-1] += _kernel(shown.get((kernel, tokens, context)))
@@ -826,6 +923,23 @@ def _summary(rows: list[Result]) -> str:
     return table(columns, lines)
 
 
+def shapes_table(records: Records) -> str:
+    """Microseconds of each kernel above its limit: the mean over a model's points, and the highest relative to Qwen2.5-7B's."""
+    rows = [row for row in _points(records) if row["seconds"]]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        lost = {
+            model: [row["lost_s"] for row in rows if (row["kernel"], row["model"]) == (kernel, model)] for model in models
+        }
+        means = {model: statistics.mean(own) for model, own in lost.items() if own}
+        own = means.pop(_MODEL, None)
+        factor = NONE if own is None or not means else f"{max(means.values()) / own:.2f} ×"
+        shown = ({_MODEL: own} if own is not None else {}) | means
+        cells.append([f"`{kernel}`", *(f"{shown[m] * 1e6:,.1f}" if m in shown else NONE for m in models), factor])
+    return table(["µs above the limit", *models, f"highest, relative to {_MODEL}"], cells)
+
+
 def gemms_table(records: Records) -> str:
     """GEMMs by number of tokens: microseconds, and cuBLAS's time divided by minirt's."""
     rows = [row for record in records.values() for row in record["results"] if row["seconds"]]
@@ -876,6 +990,28 @@ def _attention(row: Result | None) -> list[str]:
     rates = [f"{row[name] / unit:,.0f}" for name, unit in (("flops_per_s", 1e12), ("bytes_per_s", 1e9))]
     beside = f"{row['seconds']['library']['median'] / best:.2f} ×" if "library" in row["seconds"] else NONE
     return [f"{best * 1e6:,.1f}", *rates, beside]
+
+
+def _gains(gains: list[float]) -> list[str]:
+    """Cells: the number of gains, their median and the largest in per cent."""
+    return [str(len(gains)), *([f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"] if gains else [NONE, NONE])]
+
+
+def tuned_table(records: Records) -> str:
+    """For each kernel family and format: in how many buckets a configuration is faster than the rule's, in chains and in whole
+    steps, and by how much."""
+    cells = []
+    for record in records.values():
+        for kernel in dict.fromkeys(row["kernel"] for row in record["results"]):
+            own = [row for row in record["results"] if row["kernel"] == kernel]
+            chains = [1 - row["best_s"] / row["rule_s"] for row in own if row["best_s"] < row["rule_s"]]
+            kept = [row for row in own if row["config"] is not None and row["best_step_s"] is not None]
+            steps = [1 - row["best_step_s"] / row["rule_step_s"] for row in kept]
+            name = f"`{kernel}`, {title_of(format_of(record))}"
+            cells.append([name, str(len(own)), str(sum(row["tried"] for row in own)), *_gains(chains), *_gains(steps)])
+    columns = ["kernel", "buckets", "configurations tried", "faster alone", "median gain", "highest"]
+    columns += ["faster in whole steps", "median gain", "highest"]
+    return table(columns, cells)
 
 
 def quality_table(records: Records) -> str:
@@ -1027,13 +1163,20 @@ _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
 _LOADED = ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8", "mixture-fused-bf16", "mixture-fused-fp8")
-_STORED_FORMATS = ("fp8-blocks", "fp8-channels")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "headline": Block(_BOTH_ENGINES, headline, README, names=False),
     "vllm": Block(_BOTH_ENGINES, readme_table, README, names=False),
     "sizes": Block(("cpu-format-quality",), sizes_table, README, names=False),
     "engines": Block(_BOTH_ENGINES, engines_table, _MODELS, names=False),
+    "correction": Block(
+        _BOTH_ENGINES, correction_table, _MODELS,
+        "Until this correction, README.md and this page compared minirt with an engine of vLLM in the caller's process "
+        "(`VLLM_ENABLE_V1_MULTIPROCESSING=0`). There, Python code of the caller delays large batches. By default, vLLM's engine "
+        "is a process of its own that schedules asynchronously. The earlier figures were too good for minirt with many requests; "
+        "those of single cells below also differ because the cards do:",
+    ),
     "drafts": Block(
         (BESIDE_VLLM,), drafts_table, _MODELS,
         "Speculative decoding on an H100. Synthetic drafts take no time to make, MTP drafts do (`bench/tools/speculation.py "
@@ -1055,6 +1198,12 @@ BLOCKS = {
         "without changes: in eager mode, and compiled with a static cache. In eager mode, small steps wait for the host, whose "
         "speed varies:",
     ),
+    "long-prompts": Block(
+        ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
+        "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count, on an H100 "
+        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
+        "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
+    ),
     "trained": Block(("cpu-trained-models",), trained_table, _MODELS, names=False),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), replays_table, _MODELS,
@@ -1070,8 +1219,10 @@ BLOCKS = {
     "formats": Block(
         tuple(f"h200-steps-{name}" for name in _STORED_FORMATS), formats_table, _MODELS,
         "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
-        "(compressed-tensors) one for each output channel (`bench/tools/stored_format.py`). The LM head is in bf16. The limit of "
-        "a step is the time to read the weights and the KV cache:",
+        "(compressed-tensors) one for each output channel. `fp8-odd-tiles` is `fp8-blocks` with widths that are multiples of a "
+        "block but not of a tile, `fp8-odd-widths` with widths that are not even multiples of a block "
+        "(`bench/tools/stored_format.py`). The LM head is in bf16. The limit of a step is the time to read the weights and the "
+        "KV cache:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
@@ -1084,6 +1235,23 @@ BLOCKS = {
         "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; in FP8, "
         "its steps of 64 and 256 sequences used fewer distinct experts:",
     ),
+    "mixture-odd": Block(
+        ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
+        "The same model with 120 experts of 752 channels, which are no multiples of a tile:",
+    ),
+    "mixture-fp8-blocks": Block(
+        tuple(f"h100-80gb-hbm3-mixture-{name}" for name in ("bf16", "fp8", "fp8-blocks")), mixture_table, _MODELS,
+        "The same model on an H100 (80 GB, 3.35 TB/s by its datasheet), also with FP8 weights that have a scale for each block "
+        "of 128 × 128, as in the official FP8 files:",
+    ),
+    "mixture-start": Block(
+        _MIXTURE, mixture_start_table, _MODELS,
+        "The start of the same processes, with kernels in Triton's cache:",
+    ),
+    "mixture-kernels": Block(
+        _MIXTURE, mixture_kernels_table, _MODELS,
+        "Where a decode step's time goes, by PyTorch's profiler. Kernels overlap: one that waits for its predecessor counts too.",
+    ),
     "kernels": Block(
         tuple(
             f"h200-kernels-{name}"
@@ -1094,6 +1262,11 @@ BLOCKS = {
         "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "
         "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached "
         "tokens of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
+    ),
+    "shapes": Block(
+        ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
+        "Microseconds by which the kernels of a decode step exceed their limits. Each cell is the mean over 1, 3, 24 and 100 "
+        "tokens; for attention, over contexts of 128 and 3000 tokens as well:",
     ),
     "gemms": Block(
         ("h200-kernels-gemm",), gemms_table, _KERNELS,
@@ -1106,6 +1279,12 @@ BLOCKS = {
         "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA "
         "runs its fastest backend, and reads contiguous tensors instead of pages:",
     ),
+    "tuned": Block(
+        ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
+        "What `minirt tune` finds for Qwen2.5-7B compared with the built-in rules. A bucket is a kernel, a shape and a range of "
+        "token counts. *Faster alone* counts buckets with a configuration that is faster in chains of dependent launches; only "
+        "those that also make a whole decode step faster are kept:",
+    ),
     "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(
         ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers_table, _LAYERS,
@@ -1117,7 +1296,12 @@ BLOCKS = {
         "Milliseconds that a decode step of Qwen2.5-7B takes longer when one technique is left out. An empty cell means that the "
         "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py`):",
     ),
-    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, names=False),
+    "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, "On an H100, with more parts:", names=False),
+    "startup": Block(
+        ("h200-startup-bf16", "h200-startup-fp8"), startup_table, _SYSTEM,
+        "From process start to the first token, Qwen2.5-7B with random weights. Warm rows are medians of several starts "
+        "(`bench/tools/startup.py`):",
+    ),
     "loading": Block(
         tuple(f"h200-loading-{name}" for name in _LOADED), loading_table, _SYSTEM,
         "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; in rows "
@@ -1137,7 +1321,7 @@ BLOCKS = {
         ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
     ),
     "memory": Block(
-        ("h200-memory",), memory_table, _SYSTEM,
+        ("h200-memory", "h200-memory-quantized-pages"), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
         "(`bench/tools/memory_cases.py`). *Least free* is the lowest amount of free memory during all workloads, as a share of "
         "what was free at the start. Prompts that are longer than the context are cut to it:",
@@ -1146,19 +1330,17 @@ BLOCKS = {
         ("h200-trace",), trace_table, _SYSTEM,
         "The GPU during decoding, by PyTorch's profiler (`bench/tools/gpu_trace.py`). A gap between two kernels counts as idle:",
     ),
+    "power": Block(
+        ("h200-power",), power_table, _SYSTEM,
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not "
+        "include the idle power of the GPU (`bench/tools/power.py`):",
+    ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
     "quality-options": Block(("cpu-trained-models",), options_quality_table, QUANTIZATION, names=False),
     "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
-
-
-# Stored results that no page shows: they decided something that code or a page now says, or a later one is shown.
-NOT_SHOWN = (
-    "h200-mixture-odd-bf16", "h100-80gb-hbm3-mixture-*", "h200-steps-fp8-odd-*", "h200-memory-quantized-pages", "h200-power",
-    "h200-tune-*", "h200-startup-*", "h100-80gb-hbm3-long-prompts-*",
-)  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -19,7 +19,7 @@ import clean
 import torch
 
 PROMPT = "Once upon a time"
-SAMPLES, STORIES, STORY_WORDS = 2, 200, 120
+SAMPLES, STORIES, STORY_WORDS = 1, 200, 120
 OPENINGS = ["Once upon a time", "One sunny day, a", "There once was a", "The", "In a small village, there lived"]
 
 

@@ -1,10 +1,10 @@
-"""`bench/tools/long_prompts.py` on a small model on the CPU: every row is complete."""
+"""`bench/tools/long_prompts.py` on a small model on the CPU: every row has what the table shows."""
 
-from minirt.bench.tools import long_prompts
+from minirt.bench.tools import long_prompts, tables
 
 
 def test_measure(monkeypatch):
-    """Catches prompts that hit a cache or end early."""
+    """Catches prompts that hit a cache or end early, and a table that lacks a row."""
     asked = []
     monkeypatch.setattr(long_prompts, "PROMPTS", (40, 90))
     monkeypatch.setattr(long_prompts, "REPEATS", 3)
@@ -14,3 +14,6 @@ def test_measure(monkeypatch):
     for row in rows:
         assert len(row["all"]) == 3
         assert row["of_gpu"] == row["first_token_s"] / row["gpu_s"]
+    record = {"model": "a model", "quantization": None, "results": rows}
+    shown = tables.long_prompts_table({"a": record, "b": record | {"quantization": "fp8"}})
+    assert shown.count("40 tokens, bf16") == shown.count("90 tokens, `--fp8`") == 1

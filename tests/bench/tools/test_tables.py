@@ -146,8 +146,8 @@ def test_the_headline_is_about_what_vllm_does_by_default():
     assert "weights are random" in text, "beside the first figure, not far below it"
 
 
-def test_both_engines_with_the_protocol():
-    """Catches a point that one engine lacks shown as a number or left out, and runs that are mixed up."""
+def test_both_engines_with_the_protocol_and_a_later_pytorch():
+    """Catches a point that one engine or the later run lacks shown as a number or left out, and runs that are mixed up."""
     both = beside()
     both[results.BESIDE_VLLM]["runs"][3]["results"].append({"batch_size": 192, "context_len": 128, "step_s": 0.014})
     text = tables.engines_table(both)
@@ -156,6 +156,23 @@ def test_both_engines_with_the_protocol():
     assert "19,000 output tokens/s" in text
     assert "(docs/" not in text, "a link from README.md"
     assert "(#beside-vllm)" not in text, "a link to where it stands"
+    later = text.rpartition("\n\n")[2]
+    assert later.splitlines()[0] == "| bf16 | torch 2 | torch 9 |"
+    assert rows(later)[0] == ["decode step, batch 1, ms", "4.00", "3.60"]
+    assert rows(later)[3] == ["decode step, batch 1, context 8,000, ms", "5.00", "4.50"]
+    assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
+
+
+def test_what_was_wrong_is_told():
+    """Catches the two settings of vLLM swapped, and points that were measured in one of them only."""
+    assert rows(tables.correction_table(beside())) == [
+        ["bf16, decode step, batch 64, ms", "14.0", "12.0", "1.75 ×", "1.50 ×"],
+        ["bf16, decode step, batch 256, ms", "21.5", "18.5", "1.75 ×", "1.50 ×"],
+        ["bf16, offline, output tokens/s", "9,000", "10,000", "1.33 ×", "1.20 ×"],
+        ["fp8, decode step, batch 64, ms", "12.0", "10.0", "3.00 ×", "2.50 ×"],
+        ["fp8, decode step, batch 256, ms", "18.5", "15.4 to 16.0", "3.00 ×", "2.50 to 2.60 ×"],
+        ["fp8, offline, output tokens/s", "9,000", "10,000", "2.22 ×", "2.00 ×"],
+    ]
 
 
 def test_drafts_and_the_first_token():
@@ -315,7 +332,9 @@ def test_mixture():
             for n in batches
         ]
         prompt = {"input_len": 2048, "time_to_first_token_s": {"median": 0.02}, "share_of_limit": 0.25, "experts": None}
-        return {"dtype": form, "results": steps, "prompts": [prompt]}
+        trace = {"batch": 8, "step_ms": 1.25, "us_a_step_by_kernel": {f"{form}_kernel": 12.0, "other": 3.4}}
+        start = {"load_s": 1.0, "warm_up_s": 5.25}
+        return {"dtype": form, "results": steps, "prompts": [prompt], "traces": [trace], "start": start}
 
     records = {"a": record("bfloat16", (1, 3), 1), "b": record("fp8", (1,), 2)}
     assert rows(tables.mixture_table(records)) == [
@@ -323,6 +342,12 @@ def test_mixture():
         ["decode step, batch 3", "3.00", "50%", "24.8", "–", "–", "–", "–", "–"],
         ["prompt of 2,048 tokens", "20.0", "25%", "–", "78.6", "20.0", "25%", "–", "92.5"],
     ]
+    assert rows(tables.mixture_start_table(records)) == [["bf16", "1.0", "5.2"], ["`--fp8`", "1.0", "5.2"]]
+    picture, kernels = tables.mixture_kernels_table(records).split("\n\n")
+    assert picture.endswith("(../../bench/results/mixture.svg)")
+    assert rows(kernels) == [
+        ["the step", "1,250", "1,250"], ["`bfloat16_kernel`", "12", "–"], ["`other`", "3", "3"], ["`fp8_kernel`", "–", "12"],
+    ]  # fmt: skip
 
 
 def test_picture_of_a_mixture(monkeypatch, tmp_path):
@@ -359,6 +384,43 @@ def test_trace():
     assert rows(tables.trace_table({"a": {"results": found}})) == [
         ["batch 1, context 128", "2.00", "3.1%", "–", "–", "–"],
         ["batch 64, context 128", "4.00", "0.5%", "3.90", "1.0%", "−2.5%"],
+    ]
+
+
+def test_power():
+    """Catches: cells of one GPU in another's column and costs that hold what the GPU draws anyway."""
+
+    def gpu(index, awake):
+        own = [
+            {"what": "awake", "watts": awake, "seconds": 0.01},
+            {"what": "reading", "watts": awake + 400, "seconds": 0.02, "bytes": 80_000_000_000},
+            {"what": "product", "watts": awake + 500, "seconds": 0.04, "flops": 20_000_000_000_000},
+            {"what": "step", "batch_size": 8, "watts": 690.0, "seconds": 0.004, "sm_clock_mhz": 1980},
+            {"what": "prompt", "input_len": 8192, "watts": 695.0, "seconds": 0.2, "sm_clock_mhz": 1410},
+        ]
+        return [{"gpu": index, "limit_w": 700.0} | row for row in own]
+
+    record = {"results": [*gpu(1, 100.0), *gpu(0, 125.0)]}
+    record["results"].append({"gpu": 1, "limit_w": 700.0, "what": "generator", "batch_size": 256, "seconds": 0.0078})
+    assert rows(tables.power_table({"a": record})) == [
+        ["idle but awake, of the power limit", "125 of 700 W", "100 of 700 W"],
+        ["reading", "0.100 J/GB", "0.100 J/GB"],
+        ["multiplying, bf16", "1.000 J/TFLOP", "1.000 J/TFLOP"],
+        ["CUDA graph of a step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
+        ["prompt of 8192 tokens", "200.0 · 695 W · 1,410 MHz", "200.0 · 695 W · 1,410 MHz"],
+        ["step of batch 256 through `Generator`", "–", "7.80"],
+    ]
+
+
+def test_startup():
+    def start(caches, first):
+        own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
+        return {"caches": caches, **own, "first_token_s": median(first)}
+
+    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
+    assert rows(tables.startup_table({"a": record})) == [
+        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
+        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
     ]
 
 
@@ -512,6 +574,39 @@ def test_attention_of_prompts_on_pages_of_both_kinds():
     assert rows(tables.attention_table({"a": {"results": found}})) == [
         ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
         ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
+    ]
+
+
+def test_what_tuning_finds():
+    def bucket(kernel, best=1e-5, step=None):
+        own = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
+        return own | {"rule_step_s": step and 4e-3, "best_step_s": step}
+
+    found = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
+    records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
+    assert rows(tables.tuned_table(records)) == [
+        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
+        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
+        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
+    ]
+
+
+def test_what_other_shapes_lose():
+    def row(kernel, model, lost, tokens=1, timed=True):
+        own = {"kernel": kernel, "model": model, "tokens": tokens, "context": None, "lost_s": lost}
+        return own | {"seconds": {"triton": {}} if timed else {}}
+
+    found = [
+        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6, 3), row("o", "A", 6e-6), row("o", "B", 3e-6),
+        row("o", "A", None, 3, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
+    ]  # fmt: skip
+    older = [row("o", "Qwen2.5-7B", 99e-6), row("o", "B", 99e-6)]  # of two that have a point the first counts
+    text = tables.shapes_table({"a": {"results": found}, "b": {"results": older}})
+    assert text.splitlines()[0] == "| µs above the limit | Qwen2.5-7B | A | B | highest, relative to Qwen2.5-7B |"
+    assert rows(text) == [
+        ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
+        ["`down`", "–", "1.0", "–", "–"],
+        ["`qkv`", "1.0", "–", "–", "–"],
     ]
 
 
