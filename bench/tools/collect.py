@@ -57,9 +57,7 @@ def _runs() -> dict[str, list[str]]:
         runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
         runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
         runs[f"mixture-{kind}"] = ["mixture.py", "Qwen3-30B-A3B", *flags]
-        runs[f"long-prompts-{kind}"] = ["long_prompts.py", "Qwen2.5-0.5B", *flags]
         runs[f"served-{kind}"] = ["served.py", "Qwen2.5-7B", *flags]
-        runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
@@ -77,9 +75,6 @@ def _runs() -> dict[str, list[str]]:
     runs["patch-7b-compiled"] = ["bench", "patch", *_MODEL, *compiled]
     runs["patch-7b"] = ["bench", "patch", *_MODEL, "--no-compile", "-p", "128,2048,8192", "-b", "1,8"]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
-    runs["prefix-cache"] = ["prefix_cache.py", "Qwen2.5-7B"]
-    runs["sampling-cost"] = ["sampling_cost.py", "Qwen2.5-7B"]
-    runs["power"] = ["power.py", "Qwen2.5-7B"]
     # Real weights: the embedded model, and one that must be in the Hub's cache.
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
     runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]

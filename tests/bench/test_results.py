@@ -128,14 +128,14 @@ def test_all_that_is_stored_or_collected_is_shown():
 
 def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    before, after = "a\n<!-- ablation -->\n", "<!-- end of ablation -->\nb\n"
+    before, after = "a\n<!-- startup -->\n", "<!-- end of startup -->\nb\n"
     text = tables.render(before + after)
-    assert text.startswith(before + tables.BLOCKS["ablation"].says)
-    assert text.endswith(f"`python bench/tools/collect.py FOLDER ablation-bf16 ablation-fp8` makes them.\n{after}")
+    assert text.startswith(before + tables.BLOCKS["startup"].says)
+    assert text.endswith(f"`python bench/tools/collect.py FOLDER startup-bf16 startup-fp8` makes them.\n{after}")
     assert tables.render(f"{before}| old | 1 |\n{after}") == tables.render(text) == text
-    shutil.copy(RESULTS / "h200-ablation-bf16.json", tmp_path)
+    shutil.copy(RESULTS / "h200-startup-bf16.json", tmp_path)
     full = tables.render(text)
-    assert full.startswith(before + tables.BLOCKS["ablation"].says)
+    assert full.startswith(before + tables.BLOCKS["startup"].says)
     assert full.endswith(f").\n{after}")
     assert tables.render(full) == full
 
@@ -270,7 +270,7 @@ def test_tests_of_pages_see_a_gpu_that_is_denied():
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16"])
 def test_a_load_says_where_it_ran(name):
-    """`bench/tools/loading.py` reads a folder that is nobody else's: its result holds no command."""
+    """The script reads a folder that is nobody else's: its result holds no command."""
     record = load(f"h200-loading-{name}")
     for run in record if isinstance(record, list) else [record]:
         assert "H200" in run["environment"]["cuda:0"]

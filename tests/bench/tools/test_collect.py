@@ -56,14 +56,15 @@ def test_every_kernel_is_measured():
 
 
 def test_what_pages_show_is_collected():
-    """All results except loading, which needs a checkpoint of 15 GB, memory, which needs a GPU of its own, those of a CPU, and
-    the comparison with vLLM, which needs an environment with vLLM."""
+    """All results except those whose script is gone, those of a CPU, and the comparison with vLLM, which needs an environment
+    with vLLM."""
     from minirt.bench.tools import tables
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
-    left = set(tables.BLOCKS["loading"].sources)
-    left |= {"h200-memory", "h200-memory-quantized-pages", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
+    gone = "loading", "memory", "ablation", "power", "prefix-cache", "sampling", "long-prompts"
+    left = {source for name in gone for source in tables.BLOCKS[name].sources}
+    left |= {"cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
     left |= {"cpu-format-quality", "cpu-trained-models", results.BESIDE_VLLM, results.IN_PROCESS}
     runs = [f"{gpu}-{name}" for name in collect.RUNS for gpu in results.GPUS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
