@@ -124,7 +124,7 @@ def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUs
 
 
 def in_decode(generator: Generator, batch_size: int, context_len: int, seed: int) -> ExpertUse | None:
-    """The experts used by decode steps like those that `bench decode` measures: random prompts, then greedy tokens."""
+    """The experts used by decode steps like those that `bench speed` measures: random prompts, then greedy tokens."""
     prompts = random_prompts(random.Random(seed), [context_len] * batch_size, generator.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=_STEPS + 1, ignore_eos=True, repetition_penalty=1.0)
     return observe(generator, batch_size, lambda: generator.generate(prompts, [params] * batch_size))

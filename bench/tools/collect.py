@@ -16,8 +16,10 @@ from pathlib import Path
 from minirt.errors import InputError, MinirtError
 
 _MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
-_DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
-_PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
+_DECODE = ["bench", "speed", "-p", "0", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
+_PREFILL = [
+    "bench", "speed", "-n", "0", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check",
+]  # fmt: skip
 # Long prompts while other requests decode, with several limits on the tokens of a step. A whole prompt and all requests fit 8448.
 _BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "--repeats", "3", "--skip-check"]
 _STEP_LIMITS = (8448, 2048, 512)
@@ -59,8 +61,8 @@ def _runs() -> dict[str, list[str]]:
         runs[f"mixture-{kind}"] = ["mixture.py", "Qwen3-30B-A3B", *flags]
         runs[f"served-{kind}"] = ["served.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:
-            own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
-            runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+            words = ["bench", "speed", "-p", "0", "--model", model, "--random-weights", "--max-model-len", "4096"]
+            runs[f"decode-{model.lower()}-{kind}"] = [*words, "-b", "1,8,64", "-c", "128", *flags]
     for model in _FOUR_BITS:
         runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
     for model in _EIGHT_BITS:
@@ -68,7 +70,7 @@ def _runs() -> dict[str, list[str]]:
     for name, words in _STORED_FORMATS.items():
         runs[f"steps-{name}"] = ["stored_format.py", *words, "steps"]
     for limit in _STEP_LIMITS:
-        runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
+        runs[f"chunking-{limit}"] = ["bench", "speed", "-n", "0", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["mixture-odd-bf16"] = ["mixture.py", "Qwen3-30B-A3B", "--set", "num_experts=120", "--set", "moe_intermediate_size=752"]
     runs["mixture-fp8-blocks"] = ["mixture.py", "--stored", "fp8-blocks", "Qwen3-30B-A3B"]
     compiled = ["--compile", "-p", "2048", "-b", "1,8", "--variants", "minirt,minirt fp8"]

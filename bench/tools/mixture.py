@@ -22,8 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator
 from minirt.bench import check, decode, prefill
-from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
+from minirt.bench.ceiling import matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
+from minirt.bench.measure import Runs
 from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.report import context
@@ -60,11 +61,8 @@ def measure(model: str, fp8_products: bool, skip_check: bool = False, **options:
         if expected is not None:
             correctness = check.compare(generator, expected, BATCHES)
         start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s or None}
-        steps = decode.run(
-            generator, BATCHES, (CONTEXT,), repeats=2, sampling=_GREEDY, seed=0, ceiling=ceiling, products=products,
-            datasheet=datasheet_bandwidth(device), progress=note, count=_STEPS,
-        )  # fmt: skip
-        prompts = prefill.run(generator, PROMPTS, repeats=5, sampling=_GREEDY, seed=0, ceiling=products, progress=note)
+        steps = decode.run(Runs(generator, 2, _GREEDY, progress=note), BATCHES, (CONTEXT,), ceiling, products, _STEPS)
+        prompts = prefill.run(Runs(generator, 5, _GREEDY, progress=note), PROMPTS, products)
         for row in prompts:
             use = in_prompt(generator, row["input_len"], 0)
             read = step_read_bytes(generator.model, row["input_len"], None if use is None else use.touched())

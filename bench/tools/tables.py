@@ -1201,7 +1201,7 @@ BLOCKS = {
     "long-prompts": Block(
         ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
         "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count, on an H100 "
-        "(`bench/tools/long_prompts.py` of `06e80f37`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
+        "(`bench/tools/long_prompts.py` of 06e80f37; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
         "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
     ),
     "trained": Block(("cpu-trained-models",), trained_table, _MODELS, names=False),
@@ -1294,7 +1294,7 @@ BLOCKS = {
     "ablation": Block(
         ("h200-ablation-bf16", "h200-ablation-fp8"), ablation_table, _LAYERS,
         "Milliseconds that a decode step of Qwen2.5-7B takes longer when one technique is left out. An empty cell means that the "
-        "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py` of `06e80f37`):",
+        "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py` of 06e80f37):",
     ),
     "first-token": Block((BESIDE_VLLM,), first_token_table, _SYSTEM, "On an H100, with more parts:", names=False),
     "startup": Block(
@@ -1304,7 +1304,7 @@ BLOCKS = {
     ),
     "loading": Block(
         tuple(f"h200-loading-{name}" for name in _LOADED), loading_table, _SYSTEM,
-        "Loading a checkpoint (`bench/tools/loading.py` of `06e80f37`). Peak GPU memory is that of loading and the first tokens; in rows "
+        "Loading a checkpoint (`bench/tools/loading.py` of 06e80f37). Peak GPU memory is that of loading and the first tokens; in rows "
         "without GPU memory after loading, that of loading alone:",
     ),
     "served": Block(
@@ -1314,16 +1314,16 @@ BLOCKS = {
     ),
     "sampling": Block(
         ("h200-sampling-cost",), sampling_table, _SYSTEM,
-        "Decode steps of Qwen2.5-7B in bf16 that sample at temperature 1, through `Generator` (`bench/tools/sampling_cost.py` of `06e80f37`). "
+        "Decode steps of Qwen2.5-7B in bf16 that sample at temperature 1, through `Generator` (`bench/tools/sampling_cost.py` of 06e80f37). "
         "*structured* follows a JSON schema:",
     ),
     "prefix-cache": Block(
-        ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py` of `06e80f37`):"
+        ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py` of 06e80f37):"
     ),
     "memory": Block(
         ("h200-memory", "h200-memory-quantized-pages"), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
-        "(`bench/tools/memory_cases.py` of `06e80f37`). *Least free* is the lowest amount of free memory during all workloads, as a share of "
+        "(`bench/tools/memory_cases.py` of 06e80f37). *Least free* is the lowest amount of free memory during all workloads, as a share of "
         "what was free at the start. Prompts that are longer than the context are cut to it:",
     ),
     "trace": Block(
@@ -1333,7 +1333,7 @@ BLOCKS = {
     "power": Block(
         ("h200-power",), power_table, _SYSTEM,
         "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not "
-        "include the idle power of the GPU (`bench/tools/power.py` of `06e80f37`):",
+        "include the idle power of the GPU (`bench/tools/power.py` of 06e80f37):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),

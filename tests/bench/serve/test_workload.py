@@ -39,18 +39,18 @@ def test_lengths_are_those_of_bench_throughput(monkeypatch: pytest.MonkeyPatch) 
     from types import SimpleNamespace
 
     from minirt.bench import throughput
+    from minirt.bench.measure import Runs
 
     seen: list[tuple[int, int]] = []
 
-    def timed_run(generator, prompts, params, clock):
-        seen.extend((len(prompt), asked.max_tokens) for prompt, asked in zip(prompts, params, strict=True))
+    def timed(runs, rng, inputs, outputs):
+        seen.extend(zip(inputs, outputs, strict=True))
         return 1.0, []
 
-    monkeypatch.setattr(throughput, "timed_run", timed_run)
+    monkeypatch.setattr(Runs, "timed", timed)
     monkeypatch.setattr(throughput, "_ends", lambda values: None)
     monkeypatch.setattr(throughput, "peak_memory", lambda device: 0)
-    fake = SimpleNamespace(config=SimpleNamespace(vocab_size=9), device=None)
-    throughput.run(fake, 300, (3, 90), (2, 40), repeats=1, sampling={}, seed=5)
+    throughput.run(Runs(SimpleNamespace(device=None), 1, {}, 5), 300, (3, 90), (2, 40))  # type: ignore[arg-type]
     assert seen[:300] == list(zip(*LOAD.lengths(), strict=True))
 
 

@@ -35,7 +35,8 @@ def test_every_run_is_a_command(name):
             assert words[preset + 1 :] == ["steps"]
         return
     command, options = parsed(words)
-    assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command
+    kind = name.split("-")[0]
+    assert ("speed" if kind in ("decode", "prefill", "chunking") else kind) == command
     chosen = options.get("models") or [options["model"]]
     assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
