@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirt.bench import picture
 from minirt.bench.measure import Clock, forget_peak_memory, silent
+from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, heading, table
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
@@ -347,27 +349,18 @@ def draw(shared: Row, rows: list[Row], target: Path) -> None:
     Raises:
         MinirtError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # pyplot would open windows and keep state
-
-    from minirt.bench.compare.picture import save
-
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    tests = list(dict.fromkeys(row["test"] for row in rows))
-    variants = [name for name in dict.fromkeys(row["variant"] for row in rows) if name != BASELINE]
-    figure = Figure(figsize=(2.0 + 1.1 * len(tests) * len(modes), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(modes), squeeze=False, sharey=True)[0]
+    modes, tests, variants = (list(dict.fromkeys(row[name] for row in rows)) for name in ("mode", "test", "variant"))
+    variants = [name for name in variants if name != BASELINE]
     width = 0.8 / max(1, len(variants))
-    for place, mode in zip(axes, modes, strict=True):
-        for i, variant in enumerate(variants):
-            own = {row["test"]: row["speedup"] for row in rows if (row["variant"], row["mode"]) == (variant, mode)}
-            where = [j + (i + 0.5) * width - 0.4 for j in range(len(tests))]
-            place.bar(where, [own[test] for test in tests], width, label=variant)
-        place.axhline(1.0, color="k", linewidth=1)
-        place.set_xticks(range(len(tests)), tests, rotation=30, fontsize=7)
-        place.set_title(f"transformers {mode}", fontsize=9)
-    axes[0].set_ylabel("speed, relative to the model without changes")
-    axes[0].legend(fontsize=7)
+    speedups = {(row["variant"], row["mode"], row["test"]): row["speedup"] for row in rows}
+    panels = []
+    for mode in modes:
+        series = [
+            Series(name, [speedups[name, mode, test] for test in tests], width=width, shift=(i + 0.5) * width - 0.4)
+            for i, name in enumerate(variants)
+        ]
+        about = "speed, relative to the model without changes"
+        panels.append(Panel(series, f"transformers {mode}", ylabel=about, ticks=tests, rotation=30, level=1.0))
     kind = "" if shared["backend"] == "CUDA" else "\nCPU figures, no GPU"
     title = f"{Path(shared['model']).name} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{kind}"
-    figure.suptitle(title, fontsize=9)
-    save(figure, target)
+    picture.draw([panels], title, target, (2.0 + 1.1 * len(tests) * len(modes), 4.5))

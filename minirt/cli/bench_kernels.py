@@ -105,7 +105,7 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     report = KernelReport(context(shared, rows, slower, products, event_s), rows)
     emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
     if options["pictures"] is not None:
-        from minirt.bench.kernels.picture import draw
+        from minirt.bench.kernels.report import draw
 
         draw(report.context, rows, Path(options["pictures"]))
     _judge(report.context["faults"], "exceeds its error bound", NumericsError)
@@ -131,7 +131,7 @@ def _config(model: str) -> "ModelConfig":
 
 
 def _check_folder(folder: str) -> None:
-    from minirt.bench.compare.picture import require_matplotlib
+    from minirt.bench.picture import require_matplotlib
 
     if not Path(folder).is_dir():
         raise click.BadParameter(f"the folder {folder!r} does not exist", param_hint="--pictures")

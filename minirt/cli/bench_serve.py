@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from minirt.cli.files import check_target
+from minirt.cli.files import check_picture
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     RANGE,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minirt.bench.serve.run import Target
     from minirt.bench.serve.workload import Workload
 
-_LIMITS, _PICTURES = ("ttft", "tpot", "e2el"), (".png", ".svg")
+_LIMITS = ("ttft", "tpot", "e2el")
 _VOCAB_SIZE = 32_000  # the smallest of the well-known models
 
 
@@ -163,7 +163,7 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     if options["max_concurrency"] is not None and options["processes"] > options["max_concurrency"]:
         expected = f"at most --max-concurrency {options['max_concurrency']}"
         raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
-    _check_picture(options["picture"])
+    check_picture(options["picture"])
     target, chat = _target(options), options["endpoint"].endswith("chat/completions")
     workload = _workload(options, chat)
     progress = (lambda text: None) if options["quiet"] else note
@@ -200,7 +200,7 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     report = ServeReport(shared, rows)
     emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
     if options["picture"] is not None:
-        from minirt.bench.serve.picture import draw
+        from minirt.bench.serve.report import draw
 
         draw(shared, rows, Path(options["picture"]))
     failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)
@@ -225,17 +225,6 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
             raise InputError("not a limit", where="--goodput", expected=expected, found=word)
         limits[name] = limit
     return limits
-
-
-def _check_picture(name: str | None) -> None:
-    if name is None:
-        return
-    if Path(name).suffix not in _PICTURES:
-        raise click.BadParameter(f"the name must end with {' or '.join(_PICTURES)}", param_hint="--picture")
-    check_target(name, "--picture")
-    from minirt.bench.compare.picture import require_matplotlib
-
-    require_matplotlib()
 
 
 def _target(options: dict[str, Any]) -> "Target":

@@ -26,15 +26,14 @@ REQUIRED = {
     "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-ablation-fp8",
     *(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")),
     "h200-compare-7b-bf16", "h200-compare-7b-fp8", *(f"h200-chunking-{limit}" for limit in (8448, 2048, 512)),
-    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "h200-power",
+    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace",
     "h200-tune-bf16", "h200-tune-fp8", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {
-    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py",
+    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "memory": "memory_cases.py",
     "mixture": "mixture.py", "steps": "steps.py", "served": "served.py", "sampling": "sampling_cost.py",
-    "prefix": "prefix_cache.py", "long": "long_prompts.py",
 }  # fmt: skip
-_BESIDE = ("trace", "startup", "power", "memory", "served", "sampling", "prefix", "long")
+_BESIDE = ("trace", "startup", "memory", "served", "sampling")
 UNCHECKED = _BESIDE  # they time what runs beside the kernels: nothing in them is right or wrong
 WITHOUT_CEILING = (*_BESIDE, "tune", "patch")  # these have no limit that they are compared with
 
@@ -96,9 +95,9 @@ def test_pages_of_benchmarks_say_what_made_them():
 @pytest.mark.parametrize("page", BENCHMARKS, ids=lambda page: page.name)
 def test_no_figure_is_typed(page):
     text = page.read_text()
-    assert figures_outside(text) == []
+    assert measurements_outside(text) == []
     typed = "\nIdle for 0.7% (batch 64), 1,356 TFLOP/s, Qwen2.5-7B in bf16, `-b 3`.\n<!-- a -->\n7 ms\n<!-- end of a -->\n"
-    assert figures_outside(text + typed) == ["0.7%", "64", "1,356"]
+    assert measurements_outside(text + typed) == ["0.7%", "1,356 TFLOP/s"]
 
 
 def test_no_figure_is_typed_in_the_readme():
@@ -130,12 +129,12 @@ def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     before, after = "a\n<!-- startup -->\n", "<!-- end of startup -->\nb\n"
     text = tables.render(before + after)
-    assert text.startswith(before + tables.BLOCKS["startup"].says)
+    assert text.startswith(f"{before}No results are stored yet. ")
     assert text.endswith(f"`python bench/tools/collect.py FOLDER startup-bf16 startup-fp8` makes them.\n{after}")
     assert tables.render(f"{before}| old | 1 |\n{after}") == tables.render(text) == text
     shutil.copy(RESULTS / "h200-startup-bf16.json", tmp_path)
     full = tables.render(text)
-    assert full.startswith(before + tables.BLOCKS["startup"].says)
+    assert full.startswith(f"{before}| seconds since process start |")
     assert full.endswith(f").\n{after}")
     assert tables.render(full) == full
 
@@ -155,7 +154,7 @@ def test_a_result_says_where_it_comes_from(file):
     assert record["date"]
     assert re.fullmatch("[0-9a-f]{7,40}", record["commit"]), "a commit, and no changes beside it"
     assert record["results"]
-    assert record["benchmark"] == {"chunking": "prefill", "long": "long-prompts"}.get(kind, kind)
+    assert record["benchmark"] == {"chunking": "prefill"}.get(kind, kind)
     if kind in UNCHECKED:
         assert "correctness" not in record
     else:

@@ -18,12 +18,13 @@ from support import compare_faults  # noqa: F401  (registers the faults)
 from support.cli import caller, refused
 
 from minirt import Generator
-from minirt.bench import bounds
-from minirt.bench.compare import compare, picture
+from minirt.bench import bounds, picture
+from minirt.bench.compare import compare
 from minirt.bench.compare import default_text as compare_text
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.model import compare_text as over_text
+from minirt.bench.compare.report import draw
 from minirt.bench.report import FORMATS, context
 from minirt.cli import compare as cli_compare
 from minirt.errors import ContextLengthError, InputError
@@ -115,11 +116,11 @@ def test_picture(suffix, timed, sound, tmp_path):
     rows = [row | compare._times(2e-3, 1e-3) for row in result.rows] if timed else result.rows
     report = compare_report.report(shared, compare.Result(rows, None, {}, []), cuda=False)
     target = tmp_path / f"a{suffix}"
-    picture.draw(report.context, report.results, target)
+    draw(report.context, report.results, target)
     assert target.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert target.stat().st_size > 5000
     with pytest.raises(Exception, match="cannot write the picture"):
-        picture.draw(report.context, report.results, tmp_path / "none" / "a.png")
+        draw(report.context, report.results, tmp_path / "none" / "a.png")
 
 
 def test_the_command(run, folder, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from support.cli import caller, refused
 
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
-from minirt.bench.kernels import attention_operations, operations, picture, report
+from minirt.bench.kernels import attention_operations, operations, report
 from minirt.bench.kernels import benchmark as bench
 from minirt.bench.kernels.operations import Form, Problem, Step
 from minirt.bench.report import FORMATS, machine
@@ -397,12 +397,12 @@ def test_what_is_printed(on_gpu):
 
 
 def test_pictures(on_gpu, tmp_path):
-    picture.draw(on_gpu.context, on_gpu.results, tmp_path)
+    report.draw(on_gpu.context, on_gpu.results, tmp_path)
     first = {name: (tmp_path / name).read_bytes() for name in ("roofline.svg", "sweep.svg")}
-    picture.draw(on_gpu.context, copy.deepcopy(on_gpu.results), tmp_path)
+    report.draw(on_gpu.context, copy.deepcopy(on_gpu.results), tmp_path)
     assert all((tmp_path / name).read_bytes() == content for name, content in first.items())
     with pytest.raises(MinirtError, match="cannot write the picture"):
-        picture.draw(on_gpu.context, on_gpu.results, tmp_path / "none")
+        report.draw(on_gpu.context, on_gpu.results, tmp_path / "none")
 
 
 def test_names():

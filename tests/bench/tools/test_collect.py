@@ -63,7 +63,7 @@ def test_what_pages_show_is_collected():
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
-    gone = "loading", "memory", "ablation", "power", "prefix-cache", "sampling", "long-prompts"
+    gone = "loading", "memory", "ablation", "sampling"
     left = {source for name in gone for source in tables.BLOCKS[name].sources}
     left |= {"cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
     left |= {"cpu-format-quality", "cpu-trained-models", results.BESIDE_VLLM, results.IN_PROCESS}

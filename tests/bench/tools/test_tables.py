@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from minirt.bench import picture
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import pictures, results, tables
+from minirt.bench.tools import beside_vllm, cells, pictures, results, tables
 from minirt.bench.tools.tables import origin
 
 
@@ -20,18 +21,18 @@ def median(seconds):
 
 
 def test_milliseconds():
-    assert [tables.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
+    assert [cells.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
         "0.00", "3.50", "9.99", "10.0", "1,234.6"
     ]  # fmt: skip
 
 
 def test_signs():
-    texts = [tables.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
+    texts = [cells.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
     assert texts == ["0.00", "0.00", "0.00", "−0.01", "+1.50"]
 
 
 def test_a_small_share_is_not_none():
-    assert [tables.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
+    assert [cells.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
 
 
 def step(batch, context, seconds, share=0.5):
@@ -129,7 +130,7 @@ def test_both_engines_in_the_readme():
     assert "](docs/benchmarks/models.md#an-earlier-vllm-on-an-h200)" in missing
     slow = beside(prompt=(0.3, 0.2))
     slow[results.BESIDE_VLLM]["runs"][3]["results"][1]["step_s"] = [0.0061, 0.007]
-    text = tables.ties(slow)
+    text = beside_vllm.ties(slow)
     assert text.startswith("Against vLLM's default, minirt is faster at 5 of 6 points; against ‡, at 7 of 8. ")
     assert "One is a tie (less than 2% apart): fp8, decode step, batch 256 (minirt 6.15 ms, vLLM 6.10 to 7.00 ms)." in text
     assert "vLLM is faster: bf16, first token, prompt of 8,192 tokens (minirt 300.0 ms, vLLM 200.0 ms)." in text
@@ -200,7 +201,7 @@ def test_the_picture_of_both_engines(monkeypatch, tmp_path):
     """Catches bars of the other engine or the slower measurement, prompts that are not divided by their tokens, ratios upside
     down, and points of another setting of vLLM without their mark."""
     drawn = []
-    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
     pictures.engines(beside(), tmp_path, "")
     steps, fast, prompts, _ = drawn[0].axes
     assert [[round(bar.get_height(), 2) for bar in own] for own in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
@@ -213,18 +214,6 @@ def test_the_picture_of_both_engines(monkeypatch, tmp_path):
     title = drawn[0].get_suptitle()
     assert "NVIDIA X 1, a card for each · 2026-01-02" in title
     assert title.endswith("\n‡: vLLM in the caller's process, 2026-01-01 · no check")
-
-
-def test_the_picture_marks_what_was_not_checked(monkeypatch, tmp_path):
-    """Catches bars of `--skip-check` that look like those of a checked run."""
-    drawn = []
-    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
-    pictures.speed(results.stored(tables.PICTURES["speed-h200"].sources), tmp_path, "")
-    steps, _, prompts, _ = drawn[0].axes
-    labels = [text.get_text() for text in steps.get_xticklabels()]
-    assert [label for label in labels if label.endswith("†")] == ["batch 1\ncontext 8,000†"]
-    assert all(text.get_text().endswith("†") for text in prompts.get_xticklabels())
-    assert drawn[0].get_suptitle().endswith("†: not checked in the run that timed it")
 
 
 def test_what_was_not_checked_is_marked_where_it_is_shown():
@@ -283,16 +272,6 @@ def test_trained_models():
     assert "2 valid by the schema, 1 with the right content" in told[2]
 
 
-def test_losses_are_told_and_a_tie_is_none():
-    text = tables.losses_table(STEPS | PROMPTS)
-    assert text == (
-        "minirt is slower than vLLM at 3 of these 5 points: bf16, batch 256 at context 128: +35.5%; "
-        "fp8, batch 1 at context 8000: +38.5%; fp8, a prompt of 8192 tokens: +0.7%."
-    )
-    best = {"a": STEPS["a"] | {"results": [step(1, 128, 0.001)]}}
-    assert tables.losses_table(best) == "minirt is not slower than vLLM at any of these 1 points."
-
-
 def test_other_shapes():
     records = {"a": STEPS["a"], "b": STEPS["b"] | {"results": [step(256, 128, 0.01, 0.333), step(3, 128, 0.002)]}}
     assert rows(tables.others_table(records)) == [
@@ -333,8 +312,7 @@ def test_mixture():
         ]
         prompt = {"input_len": 2048, "time_to_first_token_s": {"median": 0.02}, "share_of_limit": 0.25, "experts": None}
         trace = {"batch": 8, "step_ms": 1.25, "us_a_step_by_kernel": {f"{form}_kernel": 12.0, "other": 3.4}}
-        start = {"load_s": 1.0, "warm_up_s": 5.25}
-        return {"dtype": form, "results": steps, "prompts": [prompt], "traces": [trace], "start": start}
+        return {"dtype": form, "results": steps, "prompts": [prompt], "traces": [trace]}
 
     records = {"a": record("bfloat16", (1, 3), 1), "b": record("fp8", (1,), 2)}
     assert rows(tables.mixture_table(records)) == [
@@ -342,7 +320,6 @@ def test_mixture():
         ["decode step, batch 3", "3.00", "50%", "24.8", "–", "–", "–", "–", "–"],
         ["prompt of 2,048 tokens", "20.0", "25%", "–", "78.6", "20.0", "25%", "–", "92.5"],
     ]
-    assert rows(tables.mixture_start_table(records)) == [["bf16", "1.0", "5.2"], ["`--fp8`", "1.0", "5.2"]]
     picture, kernels = tables.mixture_kernels_table(records).split("\n\n")
     assert picture.endswith("(../../bench/results/mixture.svg)")
     assert rows(kernels) == [
@@ -353,7 +330,7 @@ def test_mixture():
 def test_picture_of_a_mixture(monkeypatch, tmp_path):
     """Shares of each bar sum up to 100%, with what has no color of its own as "others", and colors are those of the kernel."""
     drawn = []
-    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
     monkeypatch.setattr(pictures, "_MOST_KERNELS", 2)
 
     def record(dtype, *traces):
@@ -365,12 +342,12 @@ def test_picture_of_a_mixture(monkeypatch, tmp_path):
     left, right = drawn[0].axes
 
     def bars(axes):
-        return {own.get_label(): [round(bar.get_height()) for bar in own] for own in axes.containers}
+        return {bars.get_label(): [round(bar.get_height()) for bar in bars] for bars in reversed(axes.containers)}
 
     assert bars(left) == {"b": [30, 90], "a": [60, 0], "others": [10, 10]}
     assert bars(right) == {"b": [0], "a": [50], "others": [50]}
     assert [bar.get_y() for bar in left.containers[1]] == [30, 90]
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["others", "a", "b"]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["others", "a", "b"]
     tones = [[own[0].get_facecolor() for own in axes.containers] for axes in (left, right)]
     assert tones[0] == tones[1]
     assert [text.get_text() for text in left.get_xticklabels()] == ["batch 1\n1.50 ms", "batch 8\n1.50 ms"]
@@ -384,31 +361,6 @@ def test_trace():
     assert rows(tables.trace_table({"a": {"results": found}})) == [
         ["batch 1, context 128", "2.00", "3.1%", "–", "–", "–"],
         ["batch 64, context 128", "4.00", "0.5%", "3.90", "1.0%", "−2.5%"],
-    ]
-
-
-def test_power():
-    """Catches: cells of one GPU in another's column and costs that hold what the GPU draws anyway."""
-
-    def gpu(index, awake):
-        own = [
-            {"what": "awake", "watts": awake, "seconds": 0.01},
-            {"what": "reading", "watts": awake + 400, "seconds": 0.02, "bytes": 80_000_000_000},
-            {"what": "product", "watts": awake + 500, "seconds": 0.04, "flops": 20_000_000_000_000},
-            {"what": "step", "batch_size": 8, "watts": 690.0, "seconds": 0.004, "sm_clock_mhz": 1980},
-            {"what": "prompt", "input_len": 8192, "watts": 695.0, "seconds": 0.2, "sm_clock_mhz": 1410},
-        ]
-        return [{"gpu": index, "limit_w": 700.0} | row for row in own]
-
-    record = {"results": [*gpu(1, 100.0), *gpu(0, 125.0)]}
-    record["results"].append({"gpu": 1, "limit_w": 700.0, "what": "generator", "batch_size": 256, "seconds": 0.0078})
-    assert rows(tables.power_table({"a": record})) == [
-        ["idle but awake, of the power limit", "125 of 700 W", "100 of 700 W"],
-        ["reading", "0.100 J/GB", "0.100 J/GB"],
-        ["multiplying, bf16", "1.000 J/TFLOP", "1.000 J/TFLOP"],
-        ["CUDA graph of a step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
-        ["prompt of 8192 tokens", "200.0 · 695 W · 1,410 MHz", "200.0 · 695 W · 1,410 MHz"],
-        ["step of batch 256 through `Generator`", "–", "7.80"],
     ]
 
 
@@ -588,25 +540,6 @@ def test_what_tuning_finds():
         ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
         ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
         ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
-    ]
-
-
-def test_what_other_shapes_lose():
-    def row(kernel, model, lost, tokens=1, timed=True):
-        own = {"kernel": kernel, "model": model, "tokens": tokens, "context": None, "lost_s": lost}
-        return own | {"seconds": {"triton": {}} if timed else {}}
-
-    found = [
-        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6, 3), row("o", "A", 6e-6), row("o", "B", 3e-6),
-        row("o", "A", None, 3, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
-    ]  # fmt: skip
-    older = [row("o", "Qwen2.5-7B", 99e-6), row("o", "B", 99e-6)]  # of two that have a point the first counts
-    text = tables.shapes_table({"a": {"results": found}, "b": {"results": older}})
-    assert text.splitlines()[0] == "| µs above the limit | Qwen2.5-7B | A | B | highest, relative to Qwen2.5-7B |"
-    assert rows(text) == [
-        ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
-        ["`down`", "–", "1.0", "–", "–"],
-        ["`qkv`", "1.0", "–", "–", "–"],
     ]
 
 
