@@ -78,7 +78,7 @@ def _benchmarks() -> dict[str, Benchmark]:
         "embedding": Benchmark("embedding", ops.embedding, _ROWS),
         "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
         "norm_residual": Benchmark("norm_residual", ops.norm_residual, _ROWS),
-        "rms_norm_quantize": Benchmark("rms_norm_quantize", partial(ops.rms_norm, quantized=True), _ROWS),
+        "rms_norm_quantize": Benchmark("rms_norm_quantize", ops.rms_norm_quantize, _ROWS),
         "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
         "rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=False), _ROWS, "RoPE and KV write"),
         "rope_kv_write.fp8": Benchmark(
@@ -169,7 +169,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     from minirt.kernels.launch import capability
 
     dtypes = [dtype, *([FP8] if capability(device) >= 89 else [])]
-    return Limits(read_ceiling(device), {own: matmul_ceiling(device, own) for own in dtypes})
+    return Limits(read_ceiling(device), {kind: matmul_ceiling(device, kind) for kind in dtypes})
 
 
 def select(patterns: Sequence[str]) -> list[str]:
@@ -202,12 +202,12 @@ def points(
     result = []
     for model, config in models.items():
         for name in names:
-            own = BENCHMARKS[name].points
+            sizes = BENCHMARKS[name].points
             if tokens is not None or contexts is not None:
-                first = tokens or tuple(dict.fromkeys(t for t, _ in own))
-                second = (contexts or tuple(dict.fromkeys(c for _, c in own))) if BENCHMARKS[name].context else (0,)
-                own = tuple((t, c) for t in first for c in second)
-            result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in own]
+                first = tokens or tuple(dict.fromkeys(t for t, _ in sizes))
+                second = (contexts or tuple(dict.fromkeys(c for _, c in sizes))) if BENCHMARKS[name].context else (0,)
+                sizes = tuple((t, c) for t in first for c in second)
+            result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in sizes]
     return result
 
 
@@ -233,7 +233,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         if compiled and problem.compiles:
             torch._dynamo.reset()  # otherwise the recompilation limit makes later shapes run eagerly
             forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
-        found, left_out, broken = _check(problem, forms)
+        measured_errors, left_out, broken = _check(problem, forms)
     except (UnsupportedError, RuntimeError) as error:
         if not (isinstance(error, UnsupportedError) or is_out_of_memory(error)):
             raise
@@ -241,21 +241,16 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
     least, bound = limits.seconds(problem) if limits else (None, None)
     nbytes, flops = problem.cost
     row |= _empty() | {
-        "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": found,
+        "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": measured_errors,
         "lacks": {name: form.lacks for name, form in problem.forms.items() if form.lacks}, "left_out": left_out,
         "fault": broken,
     }  # fmt: skip
     if broken is not None:
         return row
     times = _time({name: form.run for name, form in forms.items() if name not in left_out}, clock, repeats)
-    own = times["triton"]["median"]
-    return row | {
-        "seconds": times,
-        "bytes_per_s": nbytes / own if limits else None,
-        "flops_per_s": flops / own if limits else None,
-        "share_of_limit": least / own if least else None,
-        "lost_s": own - least if least else None,
-    }
+    best = times["triton"]["median"]
+    row |= {"seconds": times} | ({"bytes_per_s": nbytes / best, "flops_per_s": flops / best} if limits else {})
+    return row | ({"share_of_limit": least / best, "lost_s": best - least} if least else {})
 
 
 def _empty() -> Row:
@@ -292,8 +287,8 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         if name == "triton" and not bool(torch.isfinite(value).all()):
             broken = f"{int((~torch.isfinite(value)).sum())} of {value.numel()} values are not finite"
         results[name] = errors(value[exact[0]], exact[1])
-    found = {name: own._asdict() for name, own in results.items()}
-    return found, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
+    as_rows = {name: result._asdict() for name, result in results.items()}
+    return as_rows, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
 
 
 Clock = Callable[[Callable[[], Any]], float]
@@ -359,9 +354,9 @@ def compare(rows: Sequence[Row], older: Sequence[Row]) -> list[str]:
         regressed = ratio > _SLOWER and now["median"] - before["median"] > noise
         row["baseline"] = {"median": before["median"], "stddev": before["stddev"], "ratio": ratio, "regressed": regressed}
         if regressed:
-            where = f" @ {row['context']}" if row["context"] is not None else ""
+            context = f" @ {row['context']}" if row["context"] is not None else ""
             times = f"{before['median'] * 1e6:.1f} → {now['median'] * 1e6:.1f} µs"
-            slower.append(f"{row['kernel']} {row['model']} {row['tokens']}{where}: {times} ({ratio - 1:+.1%})")
+            slower.append(f"{row['kernel']} {row['model']} {row['tokens']}{context}: {times} ({ratio - 1:+.1%})")
     return slower
 
 

@@ -1,5 +1,8 @@
-"""Markdown tables of results: `table` of given cells, `Grid` filled cell by cell, `Listing` with a line for each row."""
+"""Markdown tables of results: `table` of given cells, `Grid` filled cell by cell, `Listing` with a line for each row.
 
+`with_blocks` puts them into a page."""
+
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +52,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table. All columns but the first are numbers, aligned to the right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def with_blocks(text: str, make: Mapping[str, Callable[[str], str]]) -> str:
+    """The text of a page with each block made again: what is between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+
+    def anew(match: re.Match[str]) -> str:
+        made = make[match["name"]](match["name"])
+        return match["start"] + (f"{made}\n" if made else "") + match["end"]
+
+    pattern = rf"(?P<start><!-- (?P<name>{'|'.join(make)}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
+    return re.sub(pattern, anew, text, flags=re.DOTALL)
 
 
 class Grid:

@@ -7,11 +7,11 @@ A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test c
 
 import inspect
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
+from minirt.bench.tools.cells import with_blocks
 from minirt.kernels import quantize
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write
@@ -53,9 +53,8 @@ def signatures() -> str:
     """The functions with their parameters, without types."""
     lines = []
     for operation in OPERATIONS.values():
-        found = inspect.signature(operation.function).parameters.values()
         names, starred = [], False
-        for one in found:
+        for one in inspect.signature(operation.function).parameters.values():
             if one.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
                 names.append("*")
                 starred = True
@@ -133,8 +132,8 @@ def attention_kernels() -> str:
 
 def ops() -> str:
     """The schemas of the ops, and why an operation has none."""
-    schemas = [f"{own.name}{own.schema}" for own in OPERATIONS.values() if own.schema is not None]
-    others = [f"- `{own.name}`: {own.no_op}" for own in OPERATIONS.values() if own.no_op is not None]
+    schemas = [f"{one.name}{one.schema}" for one in OPERATIONS.values() if one.schema is not None]
+    others = [f"- `{one.name}`: {one.no_op}" for one in OPERATIONS.values() if one.no_op is not None]
     return "\n".join(["```text", *schemas, "```", "", "Operations without an op:", "", *others])
 
 
@@ -146,12 +145,7 @@ BLOCKS = {
 
 def render(text: str) -> str:
     """The text of a page with its blocks made again."""
-
-    def anew(match: re.Match[str]) -> str:
-        return f"{match['start']}{BLOCKS[match['name']]()}\n{match['end']}"
-
-    pattern = rf"(?P<start><!-- (?P<name>{'|'.join(BLOCKS)}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
-    return re.sub(pattern, anew, text, flags=re.DOTALL)
+    return with_blocks(text, {name: lambda _, make=make: make() for name, make in BLOCKS.items()})  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ with the results. Pictures need matplotlib.
 """
 
 import hashlib
-import re
 import shutil
 import statistics
 import sys
@@ -31,6 +30,7 @@ from minirt.bench.tools.cells import (
     share,
     signed,
     table,
+    with_blocks,
 )
 from minirt.bench.tools.results import (
     BESIDE_VLLM,
@@ -842,14 +842,7 @@ def origin(records: Records) -> str:
 
 def render(text: str) -> str:
     """The text of a page with every block made again."""
-
-    def anew(match: re.Match[str]) -> str:
-        made = block(match["name"])
-        return match["start"] + (f"{made}\n" if made else "") + match["end"]
-
-    names = "|".join(BLOCKS)
-    pattern = rf"(?P<start><!-- (?P<name>{names}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
-    return re.sub(pattern, anew, text, flags=re.DOTALL)
+    return with_blocks(text, dict.fromkeys(BLOCKS, block))
 
 
 class Picture(NamedTuple):

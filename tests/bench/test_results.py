@@ -174,7 +174,7 @@ def test_a_result_says_where_it_comes_from(file):
         words = record["command"]
     assert not any("/" in word for word in words), "a path of somebody's machine"
     if kind == "steps" and record["quantization"] is None:  # a stored format, in the name of the folder
-        assert record["command"][2:] == [record["model"]]
+        assert record["model"].startswith(record["command"][2])
         assert "-fp8-" in record["model"]
         return
     weights = set(file.stem.split("-")) & {"bf16", "fp8"}

@@ -33,4 +33,3 @@ def test_measure(monkeypatch):
     table = tables.mixture_table({"a": record | {"dtype": "bf16"}})
     assert "decode step, batch 3" in table
     assert "prompt of 40 tokens" in table
-    assert tables.mixture_start_table({"a": record})

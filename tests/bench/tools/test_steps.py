@@ -1,8 +1,11 @@
 """`bench/tools/steps.py` on a small mixture with 4-bit experts, on the CPU, with made-up times of CUDA graphs."""
 
+import argparse
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +16,8 @@ import minirt.bench.replay
 import minirt.device
 from minirt import models
 from minirt.bench.ceiling import Ceiling
-from minirt.bench.tools import steps, tables
-from minirt.errors import InputError, MinirtError
+from minirt.bench.tools import steps, stored_format, tables
+from minirt.errors import InputError
 
 
 @pytest.mark.filterwarnings("ignore:on a CPU")
@@ -40,7 +43,7 @@ def test_experts_of_four_bits(monkeypatch, capsys):
     monkeypatch.setattr(steps, "BATCHES", (1, 3, 256))
     monkeypatch.setattr(steps, "PROMPTS", (40,))
     monkeypatch.setattr(steps, "REPEATS", 1)
-    steps.main(["Qwen3-30B-A3B", "int4"])
+    steps.main(["Qwen3-30B-A3B", "--quantize", "int4"])
     record = json.loads(capsys.readouterr().out)
     assert record["quantization"] == "int4"
     one, three, many, prompt = record["results"]
@@ -55,8 +58,21 @@ def test_experts_of_four_bits(monkeypatch, capsys):
     assert prompt["time_to_first_token_s"]["median"] > 0
 
 
-@pytest.mark.parametrize("words", [[], ["Qwen3-30B-A3B", "gptq"], ["Qwen3-30B-A3B", "int4", "fp8"]])
-def test_other_words_are_refused(words):
+@pytest.mark.parametrize("words", [["--quantize", "gptq"], ["--quantize", "fp8", "--stored", "fp8-blocks"]])
+def test_other_words_are_refused(words, capsys):
     """Catches a format that is ignored: the figures would be those of 16 bits."""
-    with pytest.raises(MinirtError, match=r"steps\.py MODEL \[fp8\|int4\]"):
-        steps.main(words)
+    with pytest.raises(SystemExit):
+        steps.main(["Qwen3-30B-A3B", *words])
+    assert re.search("invalid choice: 'gptq'|--stored weights are quantized already", capsys.readouterr().err)
+
+
+def test_a_checkpoint_with_other_sizes(tmp_path):
+    """Catches a field that is not changed, and two checkpoints with one name."""
+    options = argparse.Namespace(model="Qwen2.5-0.5B", stored="fp8-blocks", set=["hidden_size=3456", "head_dim=128"])
+    with stored_format.chosen_model(options) as folder:
+        written = json.loads((Path(folder) / "config.json").read_text())
+        assert Path(folder).name == "Qwen2.5-0.5B-fp8-blocks"
+    assert (written["hidden_size"], written["head_dim"]) == (3456, 128)
+    assert written["quantization_config"]["weight_block_size"] == [128, 128]
+    with stored_format.chosen_model(argparse.Namespace(model="Qwen2.5-0.5B", stored=None, set=[])) as model:
+        assert model == "Qwen2.5-0.5B"
