@@ -85,7 +85,7 @@ class ExpertUse:
 
     def touched(self) -> dict[str, float]:
         """Each layer's mean number of distinct experts in a step."""
-        return {name: statistics.fmean(int((own > 0).sum()) for own in steps) for name, steps in self._counts.items()}
+        return {name: statistics.fmean(int((counts > 0).sum()) for counts in steps) for name, steps in self._counts.items()}
 
     def summary(self, expected: float) -> dict[str, Any]:
         """Distinct experts for each layer and step: mean, least and most; and how evenly the layers use their experts.
@@ -95,7 +95,7 @@ class ExpertUse:
         Returns:
             with `share`: p10, p50, p90 and the largest of the rows of an expert over all steps, divided by an expert's mean.
         """
-        each = [int((own > 0).sum()) for steps in self._counts.values() for own in steps]
+        each = [int((counts > 0).sum()) for steps in self._counts.values() for counts in steps]
         totals = [torch.stack(steps).sum(0).double() for steps in self._counts.values()]
         shares = [share for total in totals for share in (total / total.mean()).tolist()]
         return {

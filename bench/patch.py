@@ -62,7 +62,7 @@ class PatchReport(Report):
     def _markdown(self) -> str:
         shared = self.context
         lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
-        lines += [f"Correctness: {own['variant']}: {own['sentence']}." for own in shared["correctness"]["variants"]]
+        lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
         lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
         return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in self.results], left=4)]) + "\n"
 
@@ -120,16 +120,16 @@ def build(name: str, random_weights: bool, dtype: torch.dtype, device: torch.dev
     if not random_weights:
         from minirt.loading.load import find
 
-        found = find(name, None, need_weights=True).files
-        folder = name if found is None else str(found.folder)
+        files = find(name, None, need_weights=True).files
+        folder = name if files is None else str(files.folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval().requires_grad_(False)
     with torch.device(device), torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForCausalLM.from_config(hf_config(name), dtype=dtype).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
-    for own, parameter in model.named_parameters():
-        if "norm" in own:
+    for label, parameter in model.named_parameters():
+        if "norm" in label:
             parameter.uniform_(0.5, 1.5, generator=generator)
-        elif own.endswith("bias"):
+        elif label.endswith("bias"):
             parameter.normal_(0, 0.3, generator=generator)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
@@ -214,8 +214,8 @@ def run(
         gc.collect()
     base = {(row["mode"], row["test"]): row["seconds"]["median"] for row in rows if row["variant"] == BASELINE}
     for row in rows:
-        own = base[row["mode"], row["test"]] / row["seconds"]["median"]
-        row["speedup"] = None if row["variant"] == BASELINE else own
+        ratio = base[row["mode"], row["test"]] / row["seconds"]["median"]
+        row["speedup"] = None if row["variant"] == BASELINE else ratio
     checked = {"checked": True, "against": "the logits of the model without changes", "variants": checks}
     return rows, {"correctness": checked, "patched": patched, "left_out": left_out}
 
@@ -241,9 +241,9 @@ def _cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _check(variant: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
+def _check(variant: str, logits: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
     """Compare logits, and refuse to time what is wrong: two implementations in one dtype differ by a few roundings."""
-    error = ((found - expected).norm() / expected.norm()).item()
+    error = ((logits - expected).norm() / expected.norm()).item()
     limit = _FP8_BOUND if variant == "minirt fp8" else max(8 * torch.finfo(dtype).eps, 1e-5)
     if not error <= limit:
         what = "the logits differ from those of the model without changes, so there is nothing to time"
@@ -334,13 +334,13 @@ class _Runner:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that are compared."""
-    found = {}
+    installed = {}
     for name in ("transformers", "liger-kernel"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def draw(shared: Row, rows: list[Row], target: Path) -> None:

@@ -139,4 +139,4 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         columns = 1 + len(panel.series) // 30
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
     elif panel.legend:
-        axes.legend(fontsize=6, loc="upper left" if panel.legend == "top" else panel.legend, ncols=3 if top else 1)
+        axes.legend(fontsize=6, loc="upper left" if top else "best", ncols=3 if top else 1)

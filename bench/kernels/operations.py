@@ -103,8 +103,8 @@ def problem(
         settings: other fields of `Problem`.
     """
     forms = {"eager": Form(eager), **(library or {}), "triton": Form(triton)}
-    blank = {"blank": partial(fill_nan, *outputs)} | settings
-    return Problem(shape, forms, truth, cost, **{"rate": step.dtype, "floor": floor(step.dtype, rounded)} | blank)
+    defaults: dict[str, Any] = {"rate": step.dtype, "floor": floor(step.dtype, rounded), "blank": partial(fill_nan, *outputs)}
+    return Problem(shape, forms, truth, cost, **defaults | settings)
 
 
 class Kernel(NamedTuple):

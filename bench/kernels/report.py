@@ -165,10 +165,10 @@ def draw(shared: Row, rows: list[Row], folder: Path) -> None:
         kernels.setdefault(row["kernel"], []).append(row)
     if cuda:
         bandwidth = shared["read_ceiling"]["bytes_per_s"]
-        panel = _roofline(shared, {name: [row for row in own if row["flops"]] for name, own in kernels.items()}, bandwidth)
+        panel = _roofline(shared, kernels, bandwidth)
         about = f"{title} · reads {bandwidth / 1e12:.2f} TB/s"
         picture.draw([[panel]], about, folder / "roofline.svg", (9.0, 6.0))
-    panels = [_sweep(name, own) for name, own in kernels.items()]
+    panels = [_sweep(*kernel) for kernel in kernels.items()]
     columns = min(5, len(panels))
     lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     about = f"{title} · {'share of the limit' if cuda else 'ms'} by tokens (@ context)"
@@ -176,6 +176,7 @@ def draw(shared: Row, rows: list[Row], folder: Path) -> None:
 
 
 def _roofline(shared: Row, kernels: dict[str, list[Row]], bandwidth: float) -> Panel:
+    kernels = {name: [row for row in rows if row["flops"]] for name, rows in kernels.items()}
     reach = [row["flops"] / row["bytes"] for rows in kernels.values() for row in rows]
     low, high = min(reach) / 2, max(reach) * 2
     series, notes = [], []

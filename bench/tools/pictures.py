@@ -74,17 +74,16 @@ def mixture(records: Records, target: Path, note: str) -> None:
     for kernel, share in (pair for rows in traces.values() for shares in rows for pair in shares.items()):
         most[kernel] = max(share, most.get(kernel, 0.0))
     shown = sorted(most, key=lambda kernel: -most[kernel])[:_MOST_KERNELS]
-    panels = []
+    panels: list[Panel] = []
     for record in records.values():
         rows, series = traces[format_of(record)], list[Series]()
         bases = [0.0] * len(rows)
-        for i, kernel in enumerate([*shown, None]):
-            shares = [
-                sum(share for name, share in row.items() if name not in shown) if kernel is None else row.get(kernel, 0.0)
-                for row in rows
-            ]
-            label = "others" if kernel is None else kernel.lstrip("_")  # legends leave out labels that begin with an underscore
-            color = "lightgray" if kernel is None else f"C{i}"
+        for i, kernel in enumerate([*shown, "others"]):
+            shares = [row.get(kernel, 0.0) for row in rows]
+            if kernel == "others":
+                shares = [sum(share for name, share in row.items() if name not in shown) for row in rows]
+            label = kernel.lstrip("_")  # legends leave out labels that begin with an underscore
+            color = "lightgray" if kernel == "others" else f"C{i}"
             series.insert(0, Series(label, shares, color=color, width=0.7, bases=bases))
             bases = [base + share for base, share in zip(bases, shares, strict=True)]
         ticks = [f"batch {trace['batch']}\n{trace['step_ms']:.2f} ms" for trace in record["traces"]]

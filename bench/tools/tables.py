@@ -270,11 +270,17 @@ def trace_table(records: Records) -> str:
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
-_STAGES = {"imported_s": "imported", "loaded_s": "loaded", "ready_s": "warmed up", "first_token_s": "first token"}
+def _stage(name: str) -> Callable[[Result], str]:
+    return lambda row: f"{row[name]['median']:.1f}"
+
+
 startup_table = Listing(
     "seconds since process start",
     lambda row: f"{title_of(row['format'])}, {row['caches']} kernel caches",
-    {title: lambda row, name=name: f"{row[name]['median']:.1f}" for name, title in _STAGES.items()},
+    {
+        "imported": _stage("imported_s"), "loaded": _stage("loaded_s"), "warmed up": _stage("ready_s"),
+        "first token": _stage("first_token_s"),
+    },
     order=lambda row: (row["format"], row["caches"] == "empty"),
 )  # fmt: skip
 sampling_table = Listing(
@@ -392,7 +398,7 @@ def cpu_table(records: Records) -> str:
 
 def ablation_table(records: Records) -> str:
     """Milliseconds by which a step is longer without each trick, for each batch size."""
-    grid, names = Grid("ms added when left out", empty=""), {}
+    grid, names = Grid("ms added when left out", empty=""), dict[str, str]()
     for record in records.values():
         names |= record["what"]
     columns = {f"{title_of(row['format'])}, batch {row['batch_size']}": row for row in rows_of(records)}

@@ -191,7 +191,7 @@ def _measure(
     return rows, shared | {"products": products, "event": event_s}
 
 
-def _judge(found: list[str], what: str, kind: type[MinirtError]) -> None:
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise kind(f"{what}{more}: {found[0]}", where="bench kernels")
+def _judge(texts: list[str], what: str, kind: type[MinirtError]) -> None:
+    if texts:
+        others = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+        raise kind(f"{what}{others}: {texts[0]}", where="bench kernels")

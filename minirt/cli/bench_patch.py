@@ -28,10 +28,10 @@ class _Names(click.ParamType):
         self.names, self.name = names, ",".join(names)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        found = value if isinstance(value, tuple) else tuple(value.split(","))
-        if unknown := [name for name in found if name not in self.names]:
+        names = value if isinstance(value, tuple) else tuple(value.split(","))
+        if unknown := [name for name in names if name not in self.names]:
             self.fail(f"{unknown[0]!r} is none of {', '.join(self.names)}", param, ctx)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(names))
 
 
 @command(short_help="Time a transformers model with minirt's kernels.")
@@ -98,12 +98,12 @@ def patch(ctx: click.Context, **options: Any) -> None:
     sizes = benchmark.Sizes(
         options["input_len"], options["batch_size"], options["context_len"], options["output_len"], options["repeats"]
     )
-    rows, found = benchmark.run(
+    rows, facts = benchmark.run(
         lambda: benchmark.build(name, options["random_weights"], dtype, device, options["seed"]), sizes, options["variants"],
         benchmark.MODES if compiled else benchmark.MODES[:1], device, parts=options["parts"], seed=options["seed"],
         progress=(lambda text: None) if quiet else note,
     )  # fmt: skip
-    shared = machine("patch", device, ["minirt", *(ctx.find_root().obj or [])], None) | found
+    shared = machine("patch", device, ["minirt", *(ctx.find_root().obj or [])], None) | facts
     shared |= {"model": name, "random_weights": options["random_weights"], "dtype": dtype_name, "parts": list(options["parts"])}
     shared["versions"] |= benchmark.versions()
     emit(benchmark.PatchReport(shared, rows).render(options["output_format"]), options["output_file"], quiet)

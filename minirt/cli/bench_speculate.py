@@ -70,8 +70,10 @@ def speculate(
     load = load if load.speculative else replace(load, speculative=SpeculativeOptions())
     progress = (lambda text: None) if quiet else note
     with open_generator(load, quiet) as generator:
-        names = [f"line {line.line}" if line.id is None else str(line.id) for line in lines]
-        requests = [(own, line.encode(generator, chat, system), line.params) for own, line in zip(names, lines, strict=True)]
+        requests = [
+            (f"line {line.line}" if line.id is None else str(line.id), line.encode(generator, chat, system), line.params)
+            for line in lines
+        ]
         drafts = run(generator, requests, repeats, progress)
         words = ["minirt", *(ctx.find_root().obj or [])]
         unchecked = {"checked": False, "why": "texts are compared with those without drafts, nothing with the eager layers"}

@@ -112,10 +112,10 @@ def tune(
                     note(_line(family, outcome))
                 torch.cuda.empty_cache()
     if not rows:
-        what, found = "no tunable kernel runs steps of this many tokens", ",".join(map(str, tokens))
-        raise InputError(what, where="--tokens", found=found, hint="minirt tune without --kernel and --tokens takes all")
+        what, asked = "no tunable kernel runs steps of this many tokens", ",".join(map(str, tokens))
+        raise InputError(what, where="--tokens", found=asked, hint="minirt tune without --kernel and --tokens takes all")
     if not options["quiet"]:
-        faster = sum(own["config"] is not None for own in rows)
+        faster = sum(row["config"] is not None for row in rows)
         note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
     shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
@@ -148,7 +148,7 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
 
     shapes = list[LinearShape]()
     for layer in model.unique_layers():
-        own = list[LinearShape]()
+        of_layer = list[LinearShape]()
         for linear, gated, residual, logits, experts in layer.linear_ops():
             if linear.no_triton is not None:
                 continue
@@ -157,9 +157,10 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"
             blocks = fp8 and stored is not None and len(stored.scale_shape(linear.rows, linear.in_features)) == 2
             shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
-            own.append(LinearShape(*shape, blocks=blocks, int4=int4))
-        joins = all(replace(shape, experts=None) in own for shape in own if shape.experts is not None)  # a shared expert
-        shapes += [shape if shape.experts is None else replace(shape, joins=joins) for shape in own]
+            of_layer.append(LinearShape(*shape, blocks=blocks, int4=int4))
+        # Whether a shared expert joins those of the mixture.
+        joins = all(replace(shape, experts=None) in of_layer for shape in of_layer if shape.experts is not None)
+        shapes += [shape if shape.experts is None else replace(shape, joins=joins) for shape in of_layer]
     return list(dict.fromkeys(shapes))
 
 
@@ -192,17 +193,17 @@ def _stored(device: "torch.device", as_json: bool) -> str:
 
     this = tuning.path(device) if device.type == "cuda" else None
     families = [family for family, _ in tuning.registered().values()]
-    found = {path: {family.name: tuning.load(family, path) for family in families} for path in tuning.stored_files()}
+    by_file = {path: {family.name: tuning.load(family, path) for family in families} for path in tuning.stored_files()}
     if as_json:
         files = []
-        for path, kernels in found.items():
-            plain = {name: {bucket: asdict(config) for bucket, config in own.items()} for name, own in kernels.items()}
+        for path, kernels in by_file.items():
+            plain = {name: {bucket: asdict(config) for bucket, config in configs.items()} for name, configs in kernels.items()}
             files.append({"path": str(path), "this_gpu": path == this, "kernels": plain})
         return json_line({"folder": str(tuning.folder()), "files": files})
-    if not found:
+    if not by_file:
         return f"nothing is stored in {tuning.folder()}\n"
     lines = []
-    for path, kernels in found.items():
+    for path, kernels in by_file.items():
         lines.append(f"{path}{' (this GPU)' if path == this else ''}")
         stored = [f"  {name} {bucket}: {config}" for name, configs in kernels.items() for bucket, config in configs.items()]
         lines += stored or ["  nothing for the current source of the kernels"]
