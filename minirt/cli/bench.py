@@ -19,18 +19,14 @@ from minirt.cli.options import (
     NUMBERS,
     RANGE,
     Numbers,
-    debug_option,
     filter_options,
     load_options,
     model_name,
     open_generator,
-    output_file_option,
     quantization,
-    quiet_option,
-    report_format_option,
     to_load_options,
 )
-from minirt.cli.output import emit, note
+from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError
 
@@ -63,10 +59,7 @@ _measure_options = option_group(
         "--skip-check", is_flag=True,
         help="Do not compare with the eager layers first. The result says so.",
     ),
-    report_format_option,
-    output_file_option,
-    quiet_option,
-    debug_option,
+    report_options,
 )
 
 
@@ -214,12 +207,12 @@ def _run(
 
     `check` raises for sizes that cannot run, and returns the length of the longest prompt."""
     from minirt.bench import check as checking
-    from minirt.bench.measure import Runs, forget_peak_memory, silent
+    from minirt.bench.measure import Runs, forget_peak_memory
     from minirt.bench.report import Report, context
     from minirt.device import pick_device
 
     quiet, sampling = options["quiet"], _sampling(options)  # here, so that a bad value fails before anything is loaded
-    progress = silent if quiet else note
+    progress = progress_of(options)
     options["model"] = model_name(options, quiet)
     load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache
     why = _nothing_to_check(load, options["skip_check"])
@@ -236,11 +229,11 @@ def _run(
             correctness = checking.compare(generator, reference, batch_sizes)
         rows = measure(Runs(generator, options["repeats"], sampling, options["seed"], progress))
         shared = context(
-            str(ctx.info_name), generator, name=options["model"], command=["minirt", *(ctx.find_root().obj or [])],
+            str(ctx.info_name), generator, name=options["model"], command=words_of(ctx),
             correctness=correctness, ceiling=ceiling, products=products,
         )  # fmt: skip
         shared["sampling"] = {name: value for name, value in sampling.items() if value is not None}
-    emit(Report(shared, rows).render(options["output_format"]), options["output_file"], quiet)
+    print_report(Report(shared, rows), options)
 
 
 def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":
