@@ -96,12 +96,12 @@ def times(machine, batch_size, context_len, repeats=2):
 )  # fmt: skip
 def test_a_step_is_exactly_one_full_batch_step(batch_size, context_len, budget, first):
     machine = Machine(budget)
-    steps, first_tokens, found = times(machine, batch_size, context_len)
+    steps, first_tokens, before = times(machine, batch_size, context_len)
     assert steps == [full_step(batch_size)] * 2
-    assert found == first
+    assert before == first
     short, long = (call[1][0].max_tokens for call in machine.calls[-2:])
-    assert (short, long) == (found, found + 128)
-    if found == 1:
+    assert (short, long) == (before, before + 128)
+    if before == 1:
         assert first_tokens == [2**-10 + batch_size * context_len * 2**-20] * 2
     assert all(value > 0 for value in first_tokens)
 
@@ -397,7 +397,7 @@ class Answers:
         tokens = [self.table[len(prompt)].argmax(-1).tolist() for prompt in prompts]
         if self.change:
             self.change(prompts, tokens)
-        return [SimpleNamespace(token_ids=own) for own in tokens]
+        return [SimpleNamespace(token_ids=ids) for ids in tokens]
 
     def logits(self, ids):
         length = next(n for n in self.table if n == len(ids) - check.NEW_TOKENS + 1)
@@ -410,27 +410,27 @@ def compared(change=None, logits_change=None, batch_sizes=(1, 8, 11), longest=30
 
 
 def test_agreement_is_counted():
-    found = compared()
-    assert found["checked"]
-    assert found["near_ties"] == 0
-    assert found["tokens_equal"] == 20 * check.NEW_TOKENS
-    assert found["logits_relative_error"] == 0
-    assert found["batch_sizes"] == [1, 8, 11]
-    json.dumps(found)
+    agreement = compared()
+    assert agreement["checked"]
+    assert agreement["near_ties"] == 0
+    assert agreement["tokens_equal"] == 20 * check.NEW_TOKENS
+    assert agreement["logits_relative_error"] == 0
+    assert agreement["batch_sizes"] == [1, 8, 11]
+    json.dumps(agreement)
 
 
 def planted(length, at, token, rest=0):
     def change(prompts, tokens):
-        for prompt, own in zip(prompts, tokens, strict=True):
+        for prompt, ids in zip(prompts, tokens, strict=True):
             if len(prompt) == length:
-                own[at:] = [token] + [rest] * (len(own) - at - 1)
+                ids[at:] = [token] + [rest] * (len(ids) - at - 1)
 
     return change
 
 
 def test_a_near_tie_is_none_and_ends_the_comparison():
-    found = compared(planted(9, 3, 8), batch_sizes=[8])
-    assert (found["near_ties"], found["tokens_equal"]) == (1, 7 * check.NEW_TOKENS + 3)
+    agreement = compared(planted(9, 3, 8), batch_sizes=[8])
+    assert (agreement["near_ties"], agreement["tokens_equal"]) == (1, 7 * check.NEW_TOKENS + 3)
 
 
 def test_wrong_answers_are_not_timed():
@@ -477,10 +477,10 @@ def test_a_context_without_room_for_the_check():
 
 
 def test_the_cpu_ceiling():
-    found = ceiling.read_ceiling(torch.device("cpu"), nbytes=8 << 20, repeats=3)
-    assert found.bytes_per_s > 1e7
-    assert "torch.sum" in found.how
-    assert "0.01 GB" in found.how
+    measured = ceiling.read_ceiling(torch.device("cpu"), nbytes=8 << 20, repeats=3)
+    assert measured.bytes_per_s > 1e7
+    assert "torch.sum" in measured.how
+    assert "0.01 GB" in measured.how
     assert ceiling.datasheet_bandwidth(torch.device("cpu")) is None
     assert ceiling.device_name(torch.device("cpu")).startswith("CPU ")
 
@@ -495,11 +495,11 @@ def test_datasheets_are_found_by_the_drivers_names(monkeypatch):
 @pytest.mark.gpu
 def test_the_gpu_ceiling():
     device = torch.device("cuda", 0)
-    found = ceiling.read_ceiling(device)
+    measured = ceiling.read_ceiling(device)
     sheet = ceiling.datasheet_bandwidth(device)
-    assert "Triton" in found.how
+    assert "Triton" in measured.how
     if sheet:
-        assert 0.5 < found.bytes_per_s / sheet < 1, "a read faster than the datasheet comes from a cache"
+        assert 0.5 < measured.bytes_per_s / sheet < 1, "a read faster than the datasheet comes from a cache"
 
 
 def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 def generator(hf_folder):
     sizes = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     folder = hf_folder("Qwen3Moe", **sizes, head_dim=16)
-    with Generator.from_pretrained(folder, device="cpu", max_num_seqs=4, kv_cache_memory=1 << 22) as own:
-        yield own
+    with Generator.from_pretrained(folder, device="cpu", max_num_seqs=4, kv_cache_memory=1 << 22) as made:
+        yield made
 
 
 def test_counts_are_those_of_the_router(generator):

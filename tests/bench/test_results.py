@@ -62,7 +62,7 @@ def figures_outside(text):
 def measurements_outside(text):
     """Figures with a unit of speed, time, power or comparison that stand in no block, in code or not."""
     units = r"%|×|[mµn]?s|W|[kMG]Hz|[KMGT]?B/s|[GT]FLOP/s|tokens/s|tokens a second|times"
-    return [found[0] for found in re.finditer(rf"(?<![\w.-])\d[\d.,]*\s?(?:{units})(?!\w)", without_blocks(text))]
+    return [match[0] for match in re.finditer(rf"(?<![\w.-])\d[\d.,]*\s?(?:{units})(?!\w)", without_blocks(text))]
 
 
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
@@ -70,9 +70,9 @@ def test_the_blocks_are_those_of_the_stored_results(page):
     text = page.read_text()
     assert tables.render(text) == text, "run `python bench/tools/tables.py`"
     assert re.findall("<!-- end of (.*) -->", text) == re.findall("<!-- (?!end of )(.*) -->", text)
-    own = [name for name, block in tables.BLOCKS.items() if block.page == page]
-    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(own)
-    for name in own:
+    names = [name for name, block in tables.BLOCKS.items() if block.page == page]
+    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(names)
+    for name in names:
         made = tables.block(name)
         assert f"<!-- {name} -->\n{made}\n<!-- end of {name} -->" in text if made else True
 
@@ -208,11 +208,11 @@ def factors(form, names=COMPARISONS):
         times = {key: r.get("step_s", r.get("time_to_first_token_s")) for key, r in rows.items()}
         return times | {"offline": 1 / run["output_tokens_per_s"]}
 
-    own = values(results.BESIDE_VLLM, "minirt")
+    ours = values(results.BESIDE_VLLM, "minirt")
     for name in names:
         theirs = values(name, "vLLM")
-        both = {key: theirs[key] if isinstance(theirs[key], list) else [theirs[key]] for key in own if key in theirs}
-        yield {key: sorted(round(time / own[key], 2) for time in times) for key, times in both.items()}
+        both = {key: theirs[key] if isinstance(theirs[key], list) else [theirs[key]] for key in ours if key in theirs}
+        yield {key: sorted(round(time / ours[key], 2) for time in times) for key, times in both.items()}
 
 
 def test_the_readme_says_of_speed_what_the_results_say():
@@ -225,7 +225,7 @@ def test_the_readme_says_of_speed_what_the_results_say():
     claims, cells = [], [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if "×" in line]
     for column, form in enumerate(results.FORMATS):
         default, older = factors(form)
-        steps = [factor for key, own in default.items() if key != "offline" and key[1] for factor in own]
+        steps = [factor for key, each in default.items() if key != "offline" and key[1] for factor in each]
         claims.append((min(steps), max(steps), default["offline"][0]))
         for name, *row in cells:
             counts = [int(count.replace(",", "")) for count in re.findall(r"[\d,]*\d", name)]
@@ -249,8 +249,8 @@ def test_the_readme_says_of_speed_what_the_results_say():
 def gpus_of_results():
     """The GPUs of all stored results: {"H100", "H200"}."""
     records = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
-    named = [own["device"] for own in records if isinstance(own, dict) and "device" in own]
-    return {found[1] for device in named if (found := re.match(r"NVIDIA (\w+)", device))}
+    named = [record["device"] for record in records if isinstance(record, dict) and "device" in record]
+    return {match[1] for device in named if (match := re.match(r"NVIDIA (\w+)", device))}
 
 
 def test_the_readme_names_every_gpu_that_has_run():
@@ -297,8 +297,8 @@ def test_four_bits_of_a_file_are_computed_as_stored():
     lines = [line for line in load("cpu-format-quality") if "weights_only" in line]
     assert len(lines) == 8
     for line in lines:
-        more = line["difference"] - line["weights_only"]
-        assert (-1e-3 < more < 0.02) if line["name"].startswith("FP8") else abs(more) < 1e-5, line["name"]
+        rounding = line["difference"] - line["weights_only"]
+        assert (-1e-3 < rounding < 0.02) if line["name"].startswith("FP8") else abs(rounding) < 1e-5, line["name"]
 
 
 @pytest.mark.parametrize("name", tables.drawable())

@@ -115,13 +115,13 @@ def test_formats_say_the_same(run, folder, tmp_path, monkeypatch):
     options = ("-n", 5, "--input-len-range", "4:9", "--output-len-range", 3)
     base = ("bench", "throughput", "-m", folder, *CACHE, *options, "--repeats", 2, "-q", "--max-num-seqs", 2)
     target = tmp_path / "out"
-    found = {}
+    texts = {}
     for form in FORMATS:
         assert run(*base, "-o", form, "--output-file", target) == (0, "", "")
-        found[form] = target.read_text()
-    record, line = json.loads(found["json"]), json.loads(found["jsonl"])
-    (cells,) = csv.DictReader(io.StringIO(found["csv"]))
-    (row,) = table(found["md"])
+        texts[form] = target.read_text()
+    record, line = json.loads(texts["json"]), json.loads(texts["jsonl"])
+    (cells,) = csv.DictReader(io.StringIO(texts["csv"]))
+    (row,) = table(texts["md"])
     assert set(line) == set(record) - {"results"} | set(record["results"][0])
     assert {key.partition(".")[0] for key in cells} == set(line)
     for one in (record["results"][0], line, cells, row):
@@ -186,8 +186,8 @@ def test_speed_measures_a_prompt_and_decode_steps(run, folder):
 def test_speed_leaves_out_what_is_0(run, folder):
     """llama-bench's `-p 0` and `-n 0` were refused as wrong numbers. Nothing else that is given is ignored."""
     base = ("bench", "speed", "-m", folder, *CACHE, "--repeats", 1, "-q", "-o", "json")
-    for own, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
-        code, out, err = run(*base, *own)
+    for options, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
+        code, out, err = run(*base, *options)
         assert (code, err) == (0, "")
         assert [row["test"] for row in json.loads(out)["results"]] == tests
     refused(run(*base, "-p", 0, "-n", 0), "--input-len 0 and --output-len 0 leave nothing to measure", code=2)
@@ -290,10 +290,10 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
     limit or name is ignored, totals of one request, and texts of one run compared with themselves."""
     loaded, from_pretrained = [], Generator.from_pretrained
 
-    def load(options, **more):  # with all drafts: how many are verified depends on the time of steps
+    def load(options, **settings):  # with all drafts: how many are verified depends on the time of steps
         loaded.append(options.speculative)
-        own = options.speculative and dataclasses.replace(options.speculative, adaptive=False)
-        return from_pretrained(dataclasses.replace(options, speculative=own), **more)
+        drafts = options.speculative and dataclasses.replace(options.speculative, adaptive=False)
+        return from_pretrained(dataclasses.replace(options, speculative=drafts), **settings)
 
     texts = ["no, no, no, no, no, no", "Once upon a time"]
     file = tmp_path / "a.jsonl"
@@ -304,8 +304,8 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
     record = json.loads(out)
     assert loaded == [SpeculativeOptions.parse(method), None]
     assert record["speculative"]["method"] == method.removesuffix(":2")
-    with from_pretrained("embedded", device="cpu", kv_cache_memory=8 << 20) as own:
-        expected = own.generate(texts, [SamplingParams(max_tokens=n, temperature=0) for n in (16, 5)])
+    with from_pretrained("embedded", device="cpu", kv_cache_memory=8 << 20) as generator:
+        expected = generator.generate(texts, [SamplingParams(max_tokens=n, temperature=0) for n in (16, 5)])
     first, second, total = record["results"]
     assert [row["test"] for row in record["results"]] == ["line 1", "short", "all"]
     assert [row["output_tokens"] for row in (first, second)] == [len(one.token_ids) for one in expected] == [16, 5]
@@ -323,9 +323,9 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
 
 def test_another_text_with_drafts_is_seen():
     def timed(*tokens):
-        return [SimpleNamespace(token_ids=list(own), num_draft_tokens=2, num_accepted_tokens=1) for own in tokens], [1.0, 3.0]
+        return [SimpleNamespace(token_ids=list(ids), num_draft_tokens=2, num_accepted_tokens=1) for ids in tokens], [1.0, 3.0]
 
     requests = [("a", [], None), ("b", [], None)]
-    found = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
-    assert [(row["same_texts"], row["texts"]) for row in found] == [(1, 1), (0, 1), (1, 2)]
-    assert found[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"
+    results = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
+    assert [(row["same_texts"], row["texts"]) for row in results] == [(1, 1), (0, 1), (1, 2)]
+    assert results[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"

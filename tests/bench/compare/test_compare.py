@@ -278,18 +278,18 @@ def test_divergence_and_agreement_against_their_definitions(model, folder):
     """Doubled logits have the same top tokens and a KL divergence that PyTorch also computes."""
     model.resolve(["eager", "head=compare-doubled"])
     places = compare_layers.places(model)
-    found = over_text(model, places, TOKENS, bounds.floor(torch.float32))
+    compared = over_text(model, places, TOKENS, bounds.floor(torch.float32))
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
         logits = generator.logits(TOKENS).double()
-    own, other = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
-    kl = torch.nn.functional.kl_div(other, own, log_target=True, reduction="none").sum(-1)
-    assert found.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert found.kl_max == pytest.approx(kl.max().item(), rel=1e-5)
-    assert found.kl_truth == pytest.approx(found.kl_mean, rel=1e-4)
-    assert found.kl_truth_torch < 1e-9
-    assert found.agree == found.tokens == len(TOKENS)
-    assert found.relative == pytest.approx(1, rel=1e-5)
-    assert [fault.split(":")[0] for fault in found.faults] == ["logits"]
+    expected, other = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
+    kl = torch.nn.functional.kl_div(other, expected, log_target=True, reduction="none").sum(-1)
+    assert compared.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert compared.kl_max == pytest.approx(kl.max().item(), rel=1e-5)
+    assert compared.kl_truth == pytest.approx(compared.kl_mean, rel=1e-4)
+    assert compared.kl_truth_torch < 1e-9
+    assert compared.agree == compared.tokens == len(TOKENS)
+    assert compared.relative == pytest.approx(1, rel=1e-5)
+    assert [fault.split(":")[0] for fault in compared.faults] == ["logits"]
 
 
 # ── the truth, the inputs and the bounds ──

@@ -42,16 +42,16 @@ def test_every_run_is_a_command(name):
 
 
 def test_a_start_is_timed_in_a_process_of_its_own(tmp_path):
-    found = startup.child(["embedded"], str(tmp_path))
-    assert 0 < found["imported_s"] < found["loaded_s"] <= found["ready_s"] < found["first_token_s"]
+    stages = startup.child(["embedded"], str(tmp_path))
+    assert 0 < stages["imported_s"] < stages["loaded_s"] <= stages["ready_s"] < stages["first_token_s"]
     with pytest.raises(SystemExit, match="ModelNotFoundError"):
         startup.child(["nothing"], str(tmp_path))
 
 
 def test_every_kernel_is_measured():
     runs = [words for name, words in collect.RUNS.items() if words[:2] == ["bench", "kernels"] and "others" not in name]
-    found = [name for words in runs for name in kernels.select(parsed(words)[1]["names"])]
-    assert sorted(found) == sorted(kernels.BENCHMARKS)
+    measured = [name for words in runs for name in kernels.select(parsed(words)[1]["names"])]
+    assert sorted(measured) == sorted(kernels.BENCHMARKS)
 
 
 def test_what_pages_show_is_collected():

@@ -21,14 +21,14 @@ def test_measure(monkeypatch):
     monkeypatch.setattr(mixture, "matmul_ceiling", lambda device, dtype: MatmulCeiling(1e12, "made up"))
     timed = Runs.timed  # on a busy machine more steps may take no more time
     monkeypatch.setattr(Runs, "timed", lambda *args: (args[3][0] / 100, timed(*args)[1]))
-    own = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory": 1 << 22, "dtype": "float32"}
-    record = mixture.measure("Qwen3-30B-A3B", False, **own)
+    load = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory": 1 << 22, "dtype": "float32"}
+    record = mixture.measure("Qwen3-30B-A3B", False, **load)
     assert [row["batch_size"] for row in record["results"]] == [1, 3]
     assert all(2 <= row["experts"]["touched"] <= 6 for row in record["results"] + record["prompts"])
     assert all(row["share_of_limit"] > 0 for row in record["prompts"])
     assert record["correctness"]["checked"]
     assert record["correctness"]["batch_sizes"] == [1, 3]
-    skipped = mixture.measure("Qwen3-30B-A3B", False, True, **own)
+    skipped = mixture.measure("Qwen3-30B-A3B", False, True, **load)
     assert "not checked" in skipped["correctness"]["why"]
     table = tables.mixture_table({"a": record | {"dtype": "bf16"}})
     assert "decode step, batch 3" in table

@@ -29,8 +29,8 @@ def test_experts_of_four_bits(monkeypatch, capsys):
     sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "vocab_size": 1100}
     small = replace(preset, config=replace(preset.config, moe=moe, **sizes))
     monkeypatch.setattr(models, "preset", lambda name: small)
-    own = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24}
-    monkeypatch.setattr(minirt.Generator, "from_pretrained", partial(minirt.Generator.from_pretrained, **own))
+    options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24}
+    monkeypatch.setattr(minirt.Generator, "from_pretrained", partial(minirt.Generator.from_pretrained, **options))
     monkeypatch.setattr(minirt.device, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(minirt.bench.ceiling, "read_ceiling", lambda device: Ceiling(1e9, "made up"))
 
@@ -51,9 +51,9 @@ def test_experts_of_four_bits(monkeypatch, capsys):
     assert "not a step" in many["left_out"]
     assert "| – |" in tables.replays_table({"steps": record}), "a table says that it has no time"
     expert = 3 * 128 * 256 // 2 + 4 * (2 * 128 * 256 // 128 + 256)  # weights, and the scales of gate, up and down
-    more = 8 * (1 - 0.75**3) - 2  # experts that three tokens use more than one, if all are equally likely
+    added = 8 * (1 - 0.75**3) - 2  # experts that three tokens use added than one, if all are equally likely
     cached = 2 * 2 * 128 * 4 * steps.CONTEXT  # keys and values of a sequence
-    assert (three["limit_s"] - one["limit_s"]) * 1e9 == pytest.approx(2 * more * expert + 2 * cached, abs=2)
+    assert (three["limit_s"] - one["limit_s"]) * 1e9 == pytest.approx(2 * added * expert + 2 * cached, abs=2)
     assert three["share_of_limit"] == pytest.approx(three["limit_s"] / 2)
     assert prompt["time_to_first_token_s"]["median"] > 0
 

@@ -52,10 +52,10 @@ PROMPTS = {"c": {"benchmark": "prefill", "dtype": "fp8", "results": [prompt(2048
 
 
 def test_decode_with_gaps():
-    found = rows(tables.decode_table(STEPS))
-    assert found[0] == ["batch 1, context 128", "4.78", "50%", "4.78", "–", "–", "3.41"]
-    assert found[1] == ["batch 1, context 8000", "–", "–", "4.91", "5.00", "50%", "3.61"]
-    assert found[4] == ["batch 256, context 128", "12.3", "100%", "9.08", "–", "–", "7.29"]
+    shown = rows(tables.decode_table(STEPS))
+    assert shown[0] == ["batch 1, context 128", "4.78", "50%", "4.78", "–", "–", "3.41"]
+    assert shown[1] == ["batch 1, context 8000", "–", "–", "4.91", "5.00", "50%", "3.61"]
+    assert shown[4] == ["batch 256, context 128", "12.3", "100%", "9.08", "–", "–", "7.29"]
 
 
 def test_prefill_with_gaps():
@@ -69,14 +69,14 @@ def beside(prompt=(0.1965, 0.1981)):
     """Records of both engines, with times that differ by point and format: vLLM in a process of its own (all points but the first
     and the prompts; two measurements of one) and, slower, in the caller's. `prompt`: minirt's and vLLM's in bf16."""
 
-    def run(engine, form, factor, rate, torch="2", lacks=(), **own):
+    def run(engine, form, factor, rate, torch="2", lacks=(), **facts):
         steps = [(1, 128, 0.004), (64, 128, 0.008), (256, 128, 0.0123), (1, 8000, 0.005)]
         prompts = [(512, 0.02), (8192, prompt[engine == "vLLM"] / factor if form == "bf16" else 0.2)]
         rows = [{"batch_size": n, "context_len": c, "step_s": s * factor} for n, c, s in steps if n not in lacks]
         rows += [{"input_len": n, "time_to_first_token_s": s * factor} for n, s in prompts if n not in lacks]
         versions = {"torch": torch, "triton": "3"}
-        own |= {"engine": engine, "quantization": {"bf16": None, "fp8": "fp8"}[form]}
-        return own | {"versions": versions, "output_tokens_per_s": rate, "results": rows}
+        facts |= {"engine": engine, "quantization": {"bf16": None, "fp8": "fp8"}[form]}
+        return facts | {"versions": versions, "output_tokens_per_s": rate, "results": rows}
 
     vllm, in_process = {"version": "7", "note": "N"}, (1, 512, 8192)
     runs = [
@@ -93,9 +93,9 @@ def beside(prompt=(0.1965, 0.1981)):
     protocol = dict.fromkeys(("prompts", "first token", "offline"), "-") | {"order": "O", "clock": "C"}
     protocol["decode step"] = "D; the least of 3 runs; two values: E"
     correctness = {"checked": False, "why": "no check"}
-    own = {"model": "M", "device": "NVIDIA X 1", "protocol": protocol, "correctness": correctness}
-    default = own | {"runs": runs, "date": "2026-01-02"}
-    return {results.BESIDE_VLLM: default, results.IN_PROCESS: own | {"runs": older, "date": "2026-01-01"}}
+    shared = {"model": "M", "device": "NVIDIA X 1", "protocol": protocol, "correctness": correctness}
+    default = shared | {"runs": runs, "date": "2026-01-02"}
+    return {results.BESIDE_VLLM: default, results.IN_PROCESS: shared | {"runs": older, "date": "2026-01-01"}}
 
 
 def test_both_engines_in_the_readme():
@@ -179,9 +179,9 @@ def test_what_was_wrong_is_told():
 def test_drafts_and_the_first_token():
     """Catches another model's rates of vLLM, a quotient upside down, and a part that was not measured shown as 0."""
 
-    def drafts(model, method, **own):
+    def drafts(model, method, **changed):
         shared = {"model": model, "quantization": None, "method": method, "num_drafts": 3, "tokens_per_step": 2.5}
-        return shared | {"engine": "minirt", "results": [{"batch_size": 8, "tokens_per_s": 1200.0, "speedup": 1.75}]} | own
+        return shared | {"engine": "minirt", "results": [{"batch_size": 8, "tokens_per_s": 1200.0, "speedup": 1.75}]} | changed
 
     peer = {"engine": "vLLM", "version": "7", "note": "N", "results": [{"batch_size": 8, "tokens_per_s": 800.0}]}
     record = {"commit": "c", "protocol": {"drafts": "p", "start": "s"}, "model": "M", "device": "X", "date": "d"}
@@ -204,8 +204,8 @@ def test_the_picture_of_both_engines(monkeypatch, tmp_path):
     monkeypatch.setattr(picture, "save", lambda figure, target, note: drawn.append(figure))
     pictures.engines(beside(), tmp_path, "")
     steps, fast, prompts, _ = drawn[0].axes
-    assert [[round(bar.get_height(), 2) for bar in own] for own in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
-    assert [[round(bar.get_height(), 2) for bar in own] for own in prompts.containers] == [[39.06, 23.99], [68.36, 24.18]]
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in steps.containers] == [[4, 8, 12.3, 5], [7, 12, 18.45, 8.75]]
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in prompts.containers] == [[39.06, 23.99], [68.36, 24.18]]
     assert [text.get_text() for text in fast.texts] == ["3.00 ×", "2.50 ×", "2.50 ×", "3.00 ×"]
     assert [text.get_text() for text in prompts.texts] == ["1.75 ×", "1.01 ×"]
     labels = [text.get_text() for text in steps.get_xticklabels()]
@@ -247,12 +247,12 @@ def test_sizes_and_quality():
 def test_trained_models():
     """Catches models that are mixed up, and the mean over models."""
 
-    def line(kind, model="A", **own):
-        return {"kind": kind, "model": model} | own
+    def line(kind, model="A", **facts):
+        return {"kind": kind, "model": model} | facts
 
     def option(name, model, size, difference):
-        own = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
-        return line("option", model, perplexity=9.0, tokens=9, **own)
+        facts = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
+        return line("option", model, perplexity=9.0, tokens=9, **facts)
 
     about = line("about", date="d", versions={"torch": "2"}, device="CPU, 1 thread", weights="found, not stated")
     drafts = {"num_accepted_tokens": 5, "num_draft_tokens": 8, "output_tokens": 15, "texts": 4}
@@ -282,8 +282,9 @@ def test_other_shapes():
 
 
 def test_checks():
-    own = [{"checked": True, "against": "the truth"}, {"checked": False, "why": "no time"}, {"checked": False, "why": "no time"}]
-    text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", own, strict=True)})
+    unchecked = {"checked": False, "why": "no time"}
+    checks = [{"checked": True, "against": "the truth"}, unchecked, unchecked]
+    text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", checks, strict=True)})
     assert text == "Checks before timing:\n\n- `a`: compared with the truth.\n- `b`, `c`: no time."
 
 
@@ -348,7 +349,7 @@ def test_picture_of_a_mixture(monkeypatch, tmp_path):
     assert bars(right) == {"b": [0], "a": [50], "others": [50]}
     assert [bar.get_y() for bar in left.containers[1]] == [30, 90]
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["others", "a", "b"]
-    tones = [[own[0].get_facecolor() for own in axes.containers] for axes in (left, right)]
+    tones = [[bars[0].get_facecolor() for bars in axes.containers] for axes in (left, right)]
     assert tones[0] == tones[1]
     assert [text.get_text() for text in left.get_xticklabels()] == ["batch 1\n1.50 ms", "batch 8\n1.50 ms"]
 
@@ -357,8 +358,8 @@ def test_trace():
     def row(batch, temperature, ms, idle):
         return {"batch": batch, "context": 128, "temperature": temperature, "step_ms": ms, "idle": idle}
 
-    found = [row(64, 0.0, 4.0, 0.0049), row(1, 0.0, 2.0, 0.031), row(64, 0.8, 3.9, 0.01)]
-    assert rows(tables.trace_table({"a": {"results": found}})) == [
+    measured = [row(64, 0.0, 4.0, 0.0049), row(1, 0.0, 2.0, 0.031), row(64, 0.8, 3.9, 0.01)]
+    assert rows(tables.trace_table({"a": {"results": measured}})) == [
         ["batch 1, context 128", "2.00", "3.1%", "–", "–", "–"],
         ["batch 64, context 128", "4.00", "0.5%", "3.90", "1.0%", "−2.5%"],
     ]
@@ -366,8 +367,8 @@ def test_trace():
 
 def test_startup():
     def start(caches, first):
-        own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
-        return {"caches": caches, **own, "first_token_s": median(first)}
+        stages = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
+        return {"caches": caches, **stages, "first_token_s": median(first)}
 
     record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
     assert rows(tables.startup_table({"a": record})) == [
@@ -444,28 +445,28 @@ def test_fusion_of_two_records():
     assert "| M, bf16, ms | over Triton | N, `--fp8`, ms |" in tables.fusion_table(records)
 
 
-def layer(kind, eager, own, added, out, share=0.5):
+def layer(kind, eager, triton, added, out, share=0.5):
     def part(pair):
         return {"error": {"relative": pair[0]}, "torch": {"relative": pair[1]}}
 
     return {
-        "step": "decode", "kind": kind, "eager_s": eager, "candidate_s": own, "share_of_limit": share, "added": part(added),
+        "step": "decode", "kind": kind, "eager_s": eager, "candidate_s": triton, "share_of_limit": share, "added": part(added),
         "out": part(out),
     }  # fmt: skip
 
 
 def test_layers_take_medians_and_the_largest_error():
-    found = [layer("mlp", 1e-4 * i, 1e-5 * i, (0.01 * i, 0.05), (9, 9), 0.1 * i) for i in (1, 2, 6)]
-    found += [layer("head", None, None, (None, None), (0.001, 0.002), None)]
-    record = {"dtype": "bfloat16", "results": found, "whole_model": None}
+    measured = [layer("mlp", 1e-4 * i, 1e-5 * i, (0.01 * i, 0.05), (9, 9), 0.1 * i) for i in (1, 2, 6)]
+    measured += [layer("head", None, None, (None, None), (0.001, 0.002), None)]
+    record = {"dtype": "bfloat16", "results": measured, "whole_model": None}
     assert rows(tables.layers_table({"a": record})) == [
         ["decode, mlp", "200.0", "20.0", "20%", "6.0e-02 / 5.0e-02"],
         ["decode, head", "–", "–", "–", "1.0e-03 / 2.0e-03"],
     ]
 
 
-def kernel(name, tokens, own, context=None, model="Qwen2.5-7B", lacks=(), **others):
-    seconds = {form: median(s) for form, s in (others | {"triton": own}).items()} if own else {}
+def kernel(name, tokens, triton, context=None, model="Qwen2.5-7B", lacks=(), **others):
+    seconds = {form: median(s) for form, s in (others | {"triton": triton}).items()} if triton else {}
     return {
         "kernel": name, "tokens": tokens, "context": context, "model": model, "seconds": seconds,
         "lacks": dict.fromkeys(lacks, "x"), "share_of_limit": 0.004 if tokens == 1 else 1.02,
@@ -473,7 +474,7 @@ def kernel(name, tokens, own, context=None, model="Qwen2.5-7B", lacks=(), **othe
 
 
 def test_kernels():
-    found = [
+    measured = [
         kernel("qkv", 1, 1e-5, eager=3e-5, compiled=0.9e-5, library=0.5e-5, lacks=["library"]),
         kernel("qkv", 64, 1e-5, eager=1e-5),
         kernel("qkv", 2048, 1.2345e-3, eager=2e-3),
@@ -481,7 +482,7 @@ def test_kernels():
         kernel("attention_decode", 64, 2e-5, context=1000, eager=4e-5, library=3e-5),
         kernel("o", 2048, 1e-5, model="Other", eager=0.5e-5),
     ]
-    first, second = tables.kernels_table({"a": {"results": found[:3]}, "b": {"results": found[3:]}}).split("\n\n")
+    first, second = tables.kernels_table({"a": {"results": measured[:3]}, "b": {"results": measured[3:]}}).split("\n\n")
     assert rows(first) == [
         ["`qkv`", "1", "10.0", "< 1%", "3.0 · 0.90 · 0.50\\*", "2,048", "1,234.5", "102%", "1.62 · – · –"],
         ["`o`", "1", "not timed", "–", "–", "–", "–", "–", "–"],
@@ -496,16 +497,16 @@ def test_kernels():
 
 
 def test_products_beside_both_of_cublas_sums():
-    def product(name, tokens, own, lacks=(), **others):
-        row = kernel(name, tokens, own, lacks=lacks, **others)
+    def product(name, tokens, triton, lacks=(), **others):
+        row = kernel(name, tokens, triton, lacks=lacks, **others)
         return row | {"errors": {form: {"relative": 1e-3 * tokens} for form in row["seconds"] if form not in lacks}}
 
-    found = [
+    measured = [
         product("gemm_o", 129, 1e-5, eager=9e-5, library=0.79e-5), product("gemm_o", 2, 2e-5, library=4e-5),
         product("gemm_o.fp8", 2, 1e-5, library=2e-5, library_fast=1e-5),
         product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
     ]  # fmt: skip
-    text = tables.gemms_table({"a": {"results": found}})
+    text = tables.gemms_table({"a": {"results": measured}})
     assert text.splitlines()[0] == "| GEMM, model | 2 tokens | 129 tokens | largest error |"
     assert rows(text) == [
         ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
@@ -515,15 +516,15 @@ def test_products_beside_both_of_cublas_sums():
 
 
 def test_attention_of_prompts_on_pages_of_both_kinds():
-    def point(name, tokens, context, **more):
-        return kernel(name, tokens, 1e-5, context=context, **more) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
+    def point(name, tokens, context, **facts):
+        return kernel(name, tokens, 1e-5, context=context, **facts) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
 
-    found = [
+    measured = [
         point("attention_prefill", 2048, 0, library=1.05e-5), point("attention_prefill", 2, 30000),
         point("attention_prefill.fp8", 2048, 0, library=0.5e-5), point("attention_decode", 1, 8000),
         point("attention_prefill", 512, 0, model="Other"),
     ]  # fmt: skip
-    assert rows(tables.attention_table({"a": {"results": found}})) == [
+    assert rows(tables.attention_table({"a": {"results": measured}})) == [
         ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
         ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
     ]
@@ -531,11 +532,11 @@ def test_attention_of_prompts_on_pages_of_both_kinds():
 
 def test_what_tuning_finds():
     def bucket(kernel, best=1e-5, step=None):
-        own = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
-        return own | {"rule_step_s": step and 4e-3, "best_step_s": step}
+        facts = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
+        return facts | {"rule_step_s": step and 4e-3, "best_step_s": step}
 
-    found = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
-    records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
+    measured = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
+    records = {"a": {"quantization": None, "results": measured}, "b": {"quantization": "fp8", "results": measured[3:]}}
     assert rows(tables.tuned_table(records)) == [
         ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
         ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
