@@ -193,7 +193,8 @@ def test_a_client_without_headroom_says_so() -> None:
     calm, busy = Usage(10, 1, 0.3, [0.001] * 99), Usage(10, 6, 0.95, [0.0] * 98 + [0.2] * 2)
     result = row(usages=[calm, busy, calm])[0]
     clients = result["client"]
-    assert (clients["processes"], clients["cpu_seconds"], clients["cpu_share"], clients["cpu_share_busiest_second"]) == (3, 8, 0.6, 0.95)
+    assert (clients["processes"], clients["cpu_seconds"]) == (3, 8)
+    assert (clients["cpu_share"], clients["cpu_share_busiest_second"]) == (0.6, 0.95)
     assert clients["headroom"] == pytest.approx(0.05)
     assert clients["max_loop_lag_ms"] == 200.0
     assert clients["us_per_event"] == pytest.approx(8e6 / sum(o.events for o in outcomes()))
