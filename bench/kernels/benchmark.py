@@ -7,7 +7,7 @@ clock or load affect all of them. On a CPU the Triton kernel runs in Triton's in
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -73,46 +73,36 @@ _FORMATS = (None, ""), ("fp8", _FP8), ("int4", _INT4), ("fp8_blocks", _BLOCKS)
 def _benchmarks() -> dict[str, Benchmark]:
     write, prefill, decode = "qk_norm_rope_kv_write", "paged_attention_prefill", "rope_paged_attention_decode"
     few, drafts = "paged_attention_decode_few", "causal attention of 5 new tokens per sequence on KV pages"
-    before, each, pages = "cached before them", "tokens of each", "the same on FP8 pages"
+    before, each = "cached before them", "tokens of each"
+    prompt, token = partial(gated_delta.gated_delta_net, decode=False), partial(gated_delta.gated_delta_net, decode=True)
+    rotated = partial(attention.rope_kv_write, normalize=False)
     table = {
         "embedding": Benchmark("embedding", ops.embedding, _ROWS),
         "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
         "norm_residual": Benchmark("norm_residual", ops.norm_residual, _ROWS),
         "rms_norm_quantize": Benchmark("rms_norm_quantize", ops.rms_norm_quantize, _ROWS),
         "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
-        "rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=False), _ROWS, "RoPE and KV write"),
-        "rope_kv_write.fp8": Benchmark(
-            write, partial(attention.rope_kv_write, normalize=False, fp8=True), _ROWS, "RoPE and KV write to FP8 pages"
-        ),
         "qk_norm_rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=True), _ROWS),
         "mlp": Benchmark("norm_gate_up", ops.mlp, _LINEAR, "gated MLP: norm, gate/up, activation, down, residual"),
         "mlp_gelu": Benchmark("norm_gate_up", partial(ops.mlp, activation="gelu"), _LINEAR, "gated MLP with GELU"),
+        "residual_norm": Benchmark("linear_residual", ops.residual_norm, _LINEAR, "down projection, residual, next norm"),
         "experts_route": Benchmark("route", mixture.route, _EXPERTS),
         "experts": Benchmark("mixture_residual", mixture.experts, _EXPERTS),
-        "experts.fp8": Benchmark(
-            "mixture_residual", partial(mixture.experts, quantization="fp8"), _EXPERTS, f"the same with {_FP8}"
-        ),
-        "experts.fp8_blocks": Benchmark(
-            "mixture_residual", partial(mixture.experts, quantization="fp8_blocks"), _EXPERTS, f"the same with {_BLOCKS}"
-        ),
-        "residual_norm": Benchmark("linear_residual", ops.residual_norm, _LINEAR, "down projection, residual, next norm"),
-        "attention_prefill": Benchmark(prefill, attention.attention_prefill, _PREFILL, context=before),
-        "attention_prefill.fp8": Benchmark(
-            prefill, partial(attention.attention_prefill, fp8=True), _PREFILL, pages, context=before
-        ),
-        "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
-        "attention_decode.fp8": Benchmark(decode, partial(attention.attention_decode, fp8=True), _DECODE, pages, context=each),
-        "attention_few": Benchmark(few, attention.attention_few, _DRAFTS, drafts, context=each),
-        "attention_few.fp8": Benchmark(few, partial(attention.attention_few, fp8=True), _DRAFTS, pages, context=each),
-        "gated_delta_decode": Benchmark(
-            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=True), _FEW, "gated DeltaNet of one token per sequence"
-        ),
-        "gated_delta_prefill": Benchmark(
-            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=False), _PROMPTS, "gated DeltaNet of a prompt"
-        ),
+        "gated_delta_decode": Benchmark("gated_delta_net", token, _FEW, "gated DeltaNet of one token per sequence"),
+        "gated_delta_prefill": Benchmark("gated_delta_net", prompt, _PROMPTS, "gated DeltaNet of a prompt"),
         "sample_greedy": Benchmark("sample", partial(ops.draw, temperature=0.0), _FEW, "argmax of the logits"),
         "sample_top_p": Benchmark("sample", partial(ops.draw, temperature=0.8, top_p=0.95), _FEW, "a draw from the nucleus"),
+        "rope_kv_write": Benchmark(write, rotated, _ROWS, "RoPE and KV write"),
+        "attention_prefill": Benchmark(prefill, attention.attention_prefill, _PREFILL, context=before),
+        "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
+        "attention_few": Benchmark(few, attention.attention_few, _DRAFTS, drafts, each),
     }
+    for name in ("rope_kv_write", "attention_prefill", "attention_decode", "attention_few"):
+        plain = table[name]
+        table[f"{name}.fp8"] = replace(plain, build=partial(plain.build, fp8=True), form="the same on FP8 pages")
+    for quantization, form in (("fp8", _FP8), ("fp8_blocks", _BLOCKS)):
+        build = partial(mixture.experts, quantization=quantization)
+        table[f"experts.{quantization}"] = replace(table["experts"], build=build, form=f"the same with {form}")
     fused = {
         "qkv": "RMSNorm and QKV projection", "o": "output projection and residual", "gate_up": "RMSNorm, gate/up, SwiGLU",
         "down": "down projection and residual", "lm_head": "RMSNorm and LM head, fp32 logits",
