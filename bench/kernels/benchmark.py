@@ -48,14 +48,14 @@ class Benchmark:
 
     Attributes:
         operation: its name there.
-        build: makes the `Problem` for a step.
+        build: makes the `Problem` for a `Step`, its only argument here.
         points: (tokens, context) to measure by default.
         form: what is special, for the reader of a result; "": nothing.
         context: what the context means; "": there is none.
     """
 
     operation: str
-    build: Callable[[Step], Problem]
+    build: Callable[..., Problem]
     points: tuple[tuple[int, int], ...]
     form: str = ""
     context: str = ""
@@ -100,9 +100,9 @@ def _benchmarks() -> dict[str, Benchmark]:
     for name in ("rope_kv_write", "attention_prefill", "attention_decode", "attention_few"):
         plain = table[name]
         table[f"{name}.fp8"] = replace(plain, build=partial(plain.build, fp8=True), form="the same on FP8 pages")
-    for quantization, form in (("fp8", _FP8), ("fp8_blocks", _BLOCKS)):
-        build = partial(mixture.experts, quantization=quantization)
-        table[f"experts.{quantization}"] = replace(table["experts"], build=build, form=f"the same with {form}")
+    for kind, weights in (("fp8", _FP8), ("fp8_blocks", _BLOCKS)):
+        experts = partial(mixture.experts, quantization=kind)
+        table[f"experts.{kind}"] = replace(table["experts"], build=experts, form=f"the same with {weights}")
     fused = {
         "qkv": "RMSNorm and QKV projection", "o": "output projection and residual", "gate_up": "RMSNorm, gate/up, SwiGLU",
         "down": "down projection and residual", "lm_head": "RMSNorm and LM head, fp32 logits",
