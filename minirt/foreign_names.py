@@ -124,12 +124,15 @@ _SHORT = {
 # The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
 _LLAMA_BENCH = {
     **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
-    "-pg": "llama-bench's name; here minirt bench latency, which times prompt and new tokens together",
+    "-pg": "llama-bench's name; here minirt bench throughput, which times prompt and new tokens together",
     **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
     **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
 }
-# Commands of vLLM, ollama, llama.cpp and transformers → what to write here.
+# Commands of vLLM, ollama, llama.cpp and transformers, and older ones of minirt → what to write here.
 _COMMANDS = {
+    **dict.fromkeys(("decode", "bench decode"), "here minirt bench speed -p 0"),
+    **dict.fromkeys(("prefill", "bench prefill"), "here minirt bench speed -n 0"),
+    **dict.fromkeys(("latency", "bench latency"), "here minirt bench throughput with one length of prompts and outputs"),
     **dict.fromkeys(("run", "cli"), "minirt chat --model MODEL is a conversation, minirt generate PROMPT completes a text"),
     **dict.fromkeys(("complete", "completions", "infer"), "here minirt generate PROMPT"),
     **dict.fromkeys(("run-batch", "batch"), "here minirt generate --prompts FILE"),

@@ -2,7 +2,7 @@
 
 An idle thread that spins on a busy core keeps the others from working: on a shared machine PyTorch can be many times slower than
 with one thread. So idle threads spin only for a short time, and the number of threads respects cgroup limits. Values that the
-user set in OMP_* or GOMP_* variables stay. `bench/tools/threads.py` measures both.
+user set in OMP_* or GOMP_* variables stay.
 """
 
 import os

@@ -285,9 +285,9 @@ def test_expected_output():
 
 def test_options_that_do_not_exist_are_found():
     assert pages.parses("minirt generate --chat --model M hi") is None
-    assert pages.parses("minirt bench decode -b 1,8 --random-weights") is None
+    assert pages.parses("minirt bench speed -b 1,8 --random-weights") is None
     assert "--chatt" in pages.parses("minirt generate --chatt hi")
-    assert "--beside" in pages.parses("minirt bench decode --beside 3")
+    assert "--beside" in pages.parses("minirt bench throughput --beside 3")
     assert pages.parses("minirt fly") is not None
     assert pages.skipped_fault(pages.Example(1, "python", "x = (", None, "gpu"))
 

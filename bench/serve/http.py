@@ -105,8 +105,8 @@ class ResponseParser:
             else:
                 self._left = _chunk_size(line) if not self._after_chunk else -1
                 if self._left < 0:
-                    found = shortened(printable(line.decode("latin-1")), 40)
-                    raise HTTPError(f"bad chunked body: {found!r} is no size of a chunk")
+                    shown = shortened(printable(line.decode("latin-1")), 40)
+                    raise HTTPError(f"bad chunked body: {shown!r} is no size of a chunk")
                 self._in_trailers = not self._left
         return pieces
 

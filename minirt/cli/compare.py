@@ -113,7 +113,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     printed = report(shared, result, cuda)
     emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
-        from minirt.bench.compare.picture import draw
+        from minirt.bench.compare.report import draw
 
         draw(printed.context, printed.results, Path(picture))
     if result.faults:

@@ -80,7 +80,7 @@ def check_picture(target: str | None) -> None:
     """Fail before any work if `--picture` names no picture, or matplotlib is missing."""
     if target is None:
         return
-    from minirt.bench.compare.picture import SUFFIXES, require_matplotlib
+    from minirt.bench.picture import SUFFIXES, require_matplotlib
 
     if Path(target).suffix not in SUFFIXES:
         raise click.BadParameter(f"{target!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")

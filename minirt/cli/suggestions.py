@@ -30,7 +30,7 @@ class Commands(click.Group):
         if name in known or name.startswith("-"):
             return super().resolve_command(ctx, args)
         below = [path for path, _ in _commands(self, ctx.command_path) if path.endswith(f" {name}")]
-        hint = f"here {below[0]}" if below else command_hint(name) if ctx.parent is None else None
+        hint = f"here {below[0]}" if below else command_hint(name if ctx.parent is None else f"{ctx.info_name} {name}")
         near = [own for own in known if name and own.startswith(name)] or similar(name, known)
         guess = f" ({hint})" if hint else f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise click.UsageError(f"No such command '{name}'{guess}", ctx)

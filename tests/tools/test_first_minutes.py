@@ -17,7 +17,7 @@ def test_steps_are_those_of_the_readme_that_run_anywhere():
     assert sum(step.python for step in steps) >= 2
     commands = [step.source for step in steps if not step.python]
     assert sum(command.startswith("minirt ") for command in commands) >= 2
-    assert not any("make" in command or "Qwen/" in command or "bench decode" in command for command in commands)
+    assert not any("make" in command or "Qwen/" in command or "bench speed" in command for command in commands)
 
 
 def test_a_transcript_has_times_codes_and_both_streams(tmp_path):
