@@ -6,6 +6,7 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd
-from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
+from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -31,7 +32,7 @@ _LARK = re.compile(
 )
 _MAX_REASONING_ENDS = 16  # that are kept
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
-_MAX_WORK = 1  # how often a schema's length may be compiled again, to find the place of an error in it
+_PLACE_SECONDS = 1.0  # how long the place of an error within a schema is looked for
 
 
 class Grammar:
@@ -59,11 +60,7 @@ class Grammar:
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
-            if len(self._source) > limits.SMALL:
-                tokenizer.try_out(self._source, self._where)
-            matcher = self.compile()
-            tokenizer.probe(matcher, self._where)
-            self._ready = [matcher]
+            self._ready = [tokenizer.first(self._source, str(spec), self._where)]
         except MinirtError as error:
             if spec.json is None or error.expected is not None:  # a limit of the whole
                 raise
@@ -159,28 +156,27 @@ class GrammarTokenizer:
             raise _compile_error(matcher.get_error(), where)
         return matcher
 
-    def probe(self, matcher: Any, where: str) -> None:
-        """Compute the mask after the first token, too, where the grammar allows one text only. Leaves the matcher as it is.
+    def first(self, source: str, text: str, where: str) -> Any:
+        """The first matcher of a grammar. Where the grammar allows one text only, also computes the mask after the first token.
 
+        A costly grammar compiles in a separate process first, where it can do no harm.
+
+        Args:
+            text: the grammar as it was given.
         Raises:
-            InputError: that text is endless, or too long.
+            InputError, UnsupportedError: it takes too long or too much memory, ends that process, or is wrong.
         """
+        if limits.is_costly(text):
+            try:
+                message = self._trials.ask(source)
+            except Stopped as error:
+                raise limits.too_costly(text, where, str(error)) from None
+            if message is not None:
+                raise _compile_error(message, where)
+        matcher = self.compile(source, where)
         if message := matchers.probed(matcher):
             raise _compile_error(message, where)
-
-    def try_out(self, source: str, where: str) -> None:
-        """Compile a grammar in a separate process, whose time and memory are limited, so that it cannot harm this one.
-
-        Raises:
-            InputError, UnsupportedError: it takes too long or too much memory, ends the process, or is wrong.
-        """
-        try:
-            message = self._trials.ask(source)
-        except Stopped as error:
-            what, expected = "the grammar is too complex", f"one that compiles in {limits.MAX_TRIAL.cpu_seconds} s of CPU"
-            raise InputError(what, where=where, expected=expected, found=str(error), hint="simplify it") from None
-        if message is not None:
-            raise _compile_error(message, where)
+        return matcher
 
     @cached_property
     def _trials(self) -> Guarded:
@@ -190,16 +186,14 @@ class GrammarTokenizer:
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
     pointer, smallest, todo = "", schema, list(subschemas(schema)) if isinstance(schema, dict) else []
-    work = _MAX_WORK * len(str(spec.json))
-    while todo and work > 0:
+    deadline = time.monotonic() + _PLACE_SECONDS
+    while todo and time.monotonic() < deadline:
         name, part = todo.pop()
         if isinstance(part, dict) and part:
-            source = _json_source(part, spec)
-            work -= len(source)
             try:
-                tokenizer.compile(source, "")
-            except MinirtError as own:
-                if own.found == error.found:
+                tokenizer.first(_json_source(part, spec), json.dumps(part), "")
+            except MinirtError as other:
+                if other.found == error.found:
                     pointer, smallest = f"/{name}", part
                     todo = [(f"{name}/{inner}", value) for inner, value in subschemas(part)]
     if isinstance(smallest, dict) and "pattern" in smallest and "regex" in str(error.found).lower():
@@ -227,25 +221,27 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
 
 def _checked_lark(source: str, where: str) -> str:
     """A Lark grammar whose schemas after "%json" are checked, and have the options of `json`."""
-    parts, between, regexes, schemas, done = list[str](), list[str](), list[str](), list[Any](), 0
+    parts, done, levels = list[str](), 0, 0
     while (lexeme := _LARK.search(source, done)) is not None:
         start = lexeme.end()
         parts.append(source[done:start])
-        between.append(source[done : lexeme.start()])
-        regexes += [lexeme[0]] if lexeme[0].startswith("/") else []
+        levels += _brackets(source[done : lexeme.start()])
         done = _json_end(source, start) if lexeme[0].startswith("%") else start
         text = source[start:done]
         if lexeme[0] == "%json":
             place = f"{where}, %json at line {source.count(chr(10), 0, start) + 1}"
             schema = parse_schema(text, place)
             check_schema(schema, place)
-            schemas.append(schema)
             lines = "\n" * text.count("\n")  # so that llguidance counts them as in `source`
             text = f"{lines} {json.dumps({**_as_object(schema), 'x-guidance': _json_options(compact=False)})}"
         parts.append(text)
-    check_multiples(schemas, where)
-    limits.check_lark([*between, source[done:]], regexes, where)
+    levels += _brackets(source[done:])
+    limits.check_levels(levels, "rules, terminals and opening brackets", where)
     return "".join([*parts, source[done:]])
+
+
+def _brackets(text: str) -> int:
+    return sum(map(text.count, ":([{"))
 
 
 def _json_end(source: str, start: int) -> int:

@@ -19,17 +19,11 @@ from minirt.structured import limits
 from minirt.structured.contradictions import TYPES, check_contradictions
 
 MAX_DEPTH = 64  # of nested subschemas
-# Remainders of all "multipleOf" together. llguidance's lexer has a state for each, which its own limits do not count: compiling
-# 100,000 takes some tenths of a second, 500,000 10 s, 10,000,000 4 minutes and 5 GB.
-MAX_REMAINDERS = 100_000
-
 MIN_NUMBER, MAX_NUMBER = 1e-22, 1 << 53  # absolute values of bounds
 _INT64_MAX = (1 << 63) - 1
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # one value may have to fit several schemas
-_VALUES = ("const", "enum", "default", "examples")  # JSON values that are no schemas
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _ENFORCED = {
     *_MAPS, *_LISTS, *_SINGLE, "$ref", "$schema", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
@@ -149,14 +143,12 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
             what, hint = '"$ref" below an "$id" within the schema is not supported', 'remove "$id": it changes what "$ref" is'
             raise UnsupportedError(what, where=place, found=shortened(json.dumps(own["$ref"])), hint=hint)
         todo += ((value, f"{pointer}/{name}", depth + 1, renamed, own) for name, value in subschemas(own))
-    check_multiples(schema, where)
     targets = _references(schema, checked)
     heights = dict.fromkeys(checked, 1)
     for child in reversed(checked):  # children come after their parents
         heights[parents[child]] = max(heights.get(parents[child], 1), heights[child] + 1)
     entries = {id(schema), *map(id, targets.values())}
     limits.check_levels(sum(heights.get(entry, 1) for entry in entries), 'levels of schemas that a "$ref" leads to', where)
-    limits.check_patterns(list(checked.values()), targets.get)
     check_contradictions(list(checked.values()), targets.get)
 
 
@@ -286,37 +278,6 @@ def _copied(schema: Any, depth: int, copies: dict[int, dict[str, Any]]) -> Any:
     return own
 
 
-def check_multiples(schema: Any, where: str) -> None:
-    """Check that the numbers of "multipleOf" are not too large together. `schema`: a schema, or a list of them.
-
-    Raises:
-        UnsupportedError: they are.
-    """
-    multiples, combined, todo = list[Decimal](), False, [schema]
-    while todo:
-        own = todo.pop()
-        if isinstance(own, list):
-            todo += own
-        elif isinstance(own, dict):
-            combined |= not own.keys().isdisjoint(_COMBINING)
-            todo += (value for key, value in own.items() if key not in _VALUES)
-            value = own.get("multipleOf")
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-                multiples.append(Decimal(repr(value)))
-    scale = min((int(own.as_tuple().exponent) for own in multiples), default=0)
-    total, common = 0, 1
-    for own in multiples:
-        _, digits, exponent = own.as_tuple()
-        whole = int("".join(map(str, digits)))
-        if combined:  # one number may have to be a multiple of all
-            common = math.lcm(common, whole * 10 ** (int(exponent) - scale))
-        total = common * len(multiples) if combined else total + whole * 10 ** max(0, int(exponent))
-        if total > MAX_REMAINDERS:
-            what, hint = '"multipleOf" has too large a number, or too many schemas have one', "round the numbers, or remove them"
-            expected = f"at most {MAX_REMAINDERS:,} remainders together"
-            raise UnsupportedError(what, where=where, expected=expected, found=shortened(f'"multipleOf": {own}'), hint=hint)
-
-
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(its JSON pointer within `schema`, without the first slash, and the subschema)."""
     for keyword, value in schema.items():
@@ -437,6 +398,8 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         _expect(isinstance(schema[keyword], dict), keyword, "an object of schemas", schema[keyword], place)
     for keyword in filter(schema.__contains__, _LISTS):
         _expect(isinstance(schema[keyword], list), keyword, "a list of schemas", schema[keyword], place)
+    if (optional := len(schema.get("properties", ())) - len(schema.get("required", ()))) > limits.MAX_ROW // 2:
+        raise InputError("too many optional properties", where=place, expected="about 480", found=optional)
     for keyword in ("pattern", "format", "$ref", "$schema"):
         _expect(isinstance(schema.get(keyword, ""), str), keyword, "a text", schema.get(keyword), place)
 
