@@ -66,7 +66,7 @@ class Exchange:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
     async def body(self, limit: int) -> bytes:
-        """The body of the request.
+        """The body of the request. From here on, the running task is cancelled when the client goes.
 
         Raises:
             HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 415 if it is compressed, 499 if the client goes,
@@ -95,10 +95,10 @@ class Exchange:
             raise HTTPError(413, "the body is too large", expected=f"at most {limit:,} bytes", found=f"{size:,} or more")
         body = b"".join(parts)
         await check_size(body)
+        self._cancel_on_disconnect()
         return body
 
-    def cancel_on_disconnect(self) -> None:
-        """From here on, cancel the running task when the client goes. Call it after `body`."""
+    def _cancel_on_disconnect(self) -> None:
         task = asyncio.current_task()
 
         async def watch() -> None:

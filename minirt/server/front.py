@@ -160,6 +160,15 @@ class Front:
                 setattr(public, name, str(value).replace(f"{self.folder}{os.sep}", ""))
         return public
 
+    async def body(self, exchange: Exchange) -> bytes:
+        """The body of a request that needs the model."""
+        self.check_ready()
+        return await exchange.body(self.options.max_body_size)
+
+    async def read(self, exchange: Exchange, function: "Callable[[Front, Exchange, bytes], T]") -> T:
+        """What a function makes of the body of a request, in another thread."""
+        return await self.in_thread(function, self, exchange, await self.body(exchange))
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 

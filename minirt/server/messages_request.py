@@ -61,8 +61,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 def check_request(request: CountTokensRequest) -> None:
     """Check what is not about the conversation. `stop_sequences` become `stop`."""
-    for name in ("messages", "system", "tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs"):
-        check_nesting(name, getattr(request, name))
+    check_nesting("messages", request.messages)
     if not isinstance(request, MessagesRequest):
         return
     if request.max_tokens < 1:

@@ -8,7 +8,7 @@ has looked at in a list, and holds back only what could be a marker.
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -90,11 +90,6 @@ class ReplyParser:
         return found
 
 
-def new_call_id() -> str:
-    """A unique id for a tool call, in the form that OpenAI's clients know."""
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A complete tool call. `arguments` is the text of a JSON object; it is cut off if the model's text was."""
@@ -139,12 +134,12 @@ def parse(parser: Parser, text: str) -> Reply:
 class Calls:
     """Numbers tool calls, and makes their events."""
 
-    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
-        self.count, self._new_id = 0, new_id
+    def __init__(self) -> None:
+        self.count = 0
 
     def start(self, name: str) -> ToolCallStart:
         self.count += 1
-        return ToolCallStart(self.count - 1, self._new_id(), name)
+        return ToolCallStart(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name)  # the form that OpenAI's clients know
 
     def arguments(self, text: str) -> ArgumentsDelta:
         """More arguments of the call that was started last."""

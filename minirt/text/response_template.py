@@ -301,13 +301,9 @@ class ResponseTemplateParser:
         calls: whether there may be tool calls; else they are content.
     """
 
-    def __init__(
-        self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool] = (), *, calls: bool = True,
-        new_id: Callable[[], str] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
         self._template, self._may_call = template, calls
-        self._tools = {tool.name: tool for tool in tools}
-        self._calls = Calls(new_id) if new_id is not None else Calls()
+        self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
         self._count: dict[str, int] = {}  # regions so far, by kind
         self._text, self._base, self._at = "", 0, 0  # the place of `_text` in all text, and what of it is used
         anchors = [anchor for own in template.fields for anchor in (own.open, own.close) if anchor is not None]

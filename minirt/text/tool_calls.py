@@ -14,9 +14,11 @@ White space between content and calls is left out. Arguments are passed on as th
 
 import json
 import re
+import string
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt.errors import InputError
 from minirt.text.json_checker import JsonChecker, escaped
@@ -168,9 +170,8 @@ class _StatefulParser:
     A state uses up all text but what could be the beginning of a marker or a name, so what is held is short.
     """
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        self._calls = Calls(new_id) if new_id is not None else Calls()
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
         self._text, self._at = "", 0  # the text from `_at` on is not used yet
         self._space: list[str] = []  # white space before that, which is content only if content follows
         self._state: Callable[[], list[Event] | None]
@@ -258,30 +259,66 @@ class _StatefulParser:
         return content(text) if text.strip() or not self._calls.count else []
 
 
-class _JsonCallParser(_StatefulParser):
-    """A parser of calls that are JSON objects among content."""
+class _JsonFormat(NamedTuple):
+    """How calls that are JSON objects stand in a text.
 
-    _reader: _CallReader
-    _before: str  # what stood before the call, in case it is none
+    Args:
+        opens: the markers among content before a call.
+        begins: what the first call of a text without such a marker comes after, at its beginning; "{" if after nothing.
+        follows: what comes between two calls; "{" if nothing does.
+        ends: what comes after the last call.
+        skipped: characters between two calls that mean as much as white space.
+        checks_names: whether an object is a call only if it has the name of a tool.
+    """
+
+    opens: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ("{",)
+    ends: tuple[str, ...] = ()
+    skipped: str = ""
+    checks_names: bool = False
+
+
+class _JsonCallParser(_StatefulParser):
+    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content."""
+
+    def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
+        super().__init__(tools)
+        self._form, self._before = form, ""  # the latter: what stood before the call, in case it is none
+        self._state = self._beginning if form.begins else self._outside
+
+    def _beginning(self) -> list[Event] | None:
+        return self._expect(self._form.begins)
+
+    def _outside(self) -> list[Event] | None:
+        events, marker = self._content(self._form.opens)
+        if marker:
+            self._begin_call()
+        return events if events or marker else None
 
     def _after_call(self) -> list[Event] | None:
-        """The state at the end of a call."""
-        raise NotImplementedError
+        return self._expect(self._form.follows, self._form.ends)
 
-    def _begin_call(self, names: Collection[str] | None) -> list[Event]:
-        self._reader, self._state = _CallReader(self._calls, names), self._call
+    def _expect(self, starts: tuple[str, ...], ends: tuple[str, ...] = ()) -> list[Event] | None:
+        """What comes next: a call, after one of `starts`; one of `ends`; or content."""
+        self._skip_space(self._form.skipped if self._calls.count else "")
+        marker = self._next(*starts, *ends)
+        if marker is None:
+            return None
+        if marker not in starts:
+            self._state = self._outside
+            if marker:
+                self._at += len(marker)
+                self._space.clear()
+            return []
+        used = "" if marker == "{" else marker
+        self._before += self._take_space() + used
+        self._at += len(used)
+        return self._begin_call()
+
+    def _begin_call(self) -> list[Event]:
+        self._reader, self._state = _CallReader(self._calls, self._tools if self._form.checks_names else None), self._call
         return []
-
-    def _separator(self, *wanted: str) -> list[Event] | None:
-        """One of these characters in a list of calls; else what comes is content. After "]" the list has ended."""
-        marker = self._next(*wanted)
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        self._before += self._take_space() + marker
-        self._at += 1
-        self._state = self._outside
-        return [] if marker == "]" else self._begin_call(None)
 
     def _call(self) -> list[Event] | None:
         if self._at == len(self._text):
@@ -295,39 +332,91 @@ class _JsonCallParser(_StatefulParser):
         self._before = ""
         return events
 
+    def _rest(self) -> list[Event]:
+        if self._state == self._call:
+            return [] if self._reader.started else content(self._before + self._reader.consumed)
+        if self._state == self._after_call and self._form.ends:
+            return []
+        text = self._before + self._unused()
+        return content(text) if text.strip(string.whitespace + self._form.skipped).strip() or not self._calls.count else []
 
-class HermesParser(_JsonCallParser):
-    """Format `hermes`. A tag may have several objects."""
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+class MistralParser(_JsonCallParser):
+    """Format `mistral`. A call is an object of a list, or a name before its arguments."""
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._outside
+    _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._OPEN])
-        if marker:
-            self._begin_call(None)
-        return events if events or marker else None
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(_JsonFormat(opens=("[TOOL_CALLS]",), follows=(",",), ends=("]",)), tools)
 
-    def _after_call(self) -> list[Event] | None:
-        marker = self._next(self._CLOSE, "{")
-        if marker is None:
-            return None
-        self._state = self._outside
-        if marker == "{":
-            self._before = self._take_space()
-            return self._begin_call(None)
-        if marker:
-            self._at += len(marker)
-            self._space.clear()
+    def _begin_call(self) -> list[Event]:
+        if self._state != self._outside:
+            return super()._begin_call()
+        self._state, self._name = self._opened, ""
         return []
 
+    def _opened(self) -> list[Event] | None:
+        if self._next("[", "{") != "":
+            return self._expect(("[", "{"))
+        self._before += self._take_space()
+        self._state = self._word
+        return []
+
+    def _word(self) -> list[Event] | None:
+        """The name of a function, or the id after it, which is not used."""
+        self._skip_space()
+        word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
+        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
+            return None
+        self._before += self._take_space() + word
+        self._at += len(word)
+        self._name = self._name or word
+        self._state = self._header
+        return [] if word and len(word) <= _MAX_NAME else self._give_up()
+
+    def _header(self) -> list[Event] | None:
+        marker = self._next("{", self._ARGUMENTS, self._ID)
+        if not marker:
+            return None if marker is None else self._give_up()
+        if marker == "{":
+            self._before = ""
+            return self._begin_arguments(self._name)
+        self._before += self._take_space() + marker
+        self._at += len(marker)
+        self._state = self._word if marker == self._ID else self._header
+        return []
+
+    def _give_up(self) -> list[Event]:
+        self._state, text, self._before = self._outside, self._before, ""
+        return content(text)
+
+
+class CallListParser(_JsonCallParser):
+    """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(_JsonFormat(begins=("[",), follows=(",",), ends=("]",)), tools)
+
+
+class NamedCallParser(_StatefulParser):
+    """The answer to a `tool_choice` that names a function: a JSON object, its arguments."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(())
+        self._name, self._state = name, self._beginning
+
+    def _beginning(self) -> list[Event] | None:
+        marker = self._next("{")
+        if marker == "":
+            self._state = self._outside
+            return []
+        return self._begin_arguments(self._name) if marker else None
+
+    def _outside(self) -> list[Event] | None:
+        return self._content(())[0] or None
+
     def _rest(self) -> list[Event]:
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._state == self._outside else []
+        return self._rest_of_content()
 
 
 class Qwen3CoderParser(_StatefulParser):
@@ -343,8 +432,8 @@ class Qwen3CoderParser(_StatefulParser):
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
     _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(tools)
         self._state = self._outside
         self._name = ""
         self._raw: list[str] = []  # of a call that has not started
@@ -531,146 +620,6 @@ class Qwen3CoderParser(_StatefulParser):
         return content(text) if text.strip() else []
 
 
-class Llama3Parser(_JsonCallParser):
-    """Format `llama3_json`. A JSON object is a call if the answer begins with it, and its name is that of a tool."""
-
-    _TAG = "<|python_tag|>"
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._after_call
-        self._before = ""
-
-    def _after_call(self) -> list[Event] | None:
-        """At the beginning, too: white space (and after a call also separators), then a call; or else content."""
-        self._skip_space(";," if self._calls.count else "")
-        marker = self._next("{", self._TAG)
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        self._before = self._take_space()
-        if marker == self._TAG:
-            self._before += marker
-            self._at += len(marker)
-        return self._begin_call(self._tools)
-
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._TAG])
-        if marker:
-            self._begin_call(self._tools)
-        return events if events or marker else None
-
-    def _rest(self) -> list[Event]:
-        if self._state == self._call:
-            return [] if self._reader.started else content(self._before + self._reader.consumed)
-        text = self._unused()
-        return content(text) if text.strip(" \t\r\n;,") or not self._calls.count else []
-
-
-class MistralParser(_JsonCallParser):
-    """Format `mistral`."""
-
-    _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state, self._before, self._name = self._outside, "", ""
-
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._CALLS])
-        if marker:
-            self._state, self._name = self._opened, ""
-        return events if events or marker else None
-
-    def _opened(self) -> list[Event] | None:
-        if (marker := self._next("[", "{")) is None:
-            return None
-        self._before += self._take_space()
-        self._state = self._word
-        return self._separator("[") if marker == "[" else self._begin_call(None) if marker else []
-
-    def _word(self) -> list[Event] | None:
-        """The name of a function, or the id after it, which is not used."""
-        self._skip_space()
-        word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
-        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
-            return None
-        self._before += self._take_space() + word
-        self._at += len(word)
-        self._name = self._name or word
-        self._state = self._header
-        return [] if word and len(word) <= _MAX_NAME else self._give_up()
-
-    def _header(self) -> list[Event] | None:
-        marker = self._next("{", self._ARGUMENTS, self._ID)
-        if not marker:
-            return None if marker is None else self._give_up()
-        if marker == "{":
-            return self._begin_arguments(self._name)
-        self._before += self._take_space() + marker
-        self._at += len(marker)
-        self._state = self._word if marker == self._ID else self._header
-        return []
-
-    def _give_up(self) -> list[Event]:
-        self._state = self._outside
-        return content(self._before)
-
-    def _after_call(self) -> list[Event] | None:
-        return self._separator(",", "]")
-
-    def _rest(self) -> list[Event]:
-        if self._state in (self._opened, self._word, self._header):
-            return content(self._before + self._unused())
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._state == self._outside else []
-
-
-class CallListParser(_JsonCallParser):
-    """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._beginning
-        self._before = ""
-
-    def _beginning(self) -> list[Event] | None:
-        return self._separator("[")
-
-    def _after_call(self) -> list[Event] | None:
-        return self._separator(",", "]")
-
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
-    def _rest(self) -> list[Event]:
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._calls.count else content(self._before + self._unused())
-
-
-class NamedCallParser(_StatefulParser):
-    """The answer to a `tool_choice` that names a function: a JSON object, its arguments."""
-
-    def __init__(self, name: str, new_id: Callable[[], str] | None = None) -> None:
-        super().__init__((), new_id)
-        self._name, self._state = name, self._beginning
-
-    def _beginning(self) -> list[Event] | None:
-        marker = self._next("{")
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        return self._begin_arguments(self._name)
-
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
-    def _rest(self) -> list[Event]:
-        return self._rest_of_content()
-
-
 def _merged(events: list[Event]) -> list[Event]:
     """Join neighbouring deltas of one kind."""
     joined: list[Event] = []
@@ -685,28 +634,32 @@ def _merged(events: list[Event]) -> list[Event]:
     return joined
 
 
-FORMATS: dict[str, Callable[..., Parser]] = {
-    "hermes": HermesParser,
-    "qwen3_coder": Qwen3CoderParser,
-    "qwen3_xml": Qwen3CoderParser,
-    "llama3_json": Llama3Parser,
-    "mistral": MistralParser,
-}
-# What some tokenizers have as special tokens, which a decoder may leave out of the text.
-MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "qwen3_xml": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-}
-# How calls begin in formats whose models may call a tool without closing their reasoning first (Qwen3.5).
-CALLS_END_REASONING = {
-    "qwen3_coder": ("<tool_call>\n<function=", "<tool_call><function="),
-    "qwen3_xml": ("<tool_call>\n<function=", "<tool_call><function="),
-}
+class Format(NamedTuple):
+    """A form in which models write calls.
+
+    Args:
+        parser: makes the parser of an answer for a request's tools.
+        markers: what some tokenizers have as special tokens, which a decoder may leave out of the text.
+        end_reasoning: how calls begin, if models may call a tool without closing their reasoning first (Qwen3.5).
+    """
+
+    parser: Callable[[Sequence[Tool]], Parser]
+    markers: tuple[str, ...]
+    end_reasoning: tuple[str, ...] = ()
 
 
+_TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
+_HERMES = _JsonFormat(opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
+# A JSON object is a call if the answer begins with it.
+_LLAMA3 = _JsonFormat(opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True)
+_QWEN3_CODER = Format(Qwen3CoderParser, _TAGS, ("<tool_call>\n<function=", "<tool_call><function="))
+FORMATS = {
+    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "llama3_json": Format(partial(_JsonCallParser, _LLAMA3), (_PYTHON,)),
+    "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+}
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
 _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
 
@@ -732,4 +685,4 @@ def tool_call_parser(name: str, tools: Sequence[Tool]) -> Parser:
     """
     if name not in FORMATS:
         raise InputError("no such format of tool calls", expected=", ".join(FORMATS), found=name)
-    return FORMATS[name](tools)
+    return FORMATS[name].parser(tools)

@@ -123,7 +123,7 @@ CASES = [
     (lambda: NamedCallParser("f"), lambda n: " " * n + '{"s": "' + "x" * n + '"}' + " " * n + "y"),
     (lambda: ReasoningParser(inside=True), lambda n: "word " * (n // 5) + " " * n + "</think>" + " " * n + "</think>"),
     (lambda: ReasoningParser(), lambda n: " " * n + "<think>" + "</think" * (n // 7)),
-    (lambda: ReasoningParser(True, ends=tool_calls.CALLS_END_REASONING["qwen3_coder"]), lambda n: "<tool_call>\n<func" * (n // 17)),
+    (lambda: ReasoningParser(True, ends=tool_calls.FORMATS["qwen3_coder"].end_reasoning), lambda n: "<tool_call>\n<func" * (n // 17)),
     (lambda: ReplyParser(ReasoningParser(), tool_call_parser("hermes", TOOLS)), lambda n: "<think>a</think>" + "<tool_call> " * (n // 12)),
     (template(QWEN3, START), lambda n: '<tool_call>{"name": "f", "arguments": {"s": "' + "x" * n + '"}}</tool_call>'),
     (template(QWEN3, START), lambda n: '<tool_call>{"name": "f", "arguments": {}}</tool_call> ' * (n // 54)),
