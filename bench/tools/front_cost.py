@@ -20,7 +20,7 @@ from minirt.server.front import Front, ServerOptions
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.run import FrontServer
+from minirt.server.run import FrontServer, listen
 from minirt.server.wire import TO_ENGINE, Found, Frames, Ready, Start, Step, Submit, frame
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.03, help="seconds of a step")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listening = listen("127.0.0.1", 0)
     own, other = socket.socketpair()
     children = []
     for work in (

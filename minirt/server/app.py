@@ -57,8 +57,8 @@ class App:
         except asyncio.CancelledError:
             if not exchange.disconnected:
                 raise
-        except MinirtError as own:
-            error = exchange.named(own)
+        except MinirtError as named:
+            error = exchange.named(named)
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
         except RecursionError:  # parsing it did not recurse too deeply, but its handling did
@@ -113,8 +113,8 @@ class App:
         scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
         given = [key.strip()] if scheme.lower() == b"bearer" else []
         given += [key] if (key := exchange.header(b"x-api-key") or b"") else []
-        found = [hmac.compare_digest(own, key) for own in self._keys for key in given]
-        if not any(found):
+        same = [hmac.compare_digest(accepted, key) for accepted in self._keys for key in given]
+        if not any(same):
             hint = "send Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint=hint)
 

@@ -14,7 +14,7 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Int, Sampling, decode, structured_outputs
+from minirt.server.protocol import Int, Sampling, check_range, decode, structured_outputs
 from minirt.server.replies import ReplyReader
 from minirt.text.messages import MESSAGE_FIELDS
 from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
@@ -65,18 +65,13 @@ def _check(request: ChatRequest) -> None:
         what = "max_tokens and max_completion_tokens are the same limit, and differ"
         raise bad_field("max_completion_tokens", what, expected=request.max_tokens, found=request.max_completion_tokens)
     for name in ("max_tokens", "max_completion_tokens"):
-        if (value := getattr(request, name)) is not None and value < 1:
-            raise bad_field(name, "not an acceptable value", expected="an integer >= 1", found=value)
+        check_range(name, getattr(request, name), 1)
     if request.top_logprobs:
         if not request.logprobs:
             raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
-        if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
-            expected = f"an integer from 0 to {MAX_LOGPROBS}"
-            raise bad_field("top_logprobs", "not an acceptable value", expected=expected, found=request.top_logprobs)
+        check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
     if request.continue_final_message and request.add_generation_prompt:
         raise bad_field("continue_final_message", "excludes add_generation_prompt: true")
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
 
 
 def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
@@ -98,34 +93,34 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
     """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
     if not messages:
         raise bad_field("messages", "is empty", expected="at least one message")
-    own = []
+    known = []
     for i, message in enumerate(messages):
         if message.get("role") not in _ROLES:
-            expected, found = ", ".join(_ROLES), shown(message.get("role"))
-            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
+            expected, shown_role = ", ".join(_ROLES), shown(message.get("role"))
+            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=shown_role)
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
-        own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
+        known.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         _check_arguments(message.get("tool_calls"), f"messages[{i}].tool_calls")
-        if own[-1].get("role") == "developer":
-            own[-1]["role"] = "system"
-    return own
+        if known[-1].get("role") == "developer":
+            known[-1]["role"] = "system"
+    return known
 
 
-def _check_arguments(calls: Any, where: str) -> None:
+def _check_arguments(calls: Any, place: str) -> None:
     """Check the size of the arguments of tool calls, which are texts with JSON."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
-            check_text(arguments, f"{where}[{i}].function.arguments")
+            check_text(arguments, f"{place}[{i}].function.arguments")
 
 
 def _message(reply: Reply, prefix: str) -> dict[str, Any]:
     """The fields of a message with a whole reply. `prefix`: stands before its content."""
     calls, content = reply.tool_calls, prefix + reply.content
-    found: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
+    message: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
     if reply.reasoning:
-        found |= _reasoning(reply.reasoning)
-    return found | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+        message |= _reasoning(reply.reasoning)
+    return message | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
 
 
 def _delta(event: Event) -> dict[str, Any]:

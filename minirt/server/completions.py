@@ -19,6 +19,7 @@ from minirt.server.protocol import (
     Refused,
     Sampling,
     check_copies,
+    check_range,
     decode,
     sampling_params,
     structured_outputs,
@@ -112,16 +113,12 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
     if request.logprobs is False:
         request.logprobs = None
-    if request.logprobs is True or (request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS):
-        expected = f"an integer from 0 to {MAX_LOGPROBS}"
-        raise bad_field("logprobs", "not an acceptable value", expected=expected, found=request.logprobs)
+    check_range("logprobs", -1 if request.logprobs is True else request.logprobs, 0, MAX_LOGPROBS)
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
         expected = "an integer >= 1, or 0 with echo"
         raise bad_field("max_tokens", "not an acceptable value", expected=expected, found=request.max_tokens)
     if request.max_tokens == 0 and request.stream:
         raise bad_field("max_tokens", "0 is not for streams", expected="stream: false")
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
 
 
 class _CompletionAnswer(ChoicesAnswer):

@@ -270,11 +270,10 @@ def _check_grammar(name: str, value: Any) -> None:
 
 
 def _check_choices(request: Sampling) -> None:
-    if request.n is not None and not 1 <= request.n <= MAX_N:
-        raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
-    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
-        expected = f"an integer from 0 to {MAX_LOGPROBS}"
-        raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
+    check_range("n", request.n, 1, MAX_N)
+    check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
     _check_grammar("response_format", request.response_format)
     check_copies(request, request.n or 1)
 
@@ -334,29 +333,46 @@ def _seed(seed: int | None) -> int | None:
     return seed % 2**64 if -(2**63) <= seed < 0 else seed
 
 
-def structured_outputs(request: Sampling) -> Any:
-    """`response_format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text.
+def check_range(name: str, value: int | None, low: int, high: int | None = None) -> None:
+    """Raise 400 if a number is out of its range. `high`: None if there is no upper limit."""
+    if value is not None and not (low <= value and (high is None or value <= high)):
+        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise bad_field(name, "not an acceptable value", expected=expected, found=value)
 
-    `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
+
+_KINDS = ("text", "json_object", "json_schema")
+
+
+def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schema", kinds: Sequence[str] = _KINDS) -> Any:
+    """The form of answers that a request asks for, as `structured_outputs` of `SamplingParams`; None: any text.
+
+    Args:
+        form: OpenAI's: an object of one of `kinds`.
+        stated: `structured_outputs` of the request, which is vLLM's.
+        name: of the field that has the form.
+        schema_field: of the form, where the JSON schema is.
     """
-    form, stated = request.response_format, request.structured_outputs
     if form is not None and not isinstance(form, dict):
-        raise bad_field("response_format", "not an object", found=shown(form))
-    kind = form.get("type") if form else "text"
-    if kind == "text":
+        raise bad_field(name, "not an object", found=shown(form))
+    kind = form.get("type") if form else None
+    if kind not in kinds and form:
+        raise bad_field(f"{name}.type", "not an acceptable value", expected=" or ".join(kinds), found=shown(kind))
+    if kind in (None, "text"):
         return None if stated == {} else stated
     if stated not in (None, {}):
-        raise bad_field("structured_outputs", "excludes response_format", found=shown(stated))
+        raise bad_field("structured_outputs", f"excludes {name}", found=shown(stated))
     if kind == "json_object":
         if form and form.get("schema") is not None:  # of other servers
-            expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
-            raise bad_field("response_format.schema", "not a field of json_object", expected=expected)
+            raise bad_field(f"{name}.schema", "not a field of json_object", expected=f'"type": "json_schema", and {schema_field}')
         return {"json_object": True}
-    if kind != "json_schema":
-        expected = "text, json_object or json_schema"
-        raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=shown(kind))
-    schema = form.get("json_schema") if form else None
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-        expected = '{"name": …, "schema": a JSON schema}'
-        raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=shown(schema))
-    return {"json": schema["schema"]}
+    schema: Any = form
+    for part in schema_field.split("."):
+        schema = schema.get(part) if isinstance(schema, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise bad_field(f"{name}.{schema_field}", "not a JSON schema", expected="an object", found=shown(schema))
+    return {"json": schema}
+
+
+def structured_outputs(request: Sampling) -> Any:
+    """The form of a request's answers; see `answer_form`."""
+    return answer_form(request.response_format, request.structured_outputs, "response_format", schema_field="json_schema.schema")

@@ -85,10 +85,10 @@ class ReplyPlan:
 
     def sampling(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Parameters of `SamplingParams` that the plan needs."""
-        found: dict[str, Any] = {} if self.grammar is None else {"structured_outputs": self.grammar}
+        params: dict[str, Any] = {} if self.grammar is None else {"structured_outputs": self.grammar}
         if self.parser() is not None and self.form.needs_special_tokens(tokenizer.special_tokens):
-            found["skip_special_tokens"] = False
-        return found
+            params["skip_special_tokens"] = False
+        return params
 
     def read(self, text: str) -> Reply:
         """A whole answer."""

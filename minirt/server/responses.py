@@ -12,11 +12,12 @@ from minirt.server.conversation import Conversation, Prepared, prepare, template
 from minirt.server.errors import HTTPError, bad_field, error_fields
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import REFUSED, Common, Int, Refused, StreamOptions, decode
+from minirt.server.protocol import REFUSED, Common, Int, Refused, StreamOptions, answer_form, check_range, decode
 from minirt.server.response_items import Output, StreamEvent, read_input
+from minirt.text.messages import text_at
 from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
-from minirt.text.tools import Tool, check_names, checked_list, checked_tool
+from minirt.text.tools import Tool, read_tools
 
 PATH = "/v1/responses"
 
@@ -75,9 +76,10 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
         request.parallel_tool_calls is not False, _variables(front, request),
         truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
+    grammar = answer_form((request.text or {}).get("format"), request.structured_outputs, "text.format")
     prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
-        grammar=_grammar(request), grammar_field="text.format",
+        grammar=grammar, grammar_field="text.format",
     )  # fmt: skip
     answer = _ResponseAnswer(front, exchange, request, tools, prepared)
     exchange.error_event = answer.failed
@@ -85,8 +87,7 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
 
 
 def _check(front: Front, request: ResponsesRequest) -> None:
-    if (limit := request.max_output_tokens) is not None and limit < 1:
-        raise bad_field("max_output_tokens", "not an acceptable value", expected="an integer >= 1", found=limit)
+    check_range("max_output_tokens", request.max_output_tokens, 1)
     if request.metadata is not None and not isinstance(request.metadata, dict):
         raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
     if "message.output_text.logprobs" in (include := request.include or ()):
@@ -98,21 +99,19 @@ def _check(front: Front, request: ResponsesRequest) -> None:
 
 def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     """The functions of a request's `tools`: {"type": "function", "name", "description", "parameters"}. Others are ignored."""
-    tools, places = [], []
-    for i, value in enumerate(checked_list(values)):
-        where = f"tools[{i}]"
+
+    def read(value: object, place: str) -> dict[str, Any] | None:
         if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str):
-            raise bad_field(where, "not a tool", expected='{"type": "function", "name": …}', found=quoted(value, 80))
+            raise bad_field(place, "not a tool", expected='{"type": "function", "name": …}', found=quoted(value, 80))
         if kind != "function":
             front.note_unknown([kind], "tools that are no functions")
-            continue
-        if not isinstance(text := value.get("description"), str | None):
-            raise bad_field(f"{where}.description", "not a text", found=type(text).__name__)
+            return None
+        if value.get("description") is not None:
+            text_at(value["description"], f"{place}.description")
         function = {name: value[name] for name in ("name", "description", "parameters") if value.get(name) is not None}
-        tools.append(checked_tool({"type": "function", "function": function}, f"{where}.name", f"{where}.parameters"))
-        places.append(f"{where}.name")
-    check_names(tools, places)
-    return tools
+        return {"type": "function", "function": function}
+
+    return read_tools(values, read, "name", "parameters")
 
 
 def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
@@ -131,30 +130,9 @@ def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
     hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
     fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
     for name, hint in hints.items():
-        if not isinstance(hint, str | None):
-            raise bad_field(fields[name], "not a text", found=type(hint).__name__)
+        if hint is not None:
+            text_at(hint, fields[name])
     return template_variables(front, request.chat_template_kwargs, hints, fields)
-
-
-def _grammar(request: ResponsesRequest) -> Any:
-    """`text.format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text."""
-    form, stated = (request.text or {}).get("format"), request.structured_outputs
-    if not isinstance(form, dict | None):
-        raise bad_field("text.format", "not an object", found=quoted(form, 80))
-    kind = form.get("type") if form else "text"
-    if kind == "text":
-        return None if stated == {} else stated
-    if stated not in (None, {}):
-        raise bad_field("structured_outputs", "excludes text.format", found=quoted(stated, 80))
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
-        expected = "text, json_object or json_schema"
-        raise bad_field("text.format.type", "not an acceptable value", expected=expected, found=quoted(kind, 80))
-    schema = form.get("schema") if form else None
-    if not isinstance(schema, dict | bool):
-        raise bad_field("text.format.schema", "not a JSON schema", found=quoted(schema, 80))
-    return {"json": schema}
 
 
 class _ResponseAnswer(ReplyAnswer):

@@ -43,19 +43,19 @@ _REACHED = (
 _ROW = re.compile(r"Current row has (\d+) items")
 
 
-def reached(message: str, where: str) -> InputError | None:
+def reached(message: str, place: str) -> InputError | None:
     """The error for a message of llguidance about one of its limits; None: it is about something else."""
     if row := _ROW.search(message):
         what, hint = "too many alternatives at one place", "an optional property is some four: require some, or nest them"
-        return InputError(what, where=where, expected=f"at most {MAX_ROW:,}", found=f"{int(row[1]):,} or more", hint=hint)
+        return InputError(what, where=place, expected=f"at most {MAX_ROW:,}", found=f"{int(row[1]):,} or more", hint=hint)
     for words, expected in _REACHED:
         if words in message.lower():
             what = "the grammar is too complex"
-            return InputError(what, where=where, expected=expected, found=shortened(message), hint="simplify it")
+            return InputError(what, where=place, expected=expected, found=shortened(message), hint="simplify it")
     return None
 
 
-def check_nesting(text: str, where: str) -> None:
+def check_nesting(text: str, place: str) -> None:
     """Check a JSON text before it is parsed. The nesting of a text that is no JSON means nothing."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
@@ -63,13 +63,13 @@ def check_nesting(text: str, where: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
         what, expected = "the schema is nested too deeply", f"at most {MAX_NESTING} brackets"
-        raise InputError(what, where=where, expected=expected, found=deepest)
+        raise InputError(what, where=place, expected=expected, found=deepest)
 
 
-def check_levels(count: int, of: str, where: str) -> None:
+def check_levels(count: int, of: str, place: str) -> None:
     """`count`: an upper bound of how deeply llguidance recurses."""
     if count > MAX_LEVELS:
-        raise InputError(f"too many {of} together", where=where, expected=f"at most {MAX_LEVELS:,}", found=f"{count:,}")
+        raise InputError(f"too many {of} together", where=place, expected=f"at most {MAX_LEVELS:,}", found=f"{count:,}")
 
 
 def is_costly(text: str) -> bool:
@@ -77,8 +77,8 @@ def is_costly(text: str) -> bool:
     return len(text) > _SMALL or _COSTLY.search(text) is not None
 
 
-def too_costly(text: str, where: str, why: str) -> InputError:
+def too_costly(text: str, place: str, why: str) -> InputError:
     """The error for a grammar that cannot be compiled within `MAX_TRIAL`. Names what of it may be the reason."""
     names = [name for name in _MULTIPLY if name in text]
     expected, hint = f"one that compiles in {MAX_TRIAL.cpu_seconds} s of CPU", f"simplify its {' and '.join(names) or 'rules'}"
-    return InputError("the grammar is too complex", where=where, expected=expected, found=why, hint=hint)
+    return InputError("the grammar is too complex", where=place, expected=expected, found=why, hint=hint)

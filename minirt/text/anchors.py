@@ -59,10 +59,10 @@ class Anchor:
         """
         place, work = 0, 0
         search = AnchorSearch(self)
-        while (found := search.next(text, 0, place, final=True)[0]) is not None:
-            yield found
+        while (match := search.next(text, 0, place, final=True)[0]) is not None:
+            yield match
             work += search.place - place
-            place = found.end
+            place = match.end
             if work > _MAX_RESCANS * (len(text) + MAX_MATCH):
                 raise InputError("the text takes too long to search", found=shortened(text, 80))
 

@@ -38,10 +38,10 @@ class Backend:
         Other threads run meanwhile: of the library's functions, only those for batches release Python's lock.
         """
         try:
-            (found,) = self._call(
+            (encoding,) = self._call(
                 lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), "failed", _TEXT
             )
-            return found.ids
+            return encoding.ids
         except TokenizerError as error:
             if isinstance(error.__cause__, TypeError | UnicodeError):
                 what = "the text is not valid Unicode (a lone surrogate)"

@@ -56,12 +56,12 @@ class IncrementalDecoder:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""  # not kept: there are 2**32 of them
-        found: str | bytes = b""
+        decoded: str | bytes = b""
         if token not in self._skipped:
             is_part = self._tokenizer.is_part(token_id)
-            found = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
-        self._cache[int(token_id)] = found
-        return found
+            decoded = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
+        self._cache[int(token_id)] = decoded
+        return decoded
 
     def _last(self, prompt: Sequence[int], first: int = 0) -> Iterator[tuple[int, str | bytes]]:
         """The tokens of a prompt with text, and their pieces, from the last to the one at `first`."""

@@ -72,13 +72,13 @@ def stop_tokens(tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens:
     Raises:
         InputError: a stop string holds a special token and other text. It would never be found.
     """
-    special, found = tokenizer.special_tokens, dict[int, str]()
+    special, tokens = tokenizer.special_tokens, dict[int, str]()
     for stop in stops:
         token_id = tokenizer.token_id(stop) if stop in special else None
         if token_id is not None:
-            found[token_id] = stop
+            tokens[token_id] = stop
         elif skip_special_tokens and (inside := [token for token in special if token in stop]):
             what = f"a stop string holds the special token {shortened(max(inside, key=len))}, which is left out of the text"
             expected = "the special token alone, text without it, or skip_special_tokens=False"
             raise InputError(what, where="stop", expected=expected, found=quoted(stop))
-    return found
+    return tokens

@@ -96,9 +96,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if present(path):
             return cls(folder)
-        if found := [name for name in _OTHER_FILES if present(folder / name)]:
+        if others := [name for name in _OTHER_FILES if present(folder / name)]:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
+            raise TokenizerError("is missing, and other formats are not supported", where=path, found=others, hint=hint)
         return None
 
     @property
@@ -176,9 +176,9 @@ class Tokenizer:
     def _tokens_before(self, tokens: list[int], end: str) -> int:
         """How many of a text's tokens come before those of its `end`; 0: the end has no tokens of its own."""
         for encode in (self.encode_plain, self.encode_inside):  # after a special token, some tokenizers begin as at the start
-            own = encode(end) if end else []
-            if tokens[len(tokens) - len(own) :] == own:
-                return len(tokens) - len(own)
+            last = encode(end) if end else []
+            if tokens[len(tokens) - len(last) :] == last:
+                return len(tokens) - len(last)
         return 0
 
     def encode_inside(self, text: str) -> list[int]:
@@ -198,8 +198,8 @@ class Tokenizer:
 
     def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
         """Whether ids have the same white space at the beginning, inside a text, as `text`."""
-        found = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
-        return found[: len(found) - len(found.lstrip())] == text[: len(text) - len(text.lstrip())]
+        decoded = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return decoded[: len(decoded) - len(decoded.lstrip())] == text[: len(text) - len(text.lstrip())]
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word inside a text without special tokens: within a word, and after a space. Only those that differ.
@@ -214,9 +214,9 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
-            found = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
+            shown = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
             hint = "shorten it; --max-model-len and --kv-cache-memory can raise the limit up to the model's own"
-            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=found, hint=hint)
+            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=shown, hint=hint)
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -348,15 +348,15 @@ def eos_token_ids(
         ConfigError: a value is not a token id.
     """
     stated: dict[str, list[int]] = {}
-    for where, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
+    for file, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if type(token) is not int or token < 0:
-                raise ConfigError("eos_token_id is not a token id", where=where, expected="integers ≥ 0", found=value)
+                raise ConfigError("eos_token_id is not a token id", where=file, expected="integers ≥ 0", found=value)
         if ids:
-            stated[where] = ids
-    file, ends = next(iter(stated.items()), ("", []))
+            stated[file] = ids
+    stating, ends = next(iter(stated.items()), ("", []))
     joined = list(dict.fromkeys(ends))
     if tokenizer is not None:
         for token, what in (
@@ -365,9 +365,9 @@ def eos_token_ids(
         ):
             if token is not None and token not in joined:
                 joined.append(token)
-                if file:
+                if stating:
                     text = tokenizer.decode([token], skip_special_tokens=False)
-                    _warn(f"{file}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
+                    _warn(f"{stating}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
     unused = [token for token in stated.get("config.json", ()) if token not in joined]
     if unused:
         _warn(f"config.json: the eos_token_id {unused} is not used: generation_config.json, which takes precedence, has {ends}")

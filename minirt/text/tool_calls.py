@@ -17,23 +17,20 @@ import re
 import string
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from minirt.errors import InputError
 from minirt.text.json_checker import JsonChecker, escaped
 from minirt.text.reply import (
-    ArgumentsDelta,
     Calls,
-    ContentDelta,
     Event,
     Parser,
+    StatefulParser,
     content,
     first_marker,
     held_length,
     is_unicode,
     json_text,
-    space_end,
 )
 from minirt.text.tools import Tool, typed_json
 
@@ -164,44 +161,45 @@ def _string(text: str) -> str | None:
     return value if is_unicode(value) else None
 
 
-class _StatefulParser:
-    """A parser whose states are methods: each returns events, or None if it needs more text.
-
-    A state uses up all text but what could be the beginning of a marker or a name, so what is held is short.
-    """
+class _CallParser(StatefulParser):
+    """A parser of calls among content."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
-        self._text, self._at = "", 0  # the text from `_at` on is not used yet
-        self._space: list[str] = []  # white space before that, which is content only if content follows
-        self._state: Callable[[], list[Event] | None]
-
-    def feed(self, text: str) -> list[Event]:
-        """See `Parser.feed`."""
-        self._text, self._at = self._text[self._at :] + text, 0
-        events: list[Event] = []
-        while (found := self._state()) is not None:
-            events += found
-        return _merged(events)
-
-    def finish(self) -> list[Event]:
-        """See `Parser.finish`."""
-        events = self._rest()
-        self._text, self._at = "", 0
-        self._space.clear()
-        return events
-
-    def _rest(self) -> list[Event]:
-        raise NotImplementedError
+        self._pending = ""  # what seems to belong to a call that has not started, and is content if it is none
 
     def _outside(self) -> list[Event] | None:
         """The state between calls."""
         raise NotImplementedError
 
+    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
+        """Content up to the next marker. Returns events and the marker, which is pending then; "" if there is none yet.
+
+        White space before a marker is pending, too.
+        """
+        text, marker = self._up_to(markers)
+        shown = text.rstrip()
+        events = content(self._take_space() + shown) if shown else []
+        self._space.append(text[len(shown) :])
+        if marker:
+            self._use(len(marker))
+        return events, marker
+
+    def _use(self, length: int) -> None:
+        """The next text, and the white space before it, belong to a call."""
+        self._pending += self._take_space() + self._text[self._at : self._at + length]
+        self._at += length
+
+    def _give_up(self) -> list[Event]:
+        """What comes now cannot belong to a call."""
+        self._state, text, self._pending = self._outside, self._pending, ""
+        return content(text)
+
     def _begin_arguments(self, name: str) -> list[Event]:
         """A call whose arguments come next, a JSON object on its own."""
         self._space.clear()
-        self._json, self._state = JsonChecker(), self._arguments
+        self._pending, self._json, self._state = "", JsonChecker(), self._arguments
         return [self._calls.start(name)]
 
     def _arguments(self) -> list[Event] | None:
@@ -214,45 +212,6 @@ class _StatefulParser:
             shown.append(json_text(character)[1:-1] if character < " " and self._json.in_string else character)
             self._at += 1
         return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
-
-    def _take_space(self) -> str:
-        space = "".join(self._space)
-        self._space.clear()
-        return space
-
-    def _skip_space(self, more: str = "") -> None:
-        """White space and the characters of `more` that come next are kept in `_space`."""
-        end = space_end(self._text, self._at, more)
-        self._space.append(self._text[self._at : end])
-        self._at = end
-
-    def _next(self, *markers: str) -> str | None:
-        """The marker that comes next, after white space; "" if it is none of these, None if more text is needed to know."""
-        self._skip_space()
-        begun = self._text[self._at : self._at + max(map(len, markers))]
-        for marker in markers:
-            if begun.startswith(marker):
-                return marker
-        return None if any(marker.startswith(begun) for marker in markers) else ""
-
-    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
-        """Content up to the next marker. Returns events and the marker, which is then used up; "" if there is none yet.
-
-        White space before a marker is left out; `_before` has it.
-        """
-        place, marker = first_marker(self._text, markers, self._at)
-        end = place if marker else len(self._text) - held_length(self._text, markers, self._at)
-        text = self._text[self._at : end]
-        shown = text.rstrip()
-        found = self._take_space() + shown if shown else ""
-        self._space.append(text[len(shown) :])
-        self._at = end + len(marker)
-        if marker:
-            self._before = self._take_space() + marker
-        return content(found), marker
-
-    def _unused(self) -> str:
-        return "".join(self._space) + self._text[self._at :]
 
     def _rest_of_content(self) -> list[Event]:
         text = self._unused()
@@ -279,12 +238,12 @@ class _JsonFormat(NamedTuple):
     checks_names: bool = False
 
 
-class _JsonCallParser(_StatefulParser):
+class _JsonCallParser(_CallParser):
     """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content."""
 
     def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._form, self._before = form, ""  # the latter: what stood before the call, in case it is none
+        self._form = form
         self._state = self._beginning if form.begins else self._outside
 
     def _beginning(self) -> list[Event] | None:
@@ -311,9 +270,7 @@ class _JsonCallParser(_StatefulParser):
                 self._at += len(marker)
                 self._space.clear()
             return []
-        used = "" if marker == "{" else marker
-        self._before += self._take_space() + used
-        self._at += len(used)
+        self._use(0 if marker == "{" else len(marker))
         return self._begin_call()
 
     def _begin_call(self) -> list[Event]:
@@ -328,16 +285,16 @@ class _JsonCallParser(_StatefulParser):
             return events
         self._state = self._after_call if status is _DONE else self._outside
         if status is _BAD and not self._reader.started:
-            events += content(self._before + self._reader.consumed)
-        self._before = ""
+            events += content(self._pending + self._reader.consumed)
+        self._pending = ""
         return events
 
     def _rest(self) -> list[Event]:
         if self._state == self._call:
-            return [] if self._reader.started else content(self._before + self._reader.consumed)
+            return [] if self._reader.started else content(self._pending + self._reader.consumed)
         if self._state == self._after_call and self._form.ends:
             return []
-        text = self._before + self._unused()
+        text = self._pending + self._unused()
         return content(text) if text.strip(string.whitespace + self._form.skipped).strip() or not self._calls.count else []
 
 
@@ -358,7 +315,7 @@ class MistralParser(_JsonCallParser):
     def _opened(self) -> list[Event] | None:
         if self._next("[", "{") != "":
             return self._expect(("[", "{"))
-        self._before += self._take_space()
+        self._use(0)
         self._state = self._word
         return []
 
@@ -368,8 +325,7 @@ class MistralParser(_JsonCallParser):
         word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
         if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
             return None
-        self._before += self._take_space() + word
-        self._at += len(word)
+        self._use(len(word))
         self._name = self._name or word
         self._state = self._header
         return [] if word and len(word) <= _MAX_NAME else self._give_up()
@@ -379,16 +335,10 @@ class MistralParser(_JsonCallParser):
         if not marker:
             return None if marker is None else self._give_up()
         if marker == "{":
-            self._before = ""
             return self._begin_arguments(self._name)
-        self._before += self._take_space() + marker
-        self._at += len(marker)
+        self._use(len(marker))
         self._state = self._word if marker == self._ID else self._header
         return []
-
-    def _give_up(self) -> list[Event]:
-        self._state, text, self._before = self._outside, self._before, ""
-        return content(text)
 
 
 class CallListParser(_JsonCallParser):
@@ -398,7 +348,7 @@ class CallListParser(_JsonCallParser):
         super().__init__(_JsonFormat(begins=("[",), follows=(",",), ends=("]",)), tools)
 
 
-class NamedCallParser(_StatefulParser):
+class NamedCallParser(_CallParser):
     """The answer to a `tool_choice` that names a function: a JSON object, its arguments."""
 
     def __init__(self, name: str) -> None:
@@ -419,7 +369,7 @@ class NamedCallParser(_StatefulParser):
         return self._rest_of_content()
 
 
-class Qwen3CoderParser(_StatefulParser):
+class Qwen3CoderParser(_CallParser):
     """Format `qwen3_coder`. Values are typed by the tools' JSON schemas; strings are streamed.
 
     Some models leave out `<tool_call>`; then the function has to be one of the tools. A tag may have several functions.
@@ -436,7 +386,6 @@ class Qwen3CoderParser(_StatefulParser):
         super().__init__(tools)
         self._state = self._outside
         self._name = ""
-        self._raw: list[str] = []  # of a call that has not started
         self._value_parts: list[str] = []  # of a value that is no string
         self._types: tuple[str, ...] = ()
         self._absent = set[str]()  # parameters of the tool that the call does not have yet
@@ -449,9 +398,10 @@ class Qwen3CoderParser(_StatefulParser):
         return [*self.feed(""), *super().finish()]
 
     def _outside(self) -> list[Event] | None:
+        self._started = False
         events, marker = self._content([self._OPEN, self._FUNCTION])
         if marker:
-            self._raw, self._started, self._bare = [self._before], False, marker == self._FUNCTION
+            self._bare = marker == self._FUNCTION
             self._state = self._function_name if self._bare else self._opened
         return events if events or marker else None
 
@@ -468,16 +418,8 @@ class Qwen3CoderParser(_StatefulParser):
         return None if marker is None else self._give_up()
 
     def _use(self, length: int) -> None:
-        """The next text, and the white space before it, belong to the call."""
-        if not self._started:
-            self._raw += [*self._space, self._text[self._at : self._at + length]]
-        self._space.clear()
-        self._at += length
-
-    def _give_up(self) -> list[Event]:
-        """What comes now cannot belong to a call."""
-        self._state = self._outside
-        return [] if self._started else content("".join(self._raw))
+        super()._use(length)
+        self._pending = "" if self._started else self._pending
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
@@ -515,7 +457,7 @@ class Qwen3CoderParser(_StatefulParser):
     def _start(self) -> list[Event]:
         if self._started:
             return []
-        self._started = True
+        self._started, self._pending = True, ""
         return [self._calls.start(self._name)]
 
     def _parameter_name(self) -> list[Event] | None:
@@ -547,7 +489,7 @@ class Qwen3CoderParser(_StatefulParser):
             place, tag = first_marker(self._text, tags, place + len(tag))
         done = bool(tag and ends)
         if not tag:
-            place = len(self._text) - held_length(self._text, [*tags, *("\n" + own for own in tags)], self._at)
+            place = len(self._text) - held_length(self._text, [*tags, *("\n" + tag for tag in tags)], self._at)
         elif place > self._at and self._text[place - 1] == "\n":
             place -= 1
         piece, self._at = self._text[self._at : place], place
@@ -583,7 +525,7 @@ class Qwen3CoderParser(_StatefulParser):
         following = self._text[end : end + len(self._CLOSE)]
         if following.startswith((self._OPEN, self._FUNCTION)):
             return True
-        if not any(own.startswith(following) for own in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
+        if not any(marker.startswith(following) for marker in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
             return False
         return self._final or None
 
@@ -604,7 +546,7 @@ class Qwen3CoderParser(_StatefulParser):
             return None
         self._state = self._outside
         if marker == self._FUNCTION:
-            self._raw, self._started, self._state = [], False, self._function_name
+            self._started, self._state = False, self._function_name
         if marker:
             self._use(len(marker))
         return []
@@ -616,22 +558,8 @@ class Qwen3CoderParser(_StatefulParser):
             return []
         text = "".join(self._value_parts) + self._unused()
         if not self._started:
-            return content("".join(self._raw) + text)
+            return content(self._pending + text)
         return content(text) if text.strip() else []
-
-
-def _merged(events: list[Event]) -> list[Event]:
-    """Join neighbouring deltas of one kind."""
-    joined: list[Event] = []
-    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        own = list(group)
-        if kind is ContentDelta:
-            joined.append(ContentDelta("".join(event.text for event in own if isinstance(event, ContentDelta))))
-        elif kind is ArgumentsDelta and index is not None:
-            joined.append(ArgumentsDelta(index, "".join(event.text for event in own if isinstance(event, ArgumentsDelta))))
-        else:
-            joined += own
-    return joined
 
 
 class Format(NamedTuple):
