@@ -182,7 +182,7 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
             setattr(request, name, front.check_ready()[1].max_len)
     if isinstance(request, Common):
         _check_limits(request)
-    front.check_model(request.model)
+    front.check_model(value.get("model"))
     return request
 
 
