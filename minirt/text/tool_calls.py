@@ -167,7 +167,7 @@ class _CallParser(StatefulParser):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
-        self._pending = ""  # what seems to belong to a call that has not started, and is content if it is none
+        self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
 
     def _outside(self) -> list[Event] | None:
         """The state between calls."""
@@ -188,18 +188,19 @@ class _CallParser(StatefulParser):
 
     def _use(self, length: int) -> None:
         """The next text, and the white space before it, belong to a call."""
-        self._pending += self._take_space() + self._text[self._at : self._at + length]
+        self._pending += [*self._space, self._text[self._at : self._at + length]]
+        self._space.clear()
         self._at += length
 
     def _give_up(self) -> list[Event]:
         """What comes now cannot belong to a call."""
-        self._state, text, self._pending = self._outside, self._pending, ""
-        return content(text)
+        self._state, pending, self._pending = self._outside, self._pending, []
+        return content("".join(pending))
 
     def _begin_arguments(self, name: str) -> list[Event]:
         """A call whose arguments come next, a JSON object on its own."""
         self._space.clear()
-        self._pending, self._json, self._state = "", JsonChecker(), self._arguments
+        self._pending, self._json, self._state = [], JsonChecker(), self._arguments
         return [self._calls.start(name)]
 
     def _arguments(self) -> list[Event] | None:
@@ -285,16 +286,16 @@ class _JsonCallParser(_CallParser):
             return events
         self._state = self._after_call if status is _DONE else self._outside
         if status is _BAD and not self._reader.started:
-            events += content(self._pending + self._reader.consumed)
-        self._pending = ""
+            events += content("".join(self._pending) + self._reader.consumed)
+        self._pending = []
         return events
 
     def _rest(self) -> list[Event]:
         if self._state == self._call:
-            return [] if self._reader.started else content(self._pending + self._reader.consumed)
+            return [] if self._reader.started else content("".join(self._pending) + self._reader.consumed)
         if self._state == self._after_call and self._form.ends:
             return []
-        text = self._pending + self._unused()
+        text = "".join(self._pending) + self._unused()
         return content(text) if text.strip(string.whitespace + self._form.skipped).strip() or not self._calls.count else []
 
 
@@ -419,7 +420,8 @@ class Qwen3CoderParser(_CallParser):
 
     def _use(self, length: int) -> None:
         super()._use(length)
-        self._pending = "" if self._started else self._pending
+        if self._started:
+            self._pending.clear()
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
@@ -457,7 +459,7 @@ class Qwen3CoderParser(_CallParser):
     def _start(self) -> list[Event]:
         if self._started:
             return []
-        self._started, self._pending = True, ""
+        self._started, self._pending = True, []
         return [self._calls.start(self._name)]
 
     def _parameter_name(self) -> list[Event] | None:
@@ -558,7 +560,7 @@ class Qwen3CoderParser(_CallParser):
             return []
         text = "".join(self._value_parts) + self._unused()
         if not self._started:
-            return content(self._pending + text)
+            return content("".join(self._pending) + text)
         return content(text) if text.strip() else []
 
 
