@@ -25,7 +25,7 @@ _LOWEST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
 
 
 class Answer:
-    """What a request is answered with. Each API has its own. Events are bytes in the form of server-sent events.
+    """What a request is answered with; one subclass for each API. Events are bytes in the form of server-sent events.
 
     Attributes:
         call: the engine's requests.
@@ -68,7 +68,7 @@ def endpoint(prepare: Callable[[Front, Exchange], Awaitable[Answer]]) -> Callabl
 async def _stream(front: Front, exchange: Exchange, answer: Answer) -> None:
     with front.start(answer.call, front.options.stream_interval, exchange.drop) as generation:
         try:
-            await generation.wait()  # an error before the first token has a status of its own
+            await generation.wait()  # an error before the first token sets the status of the answer
             await exchange.begin_events()
             events = [answer.begin()]
             while True:
@@ -216,7 +216,7 @@ class ReplyAnswer(Answer):
         return self.tell(self._reader.read(choice.text, choice.finish_reason is not None))
 
     def tell(self, events: Sequence[Event]) -> list[bytes]:
-        """The stream's events for those of the reply, which may be none."""
+        """The stream's events for events of the reply. There may be none."""
         raise NotImplementedError
 
 

@@ -90,7 +90,7 @@ def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conver
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
-    """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
+    """Messages without unknown fields. "developer" is OpenAI's newer name of the role "system"."""
     if not messages:
         raise bad_field("messages", "is empty", expected="at least one message")
     known = []

@@ -188,7 +188,7 @@ class _CompletionAnswer(ChoicesAnswer):
         }  # fmt: skip
 
     def _begin_offsets(self, index: int) -> "_Offsets":
-        """Where the tokens of a choice begin in its text: those of the prompt, too, if it is echoed with its scores."""
+        """The offsets of a choice's tokens. The prompt's tokens come first if the prompt is echoed with its scores."""
         completion, decoder = self.call.streams[index].completion, None
         with_prompt = self._request.echo and self._scores(index) is not None
         if self.tokenizer is not None and with_prompt:

@@ -144,7 +144,7 @@ class _Server:
 
 
 class _Sender:
-    """The sink of all requests: sends their outputs to the front. Ends the process if nobody can use it any more."""
+    """The sink of all requests: sends outputs to the front. Ends the process after the front has ended or the GPU has failed."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection

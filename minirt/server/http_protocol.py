@@ -149,7 +149,7 @@ class HTTPProtocol(HttpToolsProtocol):
         """Go on after a head that asks for another protocol, which a server may ignore (RFC 9110, 7.8).
 
         Clients in Java ask for HTTP/2 with each request. The parser ends there, before the body, so a new one reads on. It gets a
-        head of its own, which says how long the body is.
+        made-up head, which says how long the body is.
         """
         framing = [f"{name.decode()}: {value.decode('latin-1')}\r\n" for name, value in self.headers if name in _FRAMING]
         self.parser = httptools.HttpRequestParser(self)

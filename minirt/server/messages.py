@@ -35,7 +35,7 @@ Body = TypeVar("Body", bound=CountTokensRequest)
 
 
 def adopt(exchange: Exchange) -> None:
-    """Give the exchanges of this API its form of errors, also of those that come before a handler, and its header with the id."""
+    """Use this API's form of errors for its exchanges, also before a handler runs, and add its header with the id."""
     if exchange.path != _PATH and not exchange.path.startswith(f"{_PATH}/"):
         return
 
@@ -119,7 +119,7 @@ class _MessageAnswer(ReplyAnswer):
         return {"stop_reason": "tool_use" if self._blocks.called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens so far. Anthropic counts those of the prompt that were in the cache apart from the others."""
+        """Tokens so far. Cached prompt tokens are counted apart from the other ones, as in Anthropic's API."""
         counts = usage_of(self.call)
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {

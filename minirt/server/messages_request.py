@@ -197,7 +197,7 @@ def _blocks(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _kind(block: dict[str, Any], place: str, known: tuple[str, ...], ignored: dict[str, None]) -> str:
-    """The type of a block, which is one of those that may be there."""
+    """The type of a block. Raises 400 unless it is in `known`."""
     kind = block.get("type")
     if kind not in known:
         hint = "minirt's models read text only" if kind in ("image", "document") else None
@@ -227,7 +227,7 @@ def _note(value: Mapping[str, Any], known: Iterable[str], place: str, ignored: d
 
 
 def _tools(values: list[Any], ignored: dict[str, None]) -> list[Tool]:
-    """The tools that the client runs. Those of Anthropic's servers and models, which have a type of their own, are left out."""
+    """The tools that the client runs. Tools with another type, which Anthropic's servers or models run, are left out."""
 
     def read(tool: object, place: str) -> dict[str, Any] | None:
         if not isinstance(tool, dict):

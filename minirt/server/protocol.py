@@ -218,7 +218,7 @@ _TYPES |= {"array": "a list", "object": "an object"}
 
 
 def _in_words(types: str) -> str:
-    """msgspec's names of types, "float | null", as those of JSON."""
+    """msgspec's names of types, such as "float | null", in the words of JSON."""
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 

@@ -47,7 +47,7 @@ class RemoteEngine(asyncio.Protocol):
         command = [sys.executable, "-P", "-m", "minirt.server.engine_process", str(there.fileno())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with there:
-            try:  # in a session of its own, a Ctrl-C on the terminal does not reach it
+            try:  # in a new session, a Ctrl-C on the terminal does not reach it
                 process = subprocess.Popen(
                     command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
                 )
@@ -103,7 +103,7 @@ class RemoteEngine(asyncio.Protocol):
         return await self._ask(wire.AskStats())
 
     async def num_tokens(self, request_ids: list[int]) -> list[int]:
-        """Ask how many tokens requests have generated; 0 of those that have ended. It answers between two steps."""
+        """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
         return await self._ask(wire.AskTokens(request_ids))
 
     async def _ask(self, question: wire.AskStats | wire.AskTokens) -> Any:

@@ -19,7 +19,7 @@ from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, read_tools
 
-PATH = "/v1/responses"
+_PATH = "/v1/responses"
 
 
 class ResponsesRequest(Common, kw_only=True):
@@ -231,15 +231,10 @@ def _reasoning_tokens(tokenizer: Tokenizer, done: Completion, reasoning: str) ->
     return count
 
 
-def stored_route(path: str) -> Any:
-    """The handler of a path that belongs to a stored response: there is none."""
-    if not path.startswith(f"{PATH}/"):
-        return None
-
-    async def stored(front: Front, exchange: Exchange) -> None:
-        raise HTTPError(404, _STATELESS, param="store", found=path[:200])
-
-    return stored
+async def _stored(front: Front, exchange: Exchange) -> None:
+    """Refuse the paths of stored responses: no response is stored."""
+    raise HTTPError(404, _STATELESS, param="store", found=exchange.path[:200])
 
 
-ROUTES = {f"POST {PATH}": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+ROUTES = {f"POST {_PATH}": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+STORED = {f"{method} {_PATH}/*": _stored for method in ("GET", "POST", "DELETE")}

@@ -58,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class FrontServer(uvicorn.Server):
-    """uvicorn's server, without its own handling of signals."""
+    """uvicorn's server, without its handling of signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Contradictions in JSON schemas: types, bounds and constants that no value fits, and values that require one of their own kind.
+"""Contradictions in JSON schemas: types, bounds and constants that no value fits, and values that never end.
 
 llguidance drops an optional property whose schema contradicts itself, and starts a text that cannot end. Here such schemas are
 refused. What a value may be is compared within a schema, its "allOf" and what its "$ref" refers to; patterns are not compared.
@@ -20,8 +20,8 @@ _LENGTHS = (  # and the type of values that they are about
     ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"),
 )  # fmt: skip
 _MAX_PARTS = 32  # schemas of one value that are compared
-_MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, those of several places several times
-_GROUP_COST = 10  # a group of schemas takes as long as so many of the others
+_MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, counted at each place
+_GROUP_COST = 10  # visits that a group of schemas counts as
 
 
 def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
@@ -52,7 +52,7 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
 
 
 def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
-    """These schemas and, in turn, those of their "allOf" and "$ref": a value has to fit all of them."""
+    """These schemas and, recursively, those of their "allOf" and "$ref". A value has to fit all of them."""
     todo, parts = list(reversed(schemas)), dict[int, Mapping[str, Any]]()
     while todo and len(parts) < _MAX_PARTS:
         part = todo.pop()

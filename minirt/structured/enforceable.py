@@ -48,14 +48,14 @@ def _include_bounds(schema: dict[str, Any]) -> None:
         del schema["exclusiveMaximum"]
 
 
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # that Python's datetime has, too
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # the years of Python's datetime
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = f"(?:{_YEAR}-(?:{_DAY})|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
-# The texts of formats, where llguidance accepts others, too: patterns that must all match, and the greatest length.
+# Formats for which llguidance accepts other texts, too: patterns that must all match, and the maximum length.
 _PATTERNS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "date": ((f"^{_DATE}$",), None),
     "time": ((f"^{_TIME}$",), None),

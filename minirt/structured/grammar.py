@@ -29,7 +29,7 @@ WHITESPACE = r"( |\n[ \t]{0,20})"
 # Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
 ESCAPES = 'nrbtf\\"'
 # Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
-# Those without an end are lexemes, too, and no repetition gives characters back: so each character is looked at once.
+# Unterminated ones are lexemes, too. No repetition gives characters back, so each character is looked at once.
 _LARK = re.compile(
     r'''"(?:\\.|[^"\\\n])*+"?|/(?!/)(?:\\.|[^/\\])++/?|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
 )

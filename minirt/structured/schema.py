@@ -88,7 +88,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def without_unused(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without those of its definitions that no "$ref" leads to. With "$anchor" or "$id", all are kept."""
+    """The schema without definitions that no "$ref" leads to. If one leads to "$anchor" or "$id", all are kept."""
     definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
     used = {name: set[str]() for name in definitions}
     todo: list[Any] = [value for name, value in schema.items() if name not in definitions]

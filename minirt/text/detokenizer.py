@@ -27,7 +27,7 @@ class IncrementalDecoder:
         self._tokenizer, self._backend = tokenizer, tokenizer._backend
         # By id: the bytes of a token that is part of a character, the text of another. All decoders of the tokenizer share it.
         self._cache = tokenizer._decoded[skip_special_tokens]
-        self._skipped = tokenizer._special_texts if skip_special_tokens else frozenset[str]()
+        self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it completes, possibly "".

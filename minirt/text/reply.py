@@ -153,10 +153,11 @@ def content(text: str) -> list[Event]:
 
 
 def held_length(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """How many characters at the end of `text`, from `start` on, could be the beginning of a marker."""
+    """How many characters at the end of `text`, from `start` on, could be the beginning of a marker, but are none."""
     longest = max(map(len, markers), default=0) - 1
     for length in range(min(longest, len(text) - start), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
+        tail = text[-length:]
+        if any(marker.startswith(tail) and marker != tail for marker in markers):
             return length
     return 0
 
@@ -233,7 +234,7 @@ class StatefulParser:
         return None if any(marker.startswith(begun) for marker in markers) else ""
 
     def _up_to(self, markers: Sequence[str]) -> tuple[str, str]:
-        """The text before the next marker, which is used up, and the marker, which is not; "" if there is none yet."""
+        """Use up the text before the next marker. Returns it and the marker, which stays unused; "" if there is no marker yet."""
         place, marker = first_marker(self._text, markers, self._at)
         end = place if marker else len(self._text) - held_length(self._text, markers, self._at)
         text, self._at = self._text[self._at : end], end

@@ -8,7 +8,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.text.reasoning import ReasoningParser, detect_block, opens_reasoning
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
-from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, detect_format, tool_call_parser
+from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, detect_format
 from minirt.text.tools import Tool, chosen
 
 AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
@@ -89,7 +89,8 @@ class ReplyFormat:
             calls = CallListParser(tools)
         elif choice == "auto":
             if tools and self.tool_calls is not None:
-                calls, ends = tool_call_parser(self.tool_calls, tools), FORMATS[self.tool_calls].end_reasoning
+                form = FORMATS[self.tool_calls]
+                calls, ends = form.parser(tools), form.end_reasoning
         elif choice != "none":
             calls = NamedCallParser(chosen(tools, choice).name)
         if self.reasoning is None:

@@ -180,7 +180,7 @@ def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: 
 
 
 def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
-    """The values of tags by their keys. `merge`: those of one key are a list; else the last one counts."""
+    """The values of tags by key. With `merge`, several values of a key become a list; else the last one counts."""
     tags: dict[str, Any] = {}
     try:
         for match in tag.find_all(text):

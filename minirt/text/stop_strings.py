@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from minirt.errors import InputError, quoted, shortened
+from minirt.text.reply import held_length
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -25,7 +26,6 @@ class StopStrings:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
-        self._longest_tail = max(map(len, stops), default=1) - 1
         self.found: str | None = None
         self._held, self._include, self._tokens = "", include, tokens or {}
         self._passed = 0  # characters of the held text in which no stop string may end
@@ -46,10 +46,8 @@ class StopStrings:
             end, start = min(matches)
             self.found, self._held = text[start:end], ""
             return text[: end if self._include else start], True
-        tails = (text[-n:] for n in range(min(self._longest_tail, len(text)), 0, -1))
-        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
-        emitted = len(text) - len(self._held)
-        self._passed = max(0, passed - emitted)
+        emitted = len(text) - held_length(text, self._stops)
+        self._held, self._passed = text[emitted:], max(0, passed - emitted)
         return text[:emitted], False
 
     def end(self, token_id: int) -> str:

@@ -36,7 +36,13 @@ class ChatTokens(list[int]):
 
 
 class Tokenizer:
-    """A model's tokenizer.json (`path`) with its special tokens and chat template. Immutable after `load`."""
+    """A model's tokenizer.json (`path`) with its special tokens and chat template. Immutable after `load`.
+
+    Attributes:
+        special_tokens: the texts of the special tokens, which `skip_special_tokens` leaves out.
+        min_tokens: a lower bound on the number of token ids of a text, from its number of characters; 0 if there is none. It
+            takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Load tokenizer.json and the optional files beside it; see `load`."""
@@ -69,10 +75,10 @@ class Tokenizer:
         if lost:
             _warn(f"{config_path}: ignored, since the vocabulary has no such token: {lost}")
         # As in transformers, a token with a name such as bos_token is special even if tokenizer.json does not flag it.
-        flagged = self._backend.special_tokens()
+        flagged = frozenset(text for text, is_special in self._backend.added_tokens().items() if is_special)
         named = [text for name, text in self._special.items() if ids[name] is not None and text not in flagged]
         self._backend.add_special_tokens(named)
-        self._special_texts = flagged.union(named)
+        self.special_tokens = flagged.union(named)
         added = self._backend.encode("", True)  # a faulty post-processor fails here
         self._adds_bos = self.bos_token_id in added[:1]
         _check_added_ends(config, {"bos": self._adds_bos, "eos": self.eos_token_id in added[-1:]}, config_path)
@@ -81,7 +87,7 @@ class Tokenizer:
         if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
             what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
             _warn(f"{path}: {what}; load it in transformers with fix_mistral_regex=True, and save it")
-        self._bound = TokenBound.of(content, vocabulary)
+        self.min_tokens = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
         self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
         self._inner: dict[int, str] = {}
@@ -121,13 +127,6 @@ class Tokenizer:
     def serialized(self) -> str:
         """It as the content of a tokenizer.json, in which all special tokens are flagged."""
         return self._backend.serialized()
-
-    def min_tokens(self, text: str) -> int:
-        """A lower bound on the number of token ids of `text`, from its number of characters; 0 if there is none.
-
-        It takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
-        """
-        return self._bound(text)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
@@ -174,7 +173,7 @@ class Tokenizer:
         return tokens
 
     def _tokens_before(self, tokens: list[int], end: str) -> int:
-        """How many of a text's tokens come before those of its `end`; 0: the end has no tokens of its own."""
+        """Number of a text's tokens before the tokens of its `end`; 0 if the last tokens are not those of `end` alone."""
         for encode in (self.encode_plain, self.encode_inside):  # after a special token, some tokenizers begin as at the start
             last = encode(end) if end else []
             if tokens[len(tokens) - len(last) :] == last:
@@ -265,18 +264,13 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        text = self._chat_template.end_of_turn(self._special, self._backend.added_tokens())
+        text = self._chat_template.end_of_turn(self._special, list(self._backend.added_tokens()))
         return None if text is None else self.token_id(text)
-
-    @property
-    def special_tokens(self) -> frozenset[str]:
-        """The texts of the special tokens, which `skip_special_tokens` leaves out."""
-        return self._special_texts
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
         """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
-        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self._special_texts})
+        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self.special_tokens})
         return frozenset(token for token in ids if token is not None)
 
     @property

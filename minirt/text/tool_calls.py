@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from minirt.errors import InputError
 from minirt.text.json_checker import JsonChecker, escaped
 from minirt.text.reply import (
     Calls,
@@ -198,7 +197,7 @@ class _CallParser(StatefulParser):
         return content("".join(pending))
 
     def _begin_arguments(self, name: str) -> list[Event]:
-        """A call whose arguments come next, a JSON object on its own."""
+        """A call begins whose arguments come next: a JSON object."""
         self._space.clear()
         self._pending, self._json, self._state = [], JsonChecker(), self._arguments
         return [self._calls.start(name)]
@@ -605,14 +604,3 @@ def detect_format(template: str | None) -> str | None:
     if "<|python_tag|>" in template or ('"parameters": dictionary of argument name' in template):
         return "llama3_json"
     return "mistral" if "[TOOL_CALLS]" in template else None
-
-
-def tool_call_parser(name: str, tools: Sequence[Tool]) -> Parser:
-    """The parser of a format by its name.
-
-    Raises:
-        InputError: there is no such format.
-    """
-    if name not in FORMATS:
-        raise InputError("no such format of tool calls", expected=", ".join(FORMATS), found=name)
-    return FORMATS[name].parser(tools)
