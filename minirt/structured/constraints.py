@@ -228,7 +228,7 @@ class Constraints:
         return failed
 
     def _fill_rows(self, masks: Tensor, rows: "Sequence[tuple[int, Constraint]]") -> dict[int, MinirtError]:
-        """Write the masks of states into these rows. Returns the errors of states that cannot go on; their masks are undefined."""
+        """Write masks of states into these rows. Returns the errors of those that cannot go on; their masks are undefined."""
         parsed = [(row, constraint) for row, constraint in rows if not constraint.reasons]
         for row, constraint in rows if len(parsed) < len(rows) else ():
             if constraint.reasons:
