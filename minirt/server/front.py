@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -92,6 +93,12 @@ class Front:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "minirt-encode"))
     _noted: set[str] = field(default_factory=set)
 
+    @classmethod
+    async def start_engine(cls, options: ServerOptions, load_options: dict[str, Any]) -> "Front":
+        """A front whose engine's process has begun. `load_options`: the fields of `LoadOptions`."""
+        engine = await RemoteEngine.start(options.start_message(load_options))
+        return cls(options, engine, Metrics(options.names[0]), int(time.time()))
+
     async def load(self) -> None:
         """Load the tokenizer while the engine's process loads the weights, then wait for it.
 
@@ -113,8 +120,8 @@ class Front:
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
 
     def _choose_reply_format(self) -> None:
-        own = self.tokenizer
-        template, declared = (None, None) if own is None else (own.tool_template, own.response_template)
+        tokenizer = self.tokenizer
+        template, declared = (None, None) if tokenizer is None else (tokenizer.tool_template, tokenizer.response_template)
         try:
             self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
         except MinirtError as error:
@@ -160,6 +167,15 @@ class Front:
                 setattr(public, name, str(value).replace(f"{self.folder}{os.sep}", ""))
         return public
 
+    async def body(self, exchange: Exchange) -> bytes:
+        """The body of a request that needs the model."""
+        self.check_ready()
+        return await exchange.body(self.options.max_body_size)
+
+    async def read(self, exchange: Exchange, function: "Callable[[Front, Exchange, bytes], T]") -> T:
+        """What a function makes of the body of a request, in another thread."""
+        return await self.in_thread(function, self, exchange, await self.body(exchange))
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
@@ -180,5 +196,7 @@ class Front:
             shown = ", ".join(map(printable, new))
             sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the engine's process."""
+        await self.engine.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -308,7 +308,7 @@ def test_the_end_of_a_reasoning_block_costs_little(monkeypatch):
     assert len(bound[0]._tail) < len("!?!")
     for i in range(grammar._MAX_REASONING_ENDS):
         compiled(own, regex="a", reasoning_end=f"?{i}")
-    assert len(own._need_tools().tokenizer._reasoning_ends) <= grammar._MAX_REASONING_ENDS
+    assert own._need_tokenizer().reasoning_end.cache_info().currsize <= grammar._MAX_REASONING_ENDS
 
 
 def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
@@ -391,9 +391,9 @@ def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
 
 def test_masks_of_many_rows_are_computed_by_several_threads(monkeypatch):
     """In one call, each into its own row. A free row in between allows all tokens."""
-    monkeypatch.setattr(module, "usable_cpus", lambda: 3)
-    made, inner = [], module.GrammarTokenizer.executor
-    monkeypatch.setattr(module.GrammarTokenizer, "executor", lambda self, threads: made.append(threads) or inner(self, threads))
+    monkeypatch.setattr(grammar, "usable_cpus", lambda: 3)
+    made, inner = [], llguidance.LLExecutor
+    monkeypatch.setattr(llguidance, "LLExecutor", lambda threads: made.append(threads) or inner(threads))
     own = constraints()
     rows = [compiled(own, regex=letter * 3).start((EOS,), 0) for letter in "abcdefgh"]
     rows.insert(5, None)
