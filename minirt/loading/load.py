@@ -87,7 +87,7 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         if near := _similar_presets(name):
             hint = f"did you mean {', '.join(near)}? Otherwise {hint}"
         raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
-    config = models.parse_config(files.config, where=str(files.folder / "config.json"))
+    config = models.parse_config(files.config, file=str(files.folder / "config.json"))
     stated_fields = models.decoder_fields(files.config)
     for file, content in (("config.json", stated_fields), ("generation_config.json", files.generation_config or {})):
         check_token_ids(content, str(files.folder / file), config.vocab_size)
