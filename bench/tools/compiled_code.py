@@ -142,25 +142,25 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     preset, quantization, kv_dtype = [*name.split(":"), "", ""][:3]
     gpu, cpu = AbsentGPU(f"sm_{cc}", 1 << 40, divmod(cc, 10)), torch.device("cpu")
     options = LoadOptions(model=preset, quantization=quantization or None, kv_cache_dtype=kv_dtype or "auto", random_weights=True)
-    found = load.find(preset, None, need_weights=False)
-    found = found._replace(config=replace(found.config, num_layers=_fewest_layers(found.config)))
-    model = load.build(options, found, None, gpu)
+    source = load.find(preset, None, need_weights=False)
+    source = source._replace(config=replace(source.config, num_layers=_fewest_layers(source.config)))
+    model = load.build(options, source, None, gpu)
     model.device = gpu  # type: ignore[assignment]  # for the plan
-    model.dtype = pick_dtype("bfloat16", found.config, cpu)
+    model.dtype = pick_dtype("bfloat16", source.config, cpu)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
     try:
         model.resolve("triton")
     except UnsupportedError as error:  # such as fp8 on sm_80
         print(f"sm_{cc}, {name}: left out: {error}", file=sys.stderr)
         return
-    length = min(LENGTH, found.config.context_len)
+    length = min(LENGTH, source.config.context_len)
     model.allocate(cpu, model.dtype, length, model.kv_dtype)
     for layer in model.unique_layers():
         layer.context.pdl = cc >= 90
         layer.bind(implementation(layer.kind, "triton"))
     cache = KVCache(model.cache_specs, SEQS + length // 64, cpu, model.kv_dtype, num_slots=SEQS)
     runner = Runner(
-        model, cache, cpu, EngineLimits(length, SEQS, TOKENS), vocab_size=found.config.vocab_size, cuda_graphs=True
+        model, cache, cpu, EngineLimits(length, SEQS, TOKENS), vocab_size=source.config.vocab_size, cuda_graphs=True
     )  # fmt: skip
     dry_run = model.dry_run
 

@@ -295,34 +295,47 @@ class PackedExperts(PackedLinear):
             super().load(name, source, first)
 
 
-class NormWeight(Parameter):
+class Values(Parameter):
+    """One tensor, named in full: `weight`. Random values are uniform in `spread`. `dtype` None: the model's."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
+    ) -> None:
+        self.tensor, self.shape, self.spread, self.dtype = name, shape, spread, dtype
+        self.weight: Tensor = torch.empty(0)
+
+    @property
+    def num_parameters(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.num_parameters * (self.dtype or dtype).itemsize
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return self.shape, self.dtype
+
+    def expected(self) -> Iterator[TensorSpec]:
+        yield TensorSpec(self.tensor, self.shape)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
+
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        self.weight.copy_(source)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.uniform_(*self.spread, generator=generator)
+
+
+class NormWeight(Values):
     """The scale of one RMSNorm: `weight` [size]. `zero_centered`: the checkpoint stores it minus 1, and loading adds 1.
 
     The sum is rounded to the model's dtype, while transformers multiplies by 1 + weight in fp32.
     """
 
     def __init__(self, name: str, size: int, zero_centered: bool = False) -> None:
-        self.name, self.size, self.zero_centered = name, size, zero_centered
-        self.weight: Tensor = torch.empty(0)
-
-    @property
-    def num_parameters(self) -> int:
-        return self.size
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return self.size * dtype.itemsize
-
-    def compile_key(self) -> tuple[Hashable, ...]:
-        return (self.size,)
-
-    def expected(self) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{self.name}.weight", (self.size,))
-
-    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(self.size, device=device, dtype=dtype)
+        super().__init__(f"{name}.weight", (size,), (0.5, 1.5))
+        self.name, self.zero_centered = name, zero_centered
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         self.weight.copy_(source.float() + 1 if self.zero_centered else source)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        self.weight.uniform_(0.5, 1.5, generator=generator)
