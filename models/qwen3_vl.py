@@ -14,7 +14,6 @@ def config(fields: Fields) -> ModelConfig:
 
 
 def _decoder(fields: Fields) -> ModelConfig:
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
         fields,
         model_type="qwen3_vl",
@@ -23,8 +22,7 @@ def _decoder(fields: Fields) -> ModelConfig:
         kv_heads=32,
         head_dim=128,
         theta=5e5,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=False,
         qk_norm=True,
         rope_keys=MROPE_KEYS,
     )

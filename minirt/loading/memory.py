@@ -29,6 +29,8 @@ SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, f
 SNAPSHOTS_OF_A_SEQUENCE = 4  # as many for each sequence that runs at once, at most
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
+_SIZE = "a number of bytes, or a text such as '4GiB'"
+
 StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
 
 
@@ -66,17 +68,16 @@ class MemoryOptions:
 
     def __post_init__(self) -> None:
         self.kv_bytes  # noqa: B018  (checks it)
-        asked = self.snapshot_bytes
+        asked, option = self.snapshot_bytes, "--state-cache-memory"
         if asked is not None and (type(asked) is not int or asked < 0):
-            where, expected = "--state-cache-memory", "a number of bytes, or a text such as '4GiB'"
-            raise ConfigError("not a size", where=where, expected=expected, found=repr(asked)[:80])
+            raise ConfigError("not a size", where=option, expected=_SIZE, found=repr(asked)[:80])
         if asked and not self.prefix_cache:
             what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
-            raise ConfigError(what, where="--state-cache-memory", expected=expected, found=asked)
+            raise ConfigError(what, where=option, expected=expected, found=asked)
         share = self.gpu_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
-            where, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
-            raise ConfigError("not a share", where=where, expected=expected, found=repr(share))
+            option, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
+            raise ConfigError("not a share", where=option, expected=expected, found=repr(share))
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,10 @@ def with_fitting_sequences(
     state = state_bytes(model.cache_specs)
     if not state:
         return options
-    own = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
-    free = free_memory(device) + own * loaded
+    weights = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
+    free = free_memory(device) + weights * loaded
     share = 1.0 if device.type == "cpu" else options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    room = int(free * share) - own
-    room -= options.snapshot_bytes or 0
+    room = int(free * share) - weights - (options.snapshot_bytes or 0)
     if options.kv_bytes is not None:
         room -= options.kv_bytes
     else:
@@ -321,8 +321,8 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         if model.kv_dtype.itemsize > 1:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
-        more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warn(what + more, RuntimeWarning)
+        others = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
+        warn(what + others, RuntimeWarning)
     return plan
 
 
@@ -339,7 +339,7 @@ def _holds(plan: MemoryPlan, model: Model, length: int, options: MemoryOptions) 
     return plan_memory(model, length, model.device, options, step_bytes=lambda tokens: plan.step).context == length
 
 
-def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
+def does_not_fit(plan: MemoryPlan, device: str, hint: str) -> OutOfMemoryError:
     """The error for a plan that does not fit."""
     if plan.only_context_is_short:
         what = f"{context_is_short(plan)}{f'; {plan.others}' if plan.others else ''}"
@@ -348,13 +348,12 @@ def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
     if plan.page:
         pages = max(plan.pages, plan.least_pages)
         parts += f" and {pages:,} KV page{'s' * (pages > 1)} {format_size(pages * plan.page)}"
-    found = f"{format_size(plan.free)} free"
+    free, expected = f"{format_size(plan.free)} free", format_size(plan.needed, up=True)
     if plan.budget < plan.free:
-        found = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {found}"
+        free = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {free}"
     if plan.others:
-        found += f" ({plan.others})"
-    expected = format_size(plan.needed, up=True)
-    return OutOfMemoryError(f"the model does not fit: {parts}", where=where, expected=expected, found=found, hint=hint)
+        free += f" ({plan.others})"
+    return OutOfMemoryError(f"the model does not fit: {parts}", where=device, expected=expected, found=free, hint=hint)
 
 
 def context_is_short(plan: MemoryPlan) -> str:
@@ -388,23 +387,23 @@ def out_of_memory_while(what: str, device: torch.device) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        found, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
-        raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=found, hint=hint) from error
+        line, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
+        raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=line, hint=hint) from error
 
 
-def _bytes_of(size: int | str | None, where: str, least: int = 1) -> int | None:
-    """An option's value in bytes."""
+def _bytes_of(size: int | str | None, option: str, least: int = 1) -> int | None:
+    """An option's value in bytes. Only texts are checked."""
     try:
         return parse_size(size, least) if isinstance(size, str) else size
     except InputError as error:
-        expected = "a number of bytes, or a text such as '4GiB'"
-        raise ConfigError("not a size", where=where, expected=expected, found=size) from error
+        raise ConfigError("not a size", where=option, expected=_SIZE, found=size) from error
 
 
-def _pages_in(memory: int, one: int) -> int:
-    if type(memory) is not int or memory < max(one, 1):
-        expected = f"{format_size(max(one, 1), up=True)} (one page) or more"
-        found = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+def _pages_in(memory: int, page: int) -> int:
+    page = max(page, 1)
+    if type(memory) is not int or memory < page:
         what = "too small" if type(memory) is int else "not a number of bytes, nor a text such as '4GiB'"
-        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=found)
-    return memory // max(one, 1)
+        size = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+        expected = f"{format_size(page, up=True)} (one page) or more"
+        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=size)
+    return memory // page

@@ -93,7 +93,7 @@ class Plan:
             groups.setdefault((prefix, suffix, row.implementation, row.reason, row.dtypes, row.bytes), []).append(row)
         rows = []
         for (prefix, suffix, *cells, size), same in groups.items():
-            numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
+            numbers = ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
             times = f" × {len(same)}" if len(same) > 1 else ""
             name = f"{prefix}{numbers}{suffix}"
             if len(name) > _SHORT:
@@ -149,7 +149,7 @@ def _parts(layer: str) -> tuple[str, int | None, str]:
     return (match[1] or "", int(match[2]), match[3] or "") if match else (layer, None, "")
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):

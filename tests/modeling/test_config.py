@@ -264,7 +264,7 @@ BAD: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: str(v)[:20])
 def test_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(raw_config(**{name: value}), where="some/config.json")
+        parse_config(raw_config(**{name: value}), file="some/config.json")
     assert name in str(caught.value)
     assert "some/config.json" in str(caught.value)
     assert not isinstance(caught.value, UnsupportedError)
