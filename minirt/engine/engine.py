@@ -34,11 +34,6 @@ from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
 from minirt.step.kv_cache import KVCache
 
 
-class _InFlight(NamedTuple):
-    step: Step
-    work: Work
-
-
 class _OutOfMemory(NamedTuple):
     """Why a step was not started: the allocator's message. `slot`: whose request alone needs the memory; None: the whole step."""
 
@@ -65,20 +60,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: ModelLike,
-        cache: KVCache,
-        limits: EngineLimits,
-        *,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-        prefix_cache: bool = True,
-        cuda_graphs: bool = False,
-        lookahead: int | None = None,
-        constraints: TokenConstraints | None = None,
-        proposer: Proposer | None = None,
-        adaptive_drafts: bool = True,
-    ) -> None:
+        self, model: ModelLike, cache: KVCache, limits: EngineLimits, *, vocab_size: int, device: torch.device | str = "cpu",
+        prefix_cache: bool = True, cuda_graphs: bool = False, lookahead: int | None = None,
+        constraints: TokenConstraints | None = None, proposer: Proposer | None = None, adaptive_drafts: bool = True,
+    ) -> None:  # fmt: skip
         self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
         if proposer is not None:
@@ -98,7 +83,7 @@ class Engine:
         self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, adaptive_drafts
         self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
         self._scheduler.draft_lengths = self._drafts
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Step, Work]] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
         self._compiling = CompilingRequests(constraints)
@@ -236,8 +221,8 @@ class Engine:
                 same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
                 blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
-                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
-                    outputs += self._collect(self._in_flight.popleft(), deliver)
+                # Steps in flight hold memory. And a preempted sequence must not run again with a pending token.
+                outputs += self._collect_to(0, deliver)
                 if tokens == 1 or problem.slot is not None:
                     if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
@@ -247,8 +232,7 @@ class Engine:
                 else:
                     self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
-            while self._in_flight and (len(self._in_flight) > self._lookahead or work is None):
-                outputs += self._collect(self._in_flight.popleft(), deliver)
+            outputs += self._collect_to(0 if work is None else self._lookahead, deliver)
             if self._compiling and work is None and not outputs:
                 self._compiling.wait()
             return outputs
@@ -256,12 +240,12 @@ class Engine:
     def _add_compiled(self) -> list[TokenOutput]:
         """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
         outputs = []
-        for request_id, found in self._compiling.done():
-            if isinstance(found, MinirtError):
-                outputs.append(self._fail(request_id, found))
+        for request_id, constraint in self._compiling.done():
+            if isinstance(constraint, MinirtError):
+                outputs.append(self._fail(request_id, constraint))
                 continue
             sequence = self._requests[request_id]
-            sequence.constraint = found
+            sequence.constraint = constraint
             self._compiling.remove(request_id)
             self._scheduler.add(sequence)
         return outputs
@@ -288,8 +272,7 @@ class Engine:
         if self._step_times is not None and not work.prompts and not plan.sampling.masked:
             self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)
-        self._in_flight.append(_InFlight(step, work))
-        self._scheduler.relax_limit()
+        self._in_flight.append((step, work))
         # Work that the step's launch does not need.
         for _, sequence in work.prompts:
             self._scheduler.extend_keys(sequence)
@@ -301,27 +284,34 @@ class Engine:
         """Write the masks of a step whose forward pass was started, for each draw. They need the tokens of the step before."""
         slots, draws = work.planned.slots.tolist(), work.planned.num_draws.tolist()
         drawing = [(self._scheduler.slots.sequences[slot], count) for slot, count in zip(slots, draws, strict=True) if count]
-        while self._in_flight:
-            outputs += self._collect(self._in_flight.popleft(), deliver)
-        masks = self._runner.masks(sum(count for _, count in drawing))
-        running = [own if own is not None and self._requests.get(own.id) is own else None for own, _ in drawing]
-        if self._constraints is not None:
-            rows = [
-                ConstrainedRows(None, count) if own is None
-                else ConstrainedRows(own.constraint, count, self._drafts.of(own.slot) if self._drafts is not None else ())
-                for own, (_, count) in zip(running, drawing, strict=True)
-            ]  # fmt: skip
-            for place, error in self._constraints.fill(masks, rows).items():
-                if (sequence := running[place]) is not None:
-                    outputs.append(self._fail(sequence.id, error))
+        outputs += self._collect_to(0, deliver)
+        if self._constraints is None:
+            return
+        running = [each if each is not None and self._requests.get(each.id) is each else None for each, _ in drawing]
+        rows = [
+            ConstrainedRows(None, count) if sequence is None  # it has ended
+            else ConstrainedRows(sequence.constraint, count, self._drafts.of(sequence.slot) if self._drafts is not None else ())
+            for sequence, (_, count) in zip(running, drawing, strict=True)
+        ]  # fmt: skip
+        for place, error in self._constraints.fill(self._runner.masks(sum(draws)), rows).items():
+            if (failed := running[place]) is not None:
+                outputs.append(self._fail(failed.id, error))
 
-    def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:
-        """Wait for a step and return its outputs, unless `deliver` takes them. Drops the requests that have ended."""
-        outputs = self._collector.collect(ended.step.result(), ended.work, deliver)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.abort(output.request_id, failed=output.error is not None)
-        return outputs if deliver is None else []
+    def _collect_to(self, most: int, deliver: Deliver | None) -> list[TokenOutput]:
+        """Wait for steps until at most `most` are in flight.
+
+        Returns their outputs, unless `deliver` takes them. Drops the requests that have ended.
+        """
+        remaining = list[TokenOutput]()
+        while len(self._in_flight) > most:
+            step, work = self._in_flight.popleft()
+            outputs = self._collector.collect(step.result(), work, deliver)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.abort(output.request_id, failed=output.error is not None)
+            if deliver is None:
+                remaining += outputs
+        return remaining
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)

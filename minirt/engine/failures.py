@@ -8,14 +8,7 @@ from minirt.device import is_device_failure
 from minirt.engine.logits_processors import unpacked
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
-from minirt.errors import (
-    DeviceFailedError,
-    InputError,
-    MinirtError,
-    NumericsError,
-    OutOfMemoryError,
-    QueueFullError,
-)
+from minirt.errors import DeviceFailedError, InputError, MinirtError, NumericsError, OutOfMemoryError, QueueFullError
 
 
 class DeviceErrors:
@@ -70,8 +63,5 @@ def queue_full(most: int | None) -> QueueFullError:
 
 def out_of_memory(what: str, problem: str) -> OutOfMemoryError:
     """No memory for something. `problem`: the allocator's message."""
-    return OutOfMemoryError(
-        f"no memory left for {what}",
-        found=problem.strip().partition("\n")[0],
-        hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
-    )
+    hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
+    return OutOfMemoryError(f"no memory left for {what}", found=problem.strip().partition("\n")[0], hint=hint)

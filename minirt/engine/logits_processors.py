@@ -45,9 +45,7 @@ class Rules:
     end_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
-    ) -> "Rules | None":
+    def of(cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]) -> "Rules | None":
         """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
         penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
         others = bad_words or sampling.logit_bias or sampling.min_tokens or sampling.allowed_token_ids is not None
@@ -84,9 +82,9 @@ class Rules:
             ("bad_words", "tokens that bad_words and min_tokens forbid"): len(bans),
             ("bad_words", "tokens before the last ones of bad words"): sum(len(prefix) for _, _, prefix in bans),
         }
-        for (where, what), size in sizes.items():
+        for (option, what), size in sizes.items():
             if size > MOST_ENTRIES:
-                raise InputError(f"too many {what}", where=where, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")
+                raise InputError(f"too many {what}", where=option, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")
 
     def banned(self, generated: Sequence[int]) -> set[int]:
         """The tokens that `bans` forbid after the generated tokens. The host needs them for errors only."""
@@ -247,12 +245,12 @@ def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int, d
     for j in range(int(torch.where(banned, length, 0).max())):
         wanted = slots.prefixes[at.unsqueeze(1), (first + j).clamp(max=MOST_ENTRIES - 1)]
         place = step - length + j
-        found = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
+        generated = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
         if drafts is not None:  # they are not in the history
             after = place - (step - drafts.counts.unsqueeze(1))
             proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
-            found = torch.where(after < 0, found, proposed)
-        banned &= (j >= length) | (wanted == found)
+            generated = torch.where(after < 0, generated, proposed)
+        banned &= (j >= length) | (wanted == generated)
     ids = torch.where(banned, token, 0)
     return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
 

@@ -1,4 +1,4 @@
-"""`token_logprobs`: the log-probabilities of tokens and of the most probable ones, from the model's own logits.
+"""`token_logprobs`: the log-probabilities of tokens and of the most probable ones, from the model's logits.
 
 Its result is one int32 tensor, so that it reaches the host in one copy; `unpack` reads it there. This eager form defines what
 the kernels of `minirt.kernels.sampling.logprobs` compute.
@@ -78,6 +78,6 @@ def unpack(packed: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list
     ids, tops = packed[:, 2 : 2 + room].tolist(), floats[:, 2 + room :].tolist()
     rows = zip(tokens, wanted, logprobs, ranks, ids, tops, strict=True)
     return [
-        TokenLogprobs(token, logprob, rank, tuple(zip(own[:count], values[:count], strict=True))) if count >= 0 else None
-        for token, count, logprob, rank, own, values in rows
+        TokenLogprobs(token, logprob, rank, tuple(zip(top[:count], values[:count], strict=True))) if count >= 0 else None
+        for token, count, logprob, rank, top, values in rows
     ]

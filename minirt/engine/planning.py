@@ -6,14 +6,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from minirt.engine.sampler import fp32_temperature
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, Columns
-from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
-_LARGEST, _SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of fp32 numbers, and of normal ones
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
 _SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS = (1 << i for i in range(9))
 _OF_RULES = _RULES | _BIAS | _BAN
@@ -92,7 +91,7 @@ def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
     """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
-    if s.temperature >= _SMALLEST:
+    if fp32_temperature(s):
         bits |= _SAMPLED | _TOP_K * (s.top_k > 0) | _TOP_P * (s.top_p < 1) | _MIN_P * (s.min_p > 0)
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
@@ -110,12 +109,10 @@ def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarra
 
     `following`: the token after those of the step, if it is known.
     """
-    s: EffectiveSampling = sequence.sampling
-    # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
-    temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
+    s = sequence.sampling
     words = _HEAD.pack(
-        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature, min(s.top_k, 2**31 - 1),
-        s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
+        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), fp32_temperature(s),
+        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
     between = [0] * (columns.page_tables - NEXT_TOKENS - len(following))
     rest = array("i", [*following.tolist(), *between, *sequence.pages.tolist()])

@@ -91,9 +91,9 @@ class SamplingStages:
         Raises:
             SlotOutOfMemory: no memory for what is sent to the device.
         """
-        for slot, own, prompt, generated in rules:
+        for slot, asked, prompt, generated in rules:
             try:
-                self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
+                self._processors.fill(slot, asked, prompt.tolist(), generated.tolist())
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -111,32 +111,30 @@ class SamplingStages:
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
         """
-        count, raw, own = len(logits), logits, plan.sampling
-        num_top = max(own.logprobs, default=-1)
+        count, raw, needs = len(logits), logits, plan.sampling
+        num_top = max(needs.logprobs, default=-1)
         packed = self._room(count, num_top) if num_top >= 0 else None
-        if own.masked:
+        if needs.masked:
             self._masks.send(count)
         batch = SamplingBatch(
-            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, own.all_greedy, own.any_top_k,
-            own.any_top_p, own.any_min_p,
+            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, needs.all_greedy, needs.any_top_k,
+            needs.any_top_p, needs.any_min_p,
         )  # fmt: skip
         tokens = self._drawn[:count]
-        if own.any_rules or own.masked:
+        if needs.any_rules or needs.masked:
             for first in range(0, count, PROCESSED_ROWS):
                 rows = slice(first, min(first + PROCESSED_ROWS, count))
-                mask = self._masks.device[rows] if own.masked else None
+                mask = self._masks.device[rows] if needs.masked else None
                 drafts = None if proposed is None else Drafts(proposed, step.draw_drafts[rows])
                 processed = self._processors.process(
-                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=own.any_bias, any_ban=own.any_ban,
+                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=needs.any_bias, any_ban=needs.any_ban,
                     drafts=drafts,
                 )  # fmt: skip
                 sample(processed, batch.part(rows), workspace=self._workspace, out=tokens[rows])
         else:
             sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=tokens)
         if packed is not None:
-            token_logprobs(
-                raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace
-            )
+            token_logprobs(raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace)
             packed = self._packed_to_host(packed)
         return tokens, packed
 
@@ -163,9 +161,9 @@ class SamplingStages:
             parts, wanted = [], torch.full((SCORED_ROWS,), num_top, dtype=torch.int32, device=self._device)
             known = self._to_device(torch.from_numpy(targets.astype(np.int64)))
             for first in range(0, count, SCORED_ROWS):
-                tokens, own = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
-                own = own.clone() if self._vocab % 4 else own  # kernels are compiled for aligned rows
-                parts.append(token_logprobs(own, tokens, wanted[: len(tokens)], num_top))
+                tokens, part = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
+                part = part.clone() if self._vocab % 4 else part  # kernels are compiled for aligned rows
+                parts.append(token_logprobs(part, tokens, wanted[: len(tokens)], num_top))
             scored.append(ScoredRows(targets, num_top, [self._new_on_host(part) for part in parts]))
         return scored
 

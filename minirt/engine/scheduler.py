@@ -108,8 +108,9 @@ class Scheduler:
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
         self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
+        self._states = self.prefix_cache if cache.has_states else None  # if steps copy states
         self.starting: Work | None = None  # a step whose layers run, before `started`
-        # The token limit of a step, lowered when memory runs out, and the number of steps since then.
+        # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
         self._pinned: set[int] = set()  # pages of pinned prompts
         self.clock = 0  # number of tokens of all steps
@@ -188,7 +189,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
-        if self._cache.has_states and sequence.slot in self._decoding and len(sequence.tokens) > sequence.prompt_len and not failed:
+        generated = len(sequence.tokens) > sequence.prompt_len
+        if self._states is not None and sequence.slot in self._decoding and generated and not failed:
             self._keep_end(sequence)
         self._free(sequence)
 
@@ -260,14 +262,16 @@ class Scheduler:
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
         rows = self.limits.max_logits_rows - len(self.running)  # beside one draw of each running sequence
         slots, counts, lens = self._schedule_decoding(limit, most_splits, rows - admits)
-        going_on, used, chunks = len(slots), len(slots) if self.draft_lengths is None else int(counts.sum()), dict[Sequence, _Chunk]()
+        going_on, chunks = len(slots), dict[Sequence, _Chunk]()
+        used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
-            seconds = _ANY_TIME if not going_on or self.prompt_time is None else self.limits.max_step_ms / 1e3 or _ANY_TIME
+            limited = going_on and self.prompt_time is not None and self.limits.max_step_ms
+            seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
             room = _Room(limit - used, rows - used + going_on, most_splits - int(_splits(lens).sum()), seconds)
             chunks = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
         if not going_on and not chunks:
             return None
-        copies = NO_COPIES if self.prefix_cache is None else self.prefix_cache.copies()
+        copies = NO_COPIES if self._states is None else self._states.copies()
         values = np.empty((6, going_on + len(chunks)), np.int32)
         first = values[:, :going_on]
         first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
@@ -276,8 +280,8 @@ class Scheduler:
         values[:, going_on:] = np.transpose(list(chunks.values()))
         planned, places = PlannedSequences(values, values[2:5].sum(1).tolist()), list(enumerate(chunks, going_on))
         snapshots: tuple[Snapshot, ...] = ()
-        if self.prefix_cache is not None:
-            snapshots = self.prefix_cache.snapshots(places, [chunk.stop for chunk in chunks.values()])
+        if self._states is not None:
+            snapshots = self._states.snapshots(places, [chunk.stop for chunk in chunks.values()])
         return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
 
     def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, _Chunk]:
@@ -289,9 +293,13 @@ class Scheduler:
         chunks = dict[Sequence, _Chunk]()
         first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
         for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
-            rest = (prompt for prompt in self._prefilling.values() if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
+            prompts = self._prefilling.values()
+            rest = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
             pending = sorted(rest, key=rank, reverse=True)
-            enters = admits and bool(self.waiting) and self._lets_pass(self.waiting.oldest(), part.splits)
+            enters = admits and bool(self.waiting)
+            if enters:  # others are admitted before the oldest if it fits, or has not waited for its number of tokens
+                oldest = self.waiting.oldest()
+                enters = self.clock < oldest.due or self._fitting(oldest, part.splits) is not None
             while part.tokens > 0:
                 enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
                 if enters and (not pending or rank(waiting()) < rank(pending[-1])):
@@ -314,10 +322,6 @@ class Scheduler:
                 break
             part = part.plus(room).less(first)
         return chunks
-
-    def _lets_pass(self, sequence: Sequence, splits: int) -> bool:
-        """Whether others may be admitted before the oldest that waits: if it fits, or has not waited for its number of tokens."""
-        return self.clock < sequence.due or self._fitting(sequence, splits) is not None
 
     def _taken(self, chunk: _Chunk) -> _Room:
         """What a prompt takes of a step's room."""
@@ -344,7 +348,8 @@ class Scheduler:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
             self._decoding_slots = np.array(list(self._decoding), np.int32)
-        slots, new = self._decoding_slots, 1
+        slots = self._decoding_slots
+        new: int | np.ndarray = 1
         plain = host.lengths[slots] + host.unread[slots]  # cached tokens without drafts
         if self.draft_lengths is not None:
             left = budget - len(slots)  # drafts take none of the tokens that others go on with, and half of what prompts may have
@@ -406,9 +411,11 @@ class Scheduler:
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
         host, slots, draws = self.slots, work.planned.slots, work.planned.num_draws
-        self.starting, self.clock = None, self.clock + work.planned.sums[0]
-        if self.prefix_cache is not None:
-            self.prefix_cache.started()
+        self.starting, self.clock, self._steps_since = None, self.clock + work.planned.sums[0], self._steps_since + 1
+        if self._steps_since >= self._until_larger:
+            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
+        if self._states is not None:
+            self._states.started()
         for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
             host.num_sent[slot] = host.num_pages[slot]
             host.unsent.remove(slot)
@@ -420,7 +427,7 @@ class Scheduler:
             sequence.num_scored += num_logits - num_draws
             if self.prefix_cache is not None:
                 self.prefix_cache.computed(sequence)
-            if not sequence.prefills:
+            if sequence.num_prefilled == sequence.prefill_len:
                 self._prefilling.pop(sequence.id, None)
                 if num_draws:
                     self._decoding[sequence.slot], self._decoding_slots = sequence, None
@@ -433,8 +440,8 @@ class Scheduler:
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
         """
         self.starting = None
-        if self.prefix_cache is not None:
-            self.prefix_cache.failed()
+        if self._states is not None:
+            self._states.failed()
         if self._cache.has_states:
             for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):
                 if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
@@ -446,7 +453,7 @@ class Scheduler:
         self.slots.unread[slots] -= draws
 
     def away(self, slot: int, epoch: int) -> Sequence | None:
-        """The sequence that had the slot then, and was preempted before the host read its tokens of a step. The step is read now."""
+        """The sequence that had the slot in a step that is read now, and was preempted since. None: it has ended."""
         sequence = self._away.get((slot, epoch))
         if sequence is not None:
             sequence.unread_steps -= 1
@@ -470,7 +477,7 @@ class Scheduler:
         allocator = self._cache.allocator
         if sequence.unread_steps or sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
             return None
-        pages = self._cache.pages_for(sequence.next_len)
+        pages = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len))
         for hit in self._hits(sequence):
             if pages - len(hit.pages) <= allocator.num_free - allocator.count_free(hit.held):
                 return hit
@@ -557,20 +564,12 @@ class Scheduler:
         if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
             self._until_larger *= 2
 
-    def relax_limit(self) -> None:
-        """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
-        self._steps_since += 1
-        if self._steps_since >= self._until_larger:
-            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
-
-    def _preempt_last(self) -> Sequence:
+    def _preempt_last(self) -> None:
         """Take the pages of the last running sequence by rank, which is computed again from its start later.
 
         It keeps its rank, so that it is admitted before those that arrived later.
         """
-        last = max(self.running.values(), key=lambda sequence: sequence.rank)
-        self._preempt(last)
-        return last
+        self._preempt(max(self.running.values(), key=_age))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

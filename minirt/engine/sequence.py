@@ -24,8 +24,8 @@ class Sequence:
     """The state of one request.
 
     While it runs, it has a slot: what changes with each step is in its row of `HostSlots`, and the properties here read it there.
-    After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the device has
-    the next token of the slot, and the host reads each step's tokens later. Until then, it knows bounds.
+    After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the device
+    has the next token of the slot, and the host reads each step's tokens later. Until then, it knows bounds.
 
     Args:
         final_len: tokens at its end, at most.
@@ -38,7 +38,7 @@ class Sequence:
     rules: "Rules | None" = None
     constraint: TokenConstraint | None = None
     slot: int = -1  # its row of the table of slots while it runs; −1: none
-    slots: HostSlots | None = None  # where the row is; None: it does not run
+    slots: HostSlots | None = None  # the arrays with this row; None: it does not run
     leads: bool = False  # whether the others of its group wait until its prompt is computed
     rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals
     size: int = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
@@ -114,16 +114,6 @@ class Sequence:
         """
         left = self.size if self.slot < 0 else self.prefill_len - self.num_prefilled
         return self.rank[0], left.bit_length(), self.rank[1]
-
-    @property
-    def next_len(self) -> int:
-        """Tokens, and the next one if there may be one."""
-        return min(len(self.tokens) + 1, self.final_len)
-
-    @property
-    def prefills(self) -> bool:
-        """Whether a step must compute tokens that the host knows, before it can go on."""
-        return self.num_prefilled < self.prefill_len
 
     @property
     def unscored(self) -> int:

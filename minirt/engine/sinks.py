@@ -56,14 +56,11 @@ class Sinks:
         by_id, mail, ended = self._by_id, dict[Sink, list[TokenOutput]](), list[int]()
         for output in outputs:
             if (sink := by_id.get(output.request_id)) is not None:  # else it was aborted
-                if sink in mail:
-                    mail[sink].append(output)
-                else:
-                    mail[sink] = [output]
+                mail.setdefault(sink, []).append(output)
                 if output.finish_reason is not None:
                     ended.append(output.request_id)
-        for sink, own in mail.items():
-            sink.put(own)
+        for sink, letters in mail.items():
+            sink.put(letters)
         self.drop(ended)
 
     def fail(self, request_ids: Iterable[int], error: MinirtError) -> None:

@@ -77,7 +77,7 @@ class HostSlots:
 
     Attributes:
         sequences: the sequence in each slot; None: the slot is free.
-        epochs: number of sequences that have left the slot. A step in flight compares it to know whether the slot has changed hands.
+        epochs: number of sequences that have left the slot, by which a step in flight sees that it has changed hands.
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
             Like `page_tables`, they take memory for the tokens of running sequences, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
@@ -114,7 +114,7 @@ class HostSlots:
         self.free = list(range(len(self.sequences)))[::-1]
 
     def admit(self, sequence: "Sequence") -> int:
-        """A free slot for a sequence, with what the host knows of it but for its pages. The caller has checked that there is one."""
+        """Give a sequence a free slot, and write what the host knows of it. The caller has checked that there is a slot."""
         slot, count, ends = self.free.pop(), len(sequence.tokens), sequence.ends
         self.sequences[slot] = sequence
         if len(ends) > self.ends.shape[1]:

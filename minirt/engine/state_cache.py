@@ -80,14 +80,16 @@ class StatePrefixCache(PrefixCache):
         size = self._page_size
         pages = self.find(keys, tokens, salt, most // size)
         for whole in (False, True):  # the second one needs no page beside those of the sequence
-            found = self._deepest(keys, tokens, salt, most, len(pages), whole)
-            if found is None:
+            snapshot = self._deepest(keys, tokens, salt, most, len(pages), whole)
+            if snapshot is None:
                 yield Hit(0, [], len(pages) * size)
                 return
-            partial = self._allocator.page_of(found.key) if found.length % size else None
-            own, partial = pages[: found.length // size], -1 if partial is None else partial
-            yield Hit(found.length, own, len(pages) * size, partial, found.key)
-            if partial < 0:
+            partial = self._allocator.page_of(snapshot.key) if snapshot.length % size else None
+            yield Hit(
+                snapshot.length, pages[: snapshot.length // size], len(pages) * size, -1 if partial is None else partial,
+                snapshot.key,
+            )  # fmt: skip
+            if partial is None:
                 return
 
     def _deepest(
@@ -100,7 +102,7 @@ class StatePrefixCache(PrefixCache):
         """
         for depth in range(pages, -1, -1):
             parent = keys[depth - 1] if depth else self.root(salt)
-            for snapshot in sorted(self._children.get(parent, ()), key=lambda own: -own.length):
+            for snapshot in sorted(self._children.get(parent, ()), key=lambda snapshot: -snapshot.length):
                 rest = snapshot.length % self._page_size
                 if snapshot.length > most or (whole and rest):
                     continue
@@ -254,11 +256,11 @@ class StatePrefixCache(PrefixCache):
     def _row(self) -> int | None:
         """A row for a snapshot; None: all are in use by the next step, or pinned."""
         if not self._free:
-            least = next((own for own in self._known.values() if not own.holds), None)
-            if least is None:
+            oldest = next((snapshot for snapshot in self._known.values() if not snapshot.holds), None)
+            if oldest is None:
                 return None
             self._evictions += 1
-            self._drop(least)
+            self._drop(oldest)
         return self._free.pop()
 
     def _drop(self, snapshot: _Snapshot) -> None:

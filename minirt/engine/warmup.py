@@ -76,11 +76,9 @@ def sampling_kinds() -> list[SamplingParams]:
     from minirt.kernels.sampling.sample import VARIANTS
 
     return [
-        SamplingParams(temperature=0.0)
-        if variant.all_greedy
-        else SamplingParams(
-            temperature=1.0, top_k=5 if variant.any_top_k else 0, top_p=0.9 if variant.any_top_p else 1.0,
-            min_p=0.1 if variant.any_min_p else 0.0, seed=0,
+        SamplingParams(
+            temperature=float(not kind.all_greedy), top_k=5 * kind.any_top_k, top_p=0.9 if kind.any_top_p else 1.0,
+            min_p=0.1 * kind.any_min_p, seed=0,
         )
-        for variant in VARIANTS
+        for kind in VARIANTS
     ]  # fmt: skip

@@ -173,7 +173,8 @@ def snapshot_tokens(specs: Sequence[CacheSpec]) -> int:
 
 
 def _with_states(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    return [own for spec in specs for own in (spec.specs if isinstance(spec, CombinedSpec) else (spec,)) if own.state_bytes]
+    parts = [part for spec in specs for part in (spec.specs if isinstance(spec, CombinedSpec) else (spec,))]
+    return [part for part in parts if part.state_bytes]
 
 
 def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator[tuple[CacheSpec, LayerCache]]:
@@ -219,15 +220,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        num_pages: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        page_size: int = PAGE_SIZE,
-        num_slots: int = 0,
-        num_snapshots: int = 0,
-    ) -> None:
+        self, specs: Sequence[CacheSpec], num_pages: int, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, page_size: int = PAGE_SIZE, num_slots: int = 0, num_snapshots: int = 0,
+    ) -> None:  # fmt: skip
         self.page_size, self.num_pages, self.num_slots, self.num_snapshots = page_size, num_pages, num_slots, num_snapshots
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
         self.snapshot_tokens = snapshot_tokens(specs)
