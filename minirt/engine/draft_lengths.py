@@ -60,7 +60,7 @@ class DraftLengths:
     """The drafts of all slots, as far as the host has read them.
 
     Args:
-        times: None: each sequence with drafts has as many as possible verified.
+        times: None: each step verifies as many drafts as it can.
         vocab: number of token ids.
     """
 
@@ -84,9 +84,7 @@ class DraftLengths:
         return self._drafts[slot, : self._counts[slot]].tolist() if known else []
 
     def choose(self, slots: np.ndarray, most_rows: int) -> np.ndarray:
-        """How many new tokens the next step computes of each slot [B], at most: [B] int64, together `most_rows` or less.
-
-        (If there are more slots, one each.)
+        """Maximum number of new tokens of each slot [B] in the next step: [B] int64, together at most `most_rows`, or one each.
         """
         counts = np.where(self._epochs[slots] == self._slots.epochs[slots], self._counts[slots], 0)
         known = counts > 0

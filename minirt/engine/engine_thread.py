@@ -112,7 +112,7 @@ class EngineThread:
         return next(self._ids)
 
     def wake(self) -> None:
-        """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
+        """Announce a command: a sleeping thread takes some 0.1 ms to wake up, which the caller can use."""
         if self._thread is not None and self._ended is None and not self._sinks:
             self._inbox.put(_Signal.WAKE)
 

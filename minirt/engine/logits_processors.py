@@ -175,7 +175,7 @@ class LogitsProcessors:
             rows: [B] int32 on the device: the slot of each row; -1: a row without rules.
             step: [B] int64 on the device: how many tokens were generated before.
             mask: [B, ceil(V / 32)] int32, a grammar's mask: bit v mod 32 of word v div 32 is 1 if token v is allowed.
-            any_bias, any_ban: whether a row has biases, or forbidden tokens; what nobody needs launches no work.
+            any_bias, any_ban: whether a row has biases, or forbidden tokens. Stages that no row uses are not launched.
             drafts: those before the rows, which count as generated tokens.
         """
         if self._triton:

@@ -248,13 +248,13 @@ class Runner:
         return Step(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
-        """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again. If memory
-        runs out, there are none."""
+        """Propose drafts for a step's sequences. Their tokens are in the table, so the step cannot be tried again: if memory runs
+        out, there are no drafts."""
         try:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
             else:
-                wanted = 1  # nobody goes on after chunks in the middle of prompts
+                wanted = 1  # after chunks in the middle of prompts, no sequence decodes next
                 if plan.num_draws:
                     prompts = len(plan.tokens) > 0
                     wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
@@ -450,8 +450,8 @@ class Runner:
     def _reserve(self, model: Model) -> None:
         """Have PyTorch's allocator keep the memory of the largest step.
 
-        Otherwise it would keep blocks of every size that steps ask for, until a larger one comes, and take more than was planned.
-        If there is no memory for that step, nothing is kept: a step that runs out of memory is tried again with fewer tokens.
+        Otherwise it would keep blocks of each smaller size, and exceed the memory plan. If there is no memory for that step,
+        nothing is kept: a step that runs out of memory is tried again with fewer tokens.
         """
         from minirt.kernels.compile.ahead_of_time import without_launches
 

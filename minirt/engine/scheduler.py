@@ -4,7 +4,7 @@ Prefill and decode are not separate phases. A step computes the next tokens of e
 vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill): first of those that decode, on the arrays of `HostSlots`, then of
 prompts, one by one. A step may be scheduled before the tokens of the previous step are known, and a step with drafts yields a
 number of tokens that only the device knows. So the scheduler reserves pages for the most tokens that a sequence can have, and
-returns what is too much once the host knows.
+returns the surplus once the host knows.
 """
 
 import operator
@@ -96,9 +96,9 @@ def _splits(length: Any) -> Any:
 class Scheduler:
     """Schedules sequences that decode first. Then prompts, by priority value (the lowest first), then by `_schedule_prompts`.
 
-    A waiting sequence is admitted if the pages of all its tokens are free, and preempts none. Until the first one fits, others
-    pass it whose tokens, those that they generate included, are together as many as those of its prompt. When pages run out,
-    preempts the running sequence with the highest priority value, the youngest of several.
+    A waiting sequence is admitted if the pages of all its tokens are free, and preempts none. While the first one does not fit,
+    others may pass it until steps have computed as many tokens as its prompt has. When pages run out, the running sequence with
+    the highest priority value is preempted, the youngest of several.
 
     Args:
         prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
@@ -109,26 +109,28 @@ class Scheduler:
         self._cache, self.limits = cache, limits
         self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
         self._states = self.prefix_cache if cache.has_states else None  # if steps copy states
-        self.starting: Work | None = None  # a step whose layers run, before `started`
         # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
-        self._pinned: set[int] = set()  # pages of pinned prompts
-        self.clock = 0  # number of tokens of all steps
-        self._added: list[Sequence] = []  # since the last step, if they may be refused
-        self.max_len = min(limits.max_model_len, cache.capacity)
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
+        self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
+        self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
+        self.clock = self._num_arrivals = self.num_preemptions = 0  # the clock: number of tokens of all steps
+        self._clear()
+        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+
+    def _clear(self) -> None:
+        """Nothing waits, runs or is pinned."""
+        self.starting: Work | None = None  # a step whose layers run, before `started`
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by id, in the order of admission
-        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
         self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
         self._decoding: dict[int, Sequence] = {}  # those that go on, by slot, in the order in which they began to
         self._decoding_slots: np.ndarray | None = None  # their slots as an array; None: to be made
-        self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
-        self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
         self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
-        self._num_arrivals = 0
-        self.num_preemptions = 0
+        self._added: list[Sequence] = []  # since the last step, if they may be refused
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
+        self._pinned: set[int] = set()  # pages of pinned prompts, which lower `max_len`
+        self.max_len = min(self.limits.max_model_len, self._cache.capacity)
 
     def check_length(self, tokens: int, new: int = 1) -> None:
         """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
@@ -137,12 +139,8 @@ class Scheduler:
             hint = f"shorten it, or raise {self._limit} if the memory allows"
             if longest is not None and tokens + new > longest:
                 hint = f"shorten it: the model itself takes at most {longest} tokens"
-            raise ContextLengthError(
-                "the prompt is too long",
-                expected=f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new,
-                found=f"{tokens} tokens",
-                hint=hint,
-            )
+            expected = f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new
+            raise ContextLengthError("the prompt is too long", expected=expected, found=f"{tokens} tokens", hint=hint)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
@@ -165,7 +163,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def refused(self) -> list[Sequence]:
-        """The sequences to refuse: as many as wait above `max_waiting`, the latest of those added since the last step.
+        """The sequences to refuse, so that `max_waiting` wait: the latest of those added since the last step.
 
         Call it after `schedule`, so that no sequence is refused that the step computes. A group counts as one sequence until its
         prompt is computed. The caller removes them.
@@ -195,7 +193,7 @@ class Scheduler:
         self._free(sequence)
 
     def _keep_end(self, sequence: Sequence) -> None:
-        """Tell the prefix cache how many tokens the state of a sequence has that ends.
+        """Tell the prefix cache how many tokens are in the state of a sequence that ends.
 
         The steps that the host has read have computed all its tokens but the last one, and this one too if the sequence did not
         take all that they yield. A step in flight computes the next token. With drafts, a state can go back to any token of its
@@ -236,24 +234,15 @@ class Scheduler:
 
         Nothing is cached or pinned any more.
         """
-        self.running.clear()
-        self._pinned.clear()
+        self._clear()
         self.slots.reset()
-        self._prefilling.clear()
-        self._decoding.clear()
-        self._decoding_slots = None
-        self._away.clear()
-        self.waiting = WaitingQueue()
-        self._followers.clear()
         self._cache.allocator.reset()
-        self.starting = None
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
         for sequence in waiting:
             sequence.leads = False  # it has not started
             self.add(sequence)
         self._added.clear()
-        self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
     def schedule(self) -> Work | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
@@ -297,7 +286,7 @@ class Scheduler:
             rest = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
             pending = sorted(rest, key=rank, reverse=True)
             enters = admits and bool(self.waiting)
-            if enters:  # others are admitted before the oldest if it fits, or has not waited for its number of tokens
+            if enters:  # others may pass the oldest if it fits, or is not due
                 oldest = self.waiting.oldest()
                 enters = self.clock < oldest.due or self._fitting(oldest, part.splits) is not None
             while part.tokens > 0:

@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def watched(self) -> bool:
-        """Whether Python looks at each of its tokens."""
+        """Whether a caller, a constraint or log-probabilities need each token when it is known."""
         return not self.request.final_only or self.sampling.structured_outputs is not None or self.sampling.logprobs is not None
 
     @property

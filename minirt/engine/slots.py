@@ -90,7 +90,7 @@ class HostSlots:
         quiet_until: length up to which it neither ends nor needs a page, by the scheduler.
         flags, num_top, rules_until: what its draws need (`planning.py`).
         ends: [S, E] token ids that end it, −1 where it has fewer.
-        watched: whether somebody waits for each of its tokens.
+        watched: whether Python handles each of its tokens (`Sequence.watched`).
         unsent: slots with pages that the device does not know.
     """
 

@@ -5,8 +5,8 @@ its state was kept: a **snapshot**, in a row of the state tensors behind those o
 tokens that are folded into it: those on its last page, and the key of the full pages before. A hit needs these full pages, the
 page with the rest (which it copies, since it writes behind the rest), and the snapshot, copied into the sequence's slot.
 
-Snapshots within a prompt are stored by the layers while they compute it, at multiples of so many tokens of the step. Others are
-taken by copies, before the layers of the next step run. As steps run in order, a snapshot can be found as soon as the step that
+The layers store snapshots within a prompt while they compute it, at multiples of `within` tokens of the step. Others are taken
+by copies, before the layers of the next step run. As steps run in order, a snapshot can be found as soon as the step that
 stores it was started, or its copy is planned. They are dropped least recently used first.
 """
 
@@ -48,10 +48,9 @@ class StatePrefixCache(PrefixCache):
 
     Args:
         rows: of the state tensors, for snapshots.
-        spacing: while a long prompt is computed in chunks, a snapshot is taken at the end of a chunk if so many tokens are behind
-            the last one.
-        within: a step stores a snapshot of a prompt after a multiple of so many of its tokens; 0: only at its end, so it ends
-            where a snapshot is wanted.
+        spacing: minimum number of tokens between snapshots at the ends of a long prompt's chunks.
+        within: a step stores snapshots of a prompt after multiples of this number of its tokens; 0: only at its end, so chunks
+            end at the place of a wanted snapshot.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, rows: Seq[int], spacing: int, within: int = 0) -> None:
@@ -66,8 +65,8 @@ class StatePrefixCache(PrefixCache):
         self._children: dict[bytes, list[_Snapshot]] = {}  # by parent
         self._saves: list[tuple[int, _Snapshot]] = []  # slots and snapshots that the next step is to take of them
         self._planned: list[_Snapshot] = []  # those that the step takes which is being started
-        self._stored: list[tuple[Sequence, int, int | None]] = []  # what this step stores: of whom, how many tokens, in which row
-        self._admitted: list[tuple[Sequence, Hit, _Snapshot]] = []  # who begins in that step, from what
+        self._stored: list[tuple[Sequence, int, int | None]] = []  # what this step stores: sequence, number of tokens, row
+        self._admitted: list[tuple[Sequence, Hit, _Snapshot]] = []  # the sequences that begin in that step from a snapshot
         self._pinned: set[_Snapshot] = set()
 
     @property
@@ -229,7 +228,7 @@ class StatePrefixCache(PrefixCache):
             self._keep(sequence, computed)
 
     def _keep(self, sequence: Sequence, length: int) -> None:
-        """Take a snapshot of a sequence's slot, whose state has so many tokens once the steps that were started have ended."""
+        """Take a snapshot of a sequence's slot, whose state has `length` tokens once the started steps have ended."""
         _, key = self._keys(sequence, length)
         row = None if key in self._known else self._row()
         self._add(sequence, length, row)
@@ -238,7 +237,7 @@ class StatePrefixCache(PrefixCache):
             self._saves.append((sequence.slot, self._known[key]))
 
     def _add(self, sequence: Sequence, length: int, row: int | None) -> None:
-        """Let the snapshot of a sequence's first tokens be found in `row`, unless it is known already. None: there is no row."""
+        """Make the snapshot of a sequence's first tokens known, in `row`, unless it is already. None: there is no row."""
         parent, key = self._keys(sequence, length)
         if key in self._known:
             self._known.move_to_end(key)

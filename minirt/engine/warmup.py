@@ -54,8 +54,8 @@ def _small(first: int, last: int) -> int:
 
 
 def largest_steps(limits: EngineLimits) -> list[list[Chunk]]:
-    """Steps of the most tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
-    attention copies to 16 bits. All are on page 0. One has the most rows of logits."""
+    """Steps of the most tokens at the end of the longest contexts: one prompt, the most prompts, and the most whose FP8 pages
+    attention copies to 16 bits. All are on page 0. One step has the most rows of logits."""
     tokens, longest, seqs = limits.max_num_batched_tokens, limits.max_model_len, limits.max_num_seqs
     steps = []
     for count in sorted({1, min(seqs, tokens), max(1, min(seqs, tokens, MAX_WIDENED_TOKENS // longest))}):

@@ -51,7 +51,7 @@ class Batch:
         every_row: whether logits_indices is 0 … T − 1.
         logits: [R, V], the tensor that the head writes to; None: a new one.
         row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
-        taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: nobody reads what it would write.
+        taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: it writes nothing.
         hidden: [T, H], the hidden states from which a draft model continues; None: it has none.
         snapshots: [B, 2, 2] int32, of each snapshot that recurrent layers store within the step (`StateSpec.snapshot_tokens`):
             the row of the states, and how many of the sequence's new tokens it has. In order; −1: no more of them. None or empty:

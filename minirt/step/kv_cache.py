@@ -90,9 +90,9 @@ class StateSpec:
     """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor.
 
     Args:
-        undoable: the layer can go on from any new token of a step that has at most so many of the sequence (drafts).
-        snapshot_tokens: the layer stores snapshots within a step (`Batch.snapshot_rows`), after a multiple of so many of the
-            sequence's new tokens. 0: it does not, so a step ends where a state is to be kept.
+        undoable: most new tokens of a step after which the layer can go back to any of them (drafts).
+        snapshot_tokens: the layer stores snapshots within a step (`Batch.snapshots`), after multiples of this number of the
+            sequence's new tokens. 0: it does not, so a step ends at a state that is to be kept.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -163,12 +163,12 @@ class CombinedCache(tuple[LayerCache, ...]):
 
 
 def undoable(specs: Sequence[CacheSpec]) -> int:
-    """How many new tokens of a sequence a step may have if some of them are taken back afterwards; without states, any number."""
+    """Most new tokens of a sequence in a step, if some of them are taken back afterwards; without states, any number."""
     return min([getattr(spec, "undoable", 0) for spec in _with_states(specs)], default=2**31)
 
 
 def snapshot_tokens(specs: Sequence[CacheSpec]) -> int:
-    """After a multiple of how many new tokens of a sequence all layers store a snapshot within a step; 0: not all do."""
+    """All layers store snapshots within a step after multiples of this number of a sequence's new tokens; 0: not all do."""
     return math.lcm(*[getattr(spec, "snapshot_tokens", 0) for spec in _with_states(specs)])
 
 

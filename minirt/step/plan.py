@@ -64,7 +64,7 @@ class PlannedSequences:
             num_logits: number of the last new tokens that need logits.
             num_draws: how many of these, the last ones, a token is drawn from.
             seq_lens: cached tokens after the step, at most.
-        sums: of `num_tokens`, `num_logits` and `num_draws`. Whoever makes a plan knows them: NumPy takes long for a few numbers.
+        sums: of `num_tokens`, `num_logits` and `num_draws`, which the scheduler knows: NumPy is slow for a few numbers.
     """
 
     values: np.ndarray
@@ -130,13 +130,13 @@ class Scored(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """What the draws of a step need. What no draw needs launches no work.
+    """What the draws of a step need. Stages that no row uses are not launched.
 
     Args:
         all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`.
         any_rules, any_bias, any_ban: whether a sequence has rules for its logits; biases; forbidden tokens.
         masked: masks of the draws follow, see `Runner.draw`.
-        logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: nobody asks.
+        logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: no request asks.
     """
 
     all_greedy: bool = True
