@@ -52,19 +52,23 @@ class Collector:
         planned, slots = work.planned, self._scheduler.slots
         same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
         rows = (same & (planned.num_draws > 0)).nonzero()[0]
-        drawing, draws, counts, tokens = planned.slots[rows], planned.num_draws[rows], result.counts[rows], result.tokens[rows]
+        drawing, draws, counts, tokens = planned.slots, planned.num_draws, result.counts, result.tokens
+        if len(rows) < len(planned):
+            drawing, draws, counts, tokens = drawing[rows], draws[rows], counts[rows], tokens[rows]
         if self._drafts is not None and result.proposed is not None:
             self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
         outputs = self._scores(result, work) if result.scored else []
         now = time.perf_counter()
         taken, reasons = slots.extend(drawing, counts, tokens, now)
-        self.num_generated += int(taken.sum())
+        self.num_generated += sum(taken.tolist())
         told = (slots.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
-        columns = [column[told].tolist() for column in (drawing, rows, taken, reasons, tokens)] if len(told) else []
-        for slot, row, count, reason, new in zip(*columns, strict=True):
-            if (sequence := slots.sequences[slot]) is not None:
-                outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        if not same.all():
+        if len(told):
+            columns = [drawing, rows, taken, reasons, tokens]
+            columns = [column[told] for column in columns] if len(told) < len(rows) else columns
+            for slot, row, count, reason, new in zip(*[column.tolist() for column in columns], strict=True):
+                if (sequence := slots.sequences[slot]) is not None:
+                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
+        if len(rows) < len(planned):
             for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
                 outputs += self._preempted(result, work, row, now)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here

@@ -5,6 +5,11 @@ import torch
 from torch import Tensor
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class CpuGpuBuffer:
     """An int32 device buffer that is refilled for each step; on a CUDA device through pinned memory.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
+from minirt.engine.cpu_gpu_buffer import to_device
 from minirt.errors import InputError
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, MOST_ENTRIES, PENALTIES, Drafts, Slots, counts_dtype
 from minirt.sampling_params import EffectiveSampling
@@ -160,9 +161,7 @@ class LogitsProcessors:
             self.slots.history[slot, : len(last)].copy_(self._sent(last, torch.int32))
 
     def _sent(self, values: Sequence, dtype: torch.dtype) -> Tensor:
-        """Values on their way to the device. PyTorch keeps the pinned memory until the copy has ended."""
-        tensor = torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return to_device(torch.tensor(values, dtype=dtype), self._device)
 
     def process(
         self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool,

@@ -71,7 +71,7 @@ def _sampling(work: Work, slots: HostSlots) -> Sampling:
     if work.prompts:
         drawing, draws = drawing[draws > 0], draws[draws > 0]
     flags = slots.flags[drawing]
-    bits = int(np.bitwise_or.reduce(flags, initial=0))
+    bits = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
     if bits & _OF_RULES:
         generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
         flags = np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)

@@ -48,20 +48,20 @@ class Hit(NamedTuple):
         tokens: how many of its tokens need not be computed.
         pages: full KV pages with the first of these tokens, to be shared.
         matched: tokens in all full pages that were found.
-        partial: a page with the rest of the tokens, to be copied; −1: there is no rest.
+        partial: a page with the rest of the tokens, to be copied; None: there is no rest.
         snapshot: the key of the state behind the tokens, in models with recurrent layers.
     """
 
     tokens: int
     pages: list[int]
     matched: int
-    partial: int = -1
+    partial: int | None = None
     snapshot: bytes = b""
 
     @property
     def held(self) -> list[int]:
         """The pages that must not be evicted before a step has used them."""
-        return self.pages if self.partial < 0 else [*self.pages, self.partial]
+        return self.pages if self.partial is None else [*self.pages, self.partial]
 
 
 NO_HIT = Hit(0, [], 0)

@@ -403,19 +403,17 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        buckets = [] if self._graphs is None else self._buckets.all()
+        buckets, report = [] if self._graphs is None else self._buckets.all(), progress or (lambda stage, done, total: None)
 
         def ready(done: int, total: int, compiles: bool) -> None:
-            if progress is not None:
-                progress(COMPILING if compiles else "kernels", done, total)
+            report(COMPILING if compiles else "kernels", done, total)
 
         with on_device(self._device):
             with compile_ahead(self._device, ready):
                 self.launch_all(self._model)
             for done, bucket in enumerate(buckets, 1):
                 self._capture(bucket)
-                if progress is not None:
-                    progress("CUDA graphs", done, len(buckets))
+                report("CUDA graphs", done, len(buckets))
             tiles = {self._model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
             for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
                 if maxima is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory
-from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
+from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer, to_device
 from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
@@ -113,7 +113,9 @@ class SamplingStages:
         """
         count, raw, needs = len(logits), logits, plan.sampling
         num_top = max(needs.logprobs, default=-1)
-        packed = self._room(count, num_top) if num_top >= 0 else None
+        packed = self._packed[:count] if num_top >= 0 else None
+        if num_top > MAX_TOP:
+            packed = torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
         if needs.masked:
             self._masks.send(count)
         batch = SamplingBatch(
@@ -159,7 +161,7 @@ class SamplingStages:
                 scored.append(ScoredRows(None, 0, [self._new_on_host(rows.float())]))
                 continue
             parts, wanted = [], torch.full((SCORED_ROWS,), num_top, dtype=torch.int32, device=self._device)
-            known = self._to_device(torch.from_numpy(targets.astype(np.int64)))
+            known = to_device(torch.from_numpy(targets.astype(np.int64)), self._device)
             for first in range(0, count, SCORED_ROWS):
                 tokens, part = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
                 part = part.clone() if self._vocab % 4 else part  # kernels are compiled for aligned rows
@@ -183,12 +185,6 @@ class SamplingStages:
         processors.record(step, row, step)
         token_logprobs(logits, step, row, 1)
 
-    def _room(self, count: int, num_top: int) -> Tensor:
-        """Where `token_logprobs` writes its result."""
-        if num_top > MAX_TOP:
-            return torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
-        return self._packed[:count]
-
     def _packed_to_host(self, packed: Tensor) -> Tensor:
         if not self._cuda or packed.shape[1] > columns(MAX_TOP):
             return self._new_on_host(packed)
@@ -200,6 +196,3 @@ class SamplingStages:
         if not self._cuda:
             return tensor.clone()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._cuda else tensor

@@ -261,7 +261,7 @@ class Scheduler:
         if not going_on and not chunks:
             return None
         copies = NO_COPIES if self._states is None else self._states.copies()
-        values = np.empty((6, going_on + len(chunks)), np.int32)
+        values = np.empty((6, going_on + len(chunks)), np.int64)
         first = values[:, :going_on]
         first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
         if not chunks:
@@ -336,7 +336,7 @@ class Scheduler:
         if not self._decoding:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
-            self._decoding_slots = np.array(list(self._decoding), np.int32)
+            self._decoding_slots = np.array(list(self._decoding))
         slots = self._decoding_slots
         new: int | np.ndarray = 1
         plain = host.lengths[slots] + host.unread[slots]  # cached tokens without drafts
@@ -345,7 +345,7 @@ class Scheduler:
             left = left // 2 if self._prefilling or self.waiting else left
             new = self.draft_lengths.choose(slots, len(slots) + min(rows, max(0, left)))
         elif len(slots) <= budget and len(slots) * _splits(self.max_len) <= splits and (plain <= host.quiet_until[slots]).all():
-            return slots, np.ones(len(slots), np.int32), plain
+            return slots, np.ones(len(slots), np.int64), plain
         final = host.final_lens[slots]
         counts = np.maximum(np.minimum(final - host.lengths[slots] - host.steps[slots], new), 0)  # 0: its last token is in a step
         counts = np.minimum(counts, budget - (counts.cumsum() - counts))

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import NEVER, HostSlots, Reason, accept
+from minirt.engine.slots import NEVER, HostSlots, accept
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS
@@ -138,7 +138,7 @@ class Sequence:
             self.slots.release(self.slot)
             self.slot, self.slots = -1, None
 
-    def append(self, tokens: list[int], now: float) -> tuple[int, Reason]:
+    def append(self, tokens: list[int], now: float) -> tuple[int, int]:
         """`HostSlots.extend`, for a step that it was in before it was preempted."""
         count, reason = accept(tokens, len(self._tokens), self.final_len, self.ends)
         self._tokens = np.concatenate((self._tokens, np.array(tokens[:count], np.int32)))

@@ -6,7 +6,6 @@ admission until it ends or is preempted. What is the same for all sequences that
 
 from collections.abc import Iterable
 from contextlib import suppress
-from enum import IntEnum
 from mmap import MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,8 @@ SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: returning it 
 FEW = 3  # up to this number of sequences, one after the other is faster than array operations
 
 
-class Reason(IntEnum):
-    """Why a sequence yields no more tokens."""
+class Reason:
+    """Why a sequence yields no more tokens. (No `IntEnum`, with which NumPy compares slowly.)"""
 
     RUNS = 0
     STOP = 1  # at one of its `ends`
@@ -31,8 +30,8 @@ class Reason(IntEnum):
     NO_TOKEN = 3  # the sampler drew −1
 
 
-def accept(tokens: list[int], length: int, final_len: int, ends: Iterable[int]) -> tuple[int, Reason]:
-    """The stop rules: how many of a step's tokens a sequence of `length` tokens takes, and whether the last of them ends it."""
+def accept(tokens: list[int], length: int, final_len: int, ends: Iterable[int]) -> tuple[int, int]:
+    """The stop rules: how many of a step's tokens a sequence of `length` tokens takes, and the `Reason` why it ends."""
     for count, token in enumerate(tokens):
         if token < 0:
             return count, Reason.NO_TOKEN

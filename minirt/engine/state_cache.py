@@ -71,9 +71,8 @@ class StatePrefixCache(PrefixCache):
 
     @property
     def stats(self) -> PrefixCacheStats:
-        return replace(
-            super().stats, recomputed=self._recomputed, snapshots=len(self._known), snapshot_evictions=self._evictions
-        )
+        kept, dropped = len(self._known), self._evictions
+        return replace(super().stats, recomputed=self._recomputed, snapshots=kept, snapshot_evictions=dropped)
 
     def hits(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int) -> Iterator[Hit]:
         size = self._page_size
@@ -84,10 +83,7 @@ class StatePrefixCache(PrefixCache):
                 yield Hit(0, [], len(pages) * size)
                 return
             partial = self._allocator.page_of(snapshot.key) if snapshot.length % size else None
-            yield Hit(
-                snapshot.length, pages[: snapshot.length // size], len(pages) * size, -1 if partial is None else partial,
-                snapshot.key,
-            )  # fmt: skip
+            yield Hit(snapshot.length, pages[: snapshot.length // size], len(pages) * size, partial, snapshot.key)
             if partial is None:
                 return
 
@@ -186,7 +182,9 @@ class StatePrefixCache(PrefixCache):
             return NO_COPIES
         states = [(slot, snapshot.row) for slot, snapshot in self._saves]  # first: a slot may have a new sequence already
         states += [(snapshot.row, sequence.slot) for sequence, _, snapshot in self._admitted]
-        pages = [(hit.partial, int(sequence.pages[len(hit.pages)])) for sequence, hit, _ in self._admitted if hit.partial >= 0]
+        pages = [
+            (hit.partial, int(sequence.pages[len(hit.pages)])) for sequence, hit, _ in self._admitted if hit.partial is not None
+        ]
         self._planned, self._saves = [snapshot for _, snapshot in self._saves], []
         return Copies(tuple(states), tuple(pages))
 
@@ -202,7 +200,7 @@ class StatePrefixCache(PrefixCache):
         self._stored.clear()
         for _, hit, snapshot in self._admitted:
             snapshot.holds -= 1
-            if hit.partial >= 0:
+            if hit.partial is not None:
                 self._allocator.release([hit.partial])
         self._admitted.clear()
 

@@ -127,12 +127,12 @@ class Batch:
     @classmethod
     def of(
         cls, step: StepTensors, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int, max_splits: int,
-        every_row: bool, group: int = 0,
+        every_row: bool,
     ) -> "Batch":  # fmt: skip
-        """The batch of a step's tensors, as `derive` fills them. `group`: of the page tables."""
+        """The batch of a step's tensors, as `derive` fills them."""
         return cls(
             step.tokens, step.positions, step.slots, step.logits_indices, step.query_starts, step.seq_lens, step.split_starts,
-            step.seq_slots, step.block_tables[group], query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            step.seq_slots, step.block_tables[0], query_lens, seq_lens, max_seq_len, max_splits, every_row,
             snapshots=step.snapshots,
         )  # fmt: skip
 

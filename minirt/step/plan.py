@@ -57,7 +57,7 @@ class PlannedSequences:
     """The sequences of a step, in order.
 
     Args:
-        values: [6, B] int32, one row for each property:
+        values: [6, B] int64, with which NumPy indexes fastest; one row for each property:
             slots: the row of the table.
             starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
             num_tokens: number of new tokens; with next tokens, the maximum.
@@ -73,7 +73,7 @@ class PlannedSequences:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        values = np.array(list(sequences), np.int32).reshape(-1, 6).T
+        values = np.array(list(sequences), np.int64).reshape(-1, 6).T
         return cls(values, values[2:5].sum(1).tolist())
 
     def __len__(self) -> int:
