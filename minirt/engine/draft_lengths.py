@@ -162,14 +162,14 @@ class DraftLengths:
         """Raise EngineError unless each sequence has gone on, and has drafts that a step can verify."""
         most, matched, following, drafts = self._drafts.shape[1], proposed[:, 0], proposed[:, 1], proposed[:, 2:]
         if not counts.all():
-            what, expected, found = "NUM_NEXT of a sequence that goes on", "1 + the number of drafts", "0"
+            what, expected, value = "NUM_NEXT of a sequence that goes on", "1 + the number of drafts", "0"
         elif len(following) and not 0 <= following.min() <= following.max() <= 1 + most:
             what, expected = "NUM_NEXT", f"1 to {1 + most}, max_drafts and the next token"
-            found = f"{following.min()} to {following.max()}"
+            value = f"{following.min()} to {following.max()}"
         elif (matched[following > 1] <= 0).any():
-            what, expected, found = "MATCHED of a sequence with drafts", "a positive number", f"{matched[following > 1].min()}"
+            what, expected, value = "MATCHED of a sequence with drafts", "a positive number", f"{matched[following > 1].min()}"
         elif len(drafts) and not 0 <= drafts.min() <= drafts.max() < self._vocab:
-            what, expected, found = "a draft", f"a token id below {self._vocab}", f"{drafts.min()} to {drafts.max()}"
+            what, expected, value = "a draft", f"a token id below {self._vocab}", f"{drafts.min()} to {drafts.max()}"
         else:
             return
-        raise EngineError(f"the proposer has written a wrong value: {what}", where="speculative", expected=expected, found=found)
+        raise EngineError(f"the proposer has written a wrong value: {what}", where="speculative", expected=expected, found=value)

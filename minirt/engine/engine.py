@@ -69,8 +69,8 @@ class Engine:
         if proposer is not None:
             if cache.undoable < 1 + proposer.max_drafts:
                 what = "drafts need states that can be taken back"
-                expected, found = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
-                raise UnsupportedError(what, where="speculative", expected=expected, found=found)
+                expected, undoable = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
+                raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
         self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)

@@ -51,14 +51,14 @@ def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: in
     names = [name for name in masks if getattr(sequence.sampling, name)]
     grammar = names[:2] == ["structured_outputs", "allowed_token_ids"]
     hint = "a grammar needs an end-of-sequence token, too" if grammar else None
-    expected, found = f"a token that fits {' and '.join(names)}", f"none for {place}"
-    return InputError("no token is left to draw", where=names[-1], expected=expected, found=found, hint=hint)
+    expected = f"a token that fits {' and '.join(names)}"
+    return InputError("no token is left to draw", where=names[-1], expected=expected, found=f"none for {place}", hint=hint)
 
 
 def queue_full(most: int | None) -> QueueFullError:
     """The queue holds as many requests as it may."""
-    what, found = "too many requests wait", f"{most} that came before"
-    return QueueFullError(what, expected=f"at most {most}", found=found, hint="try again later, or raise --max-waiting")
+    expected, hint = f"at most {most}", "try again later, or raise --max-waiting"
+    return QueueFullError("too many requests wait", expected=expected, found=f"{most} that came before", hint=hint)
 
 
 def out_of_memory(what: str, problem: str) -> OutOfMemoryError:

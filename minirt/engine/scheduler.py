@@ -344,7 +344,10 @@ class Scheduler:
             left = budget - len(slots)  # drafts take none of the tokens that others go on with, and half of what prompts may have
             left = left // 2 if self._prefilling or self.waiting else left
             new = self.draft_lengths.choose(slots, len(slots) + min(rows, max(0, left)))
-        elif len(slots) <= budget and len(slots) * _splits(self.max_len) <= splits and (plain <= host.quiet_until[slots]).all():
+        elif (
+            len(slots) <= budget and (plain <= host.quiet_until[slots]).all()
+            and (len(slots) * _splits(self.max_len) <= splits or int(_splits(plain).sum()) <= splits)
+        ):  # as in most steps
             return slots, np.ones(len(slots), np.int64), plain
         final = host.final_lens[slots]
         counts = np.maximum(np.minimum(final - host.lengths[slots] - host.steps[slots], new), 0)  # 0: its last token is in a step

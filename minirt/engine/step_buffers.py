@@ -1,6 +1,7 @@
 """`StepBuffers`: the table of slots, and every buffer that a step reads or writes, at addresses that CUDA graphs can keep."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,6 +41,7 @@ def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
 def _kept(make: Callable[..., T]) -> Callable[..., T]:
     """A method whose views are kept for each size: those of a step are often those of the step before."""
 
+    @wraps(make)
     def kept(self: "StepBuffers", *sizes: int) -> T:
         key = make, *sizes
         if (views := self._views.get(key)) is None:
