@@ -1,4 +1,4 @@
-"""`Collector`: what the tokens of a step that has ended mean for its requests.
+"""`Collector`: appends the tokens of a step to its sequences, and makes the outputs for callers.
 
 What is the same for all running sequences is done on the arrays of `HostSlots`. Python handles a sequence by itself when it ends,
 was preempted, or has a reader, a constraint or log-probabilities.
@@ -81,7 +81,7 @@ class Collector:
         return outputs
 
     def _scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
-        """Keep what a step has computed of prompts for their callers. Returns the outputs of requests that it completes."""
+        """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
         outputs, rows, planned = list[TokenOutput](), iter(result.scored), work.planned
         for place, sequence in work.prompts:
             if planned.num_logits[place] == planned.num_draws[place]:
@@ -101,7 +101,7 @@ class Collector:
     def _tell(
         self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
     ) -> list[TokenOutput]:
-        """What the caller of a sequence gets after it has taken the tokens of a step."""
+        """The outputs for the caller of a sequence that has taken the tokens of a step."""
         if reason != Reason.RUNS:
             sequence.unused = int(result.counts[row]) - len(tokens)
         if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts

@@ -57,7 +57,7 @@ class OnlineStepTimes:
 
 
 class DraftLengths:
-    """The drafts of all slots, as far as the host has read them.
+    """The drafts of all slots that the host has read.
 
     Args:
         times: None: each step verifies as many drafts as it can.

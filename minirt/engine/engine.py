@@ -35,7 +35,7 @@ from minirt.step.kv_cache import KVCache
 
 
 class _OutOfMemory(NamedTuple):
-    """Why a step was not started: the allocator's message. `slot`: whose request alone needs the memory; None: the whole step."""
+    """No memory for a step: the allocator's message. `slot`: of the request that needs the memory; None: the whole step."""
 
     message: str
     slot: int | None = None
@@ -55,7 +55,7 @@ class Engine:
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 0 if steps wait for the
             device (`Runner.waits`), else 1.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
-        proposer: proposes drafts; what `limits` says of them becomes its own. None: there are none.
+        proposer: proposes drafts; replaces the limits of drafts in `limits`. None: there are no drafts.
         adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
     """
 
@@ -199,7 +199,7 @@ class Engine:
     def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
-        `deliver` takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they are
+        `deliver` takes the tokens of a step as soon as they are known, before the engine's other work on that step. These are
         not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as

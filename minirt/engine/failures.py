@@ -1,4 +1,4 @@
-"""The errors with which an engine ends a request that it has accepted, and `DeviceErrors`, with which it ends itself."""
+"""The errors with which an engine ends accepted requests, and `DeviceErrors`, with which it ends itself."""
 
 from types import TracebackType
 
@@ -56,12 +56,12 @@ def no_token(sequence: Sequence, constraints: TokenConstraints | None, vocab: in
 
 
 def queue_full(most: int | None) -> QueueFullError:
-    """The queue holds as many requests as it may."""
+    """The queue of waiting requests is full."""
     expected, hint = f"at most {most}", "try again later, or raise --max-waiting"
     return QueueFullError("too many requests wait", expected=expected, found=f"{most} that came before", hint=hint)
 
 
 def out_of_memory(what: str, problem: str) -> OutOfMemoryError:
-    """No memory for something. `problem`: the allocator's message."""
+    """No memory for `what`. `problem`: the allocator's message."""
     hint = "lower --kv-cache-memory or --max-num-seqs, to leave more for activations"
     return OutOfMemoryError(f"no memory left for {what}", found=problem.strip().partition("\n")[0], hint=hint)

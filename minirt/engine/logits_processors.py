@@ -47,7 +47,7 @@ class Rules:
 
     @classmethod
     def of(cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]) -> "Rules | None":
-        """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
+        """The rules of a request; None if it has none. With `structured_outputs`, the masks apply `min_tokens`."""
         penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
         others = bad_words or sampling.logit_bias or sampling.min_tokens or sampling.allowed_token_ids is not None
         if penalties == (0, 0, 1) and not others:

@@ -71,7 +71,7 @@ def _keys(logits: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list[TokenLogprobs | None]:
-    """The rows of a result of `token_logprobs` on the host, each with as many of the most probable tokens as it wants."""
+    """The rows of a result of `token_logprobs` on the host, each with the number of most probable tokens that it wants."""
     room = (packed.shape[1] - 2) // 2
     floats = packed.view(torch.float32)
     logprobs, ranks = floats[:, 0].tolist(), packed[:, 1].tolist()

@@ -66,7 +66,7 @@ def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
 
 
 def _sampling(work: Work, slots: HostSlots) -> Sampling:
-    """What the draws of a step need together."""
+    """What the draws of a step need."""
     drawing, draws = work.planned.slots, work.planned.num_draws
     if work.prompts:
         drawing, draws = drawing[draws > 0], draws[draws > 0]

@@ -1,4 +1,4 @@
-"""`Sink`: takes the outputs of requests. `Sinks`: which sink takes those of which request. `Port`: where requests are submitted.
+"""`Sink`: takes the outputs of requests. `Sinks`: the sinks of open requests. `Port`: takes requests.
 
 The engine's thread, an event loop of `AsyncGenerator` and the server's front each have `Sinks`. Imports no torch.
 """

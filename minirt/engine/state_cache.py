@@ -155,7 +155,7 @@ class StatePrefixCache(PrefixCache):
         self._pinned.add(snapshot)
 
     def _inside(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """Where snapshots are wanted within a step from `start` to `stop`, behind the state that it begins with."""
+        """The wanted snapshots within a step from `start` to `stop`, after the state that it begins with."""
         return [place for place in sequence.next_snapshots if start + max(1, self._within) <= place < stop]
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:

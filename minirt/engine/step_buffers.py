@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
-    """First dimensions of `StepTensors`, but that of the block tables."""
+    """The first dimensions of `StepTensors`, except for the block tables."""
     return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
 
 
@@ -54,7 +54,7 @@ def _kept(make: Callable[..., T]) -> Callable[..., T]:
 
 
 class StepBuffers:
-    """One of each buffer. It serves all steps, which run one after the other.
+    """One of each buffer, for all steps, which run one after the other.
 
     The host sends a message for each step: its sequences, edits of the table, its tokens, and the words of the edits. On the
     device, `prepare` applies the edits and derives the step's input, and `commit` writes what was drawn into the table. CUDA

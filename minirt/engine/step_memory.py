@@ -17,7 +17,7 @@ from minirt.step.kv_cache import KVCache
 
 def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
     """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
-    not enough memory for them now.
+    not enough free memory.
 
     Args:
         model: with weights, on a GPU.

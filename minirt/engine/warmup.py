@@ -49,7 +49,7 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
 
 
 def _small(first: int, last: int) -> int:
-    """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad, or above 512 a small one, to save memory."""
+    """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad; above 512 a small one, to save memory."""
     return last if last <= 512 else min(last, (first // 128 + 1) * 128)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DraftModelProposer:
-    """Proposes what the draft model of a model finds most probable, or at a temperature draws.
+    """Proposes the most probable tokens of a draft model, or tokens drawn from it at a temperature.
 
     Args:
         model: with a `draft_model`, whose weights are loaded.

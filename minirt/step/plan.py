@@ -24,7 +24,7 @@ class Edit(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What is copied in the cache before a step, in order: (source, target) of each copy.
+    """The copies in the cache before a step, in order: (source, target) of each.
 
     Args:
         states: rows of states, those of slots and of snapshots (`KVCache.num_slots` and more).
