@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +25,12 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
-from minirt.engine.sampling_stages import SlotOutOfMemory
+from minirt.engine.sampling_stages import StepOutOfMemory
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
 from minirt.step.kv_cache import KVCache
-
-
-class _OutOfMemory(NamedTuple):
-    """No memory for a step: the allocator's message. `slot`: of the request that needs the memory; None: the whole step."""
-
-    message: str
-    slot: int | None = None
 
 
 class Engine:
@@ -226,7 +218,7 @@ class Engine:
                 if tokens == 1 or problem.slot is not None:
                     if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
-                        outputs.append(self._fail(blamed.id, out_of_memory(what, problem.message)))
+                        outputs.append(self._fail(blamed.id, out_of_memory(what, str(problem))))
                     if problem.slot is None:
                         break
                 else:
@@ -250,7 +242,7 @@ class Engine:
             self._scheduler.add(sequence)
         return outputs
 
-    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> _OutOfMemory | None:
+    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> StepOutOfMemory | None:
         """Start a step. Returns None, or a problem if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
@@ -263,12 +255,10 @@ class Engine:
                 self._scheduler.starting = work
                 self._fill_masks(work, outputs, deliver)
                 step = self._runner.draw()
-        except SlotOutOfMemory as error:
-            return _OutOfMemory(str(error), error.slot)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
-            if not is_out_of_memory(error):
+            if not isinstance(error, StepOutOfMemory) and not is_out_of_memory(error):
                 raise
-            return _OutOfMemory(str(error))
+            return StepOutOfMemory(getattr(error, "slot", None), str(error))
         if self._step_times is not None and not work.prompts and not plan.sampling.masked:
             self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)

@@ -199,7 +199,7 @@ class Runner:
         Returns:
             None if its sampling is masked: write the masks to `masks`, then call `draw`.
         Raises:
-            torch.OutOfMemoryError, SlotOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
+            torch.OutOfMemoryError, StepOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
                 a plan with the same edits can be started.
         """
         self._masked = None

@@ -16,9 +16,9 @@ draw the same tokens.
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -77,7 +77,8 @@ class SamplingBatch:
 
     def part(self, rows: slice) -> "SamplingBatch":
         """Some of the requests."""
-        return SamplingBatch(*[value[rows] if isinstance(value, Tensor) else value for value in vars(self).values()])
+        parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **parts)
 
 
 def fp32_temperature(sampling: EffectiveSampling) -> float:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 
 
-class SlotOutOfMemory(Exception):
-    """No memory for the rules of one sequence, that in `slot`. The message is the allocator's."""
+class StepOutOfMemory(Exception):
+    """No memory for a step, or for the rules of the sequence in `slot` alone. The message is the allocator's."""
 
-    def __init__(self, slot: int, message: str) -> None:
+    def __init__(self, slot: int | None, message: str) -> None:
         super().__init__(message)
         self.slot = slot
 
@@ -89,7 +89,7 @@ class SamplingStages:
         """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens.
 
         Raises:
-            SlotOutOfMemory: no memory for what is sent to the device.
+            StepOutOfMemory: no memory for what is sent to the device, with the slot.
         """
         for slot, asked, prompt, generated in rules:
             try:
@@ -97,7 +97,7 @@ class SamplingStages:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                raise SlotOutOfMemory(slot, str(error)) from None
+                raise StepOutOfMemory(slot, str(error)) from None
 
     def draw(
         self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan, proposed: Tensor | None = None
