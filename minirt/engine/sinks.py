@@ -56,7 +56,10 @@ class Sinks:
         by_id, mail, ended = self._by_id, dict[Sink, list[TokenOutput]](), list[int]()
         for output in outputs:
             if (sink := by_id.get(output.request_id)) is not None:  # else it was aborted
-                mail.setdefault(sink, []).append(output)
+                if sink in mail:
+                    mail[sink].append(output)
+                else:
+                    mail[sink] = [output]
                 if output.finish_reason is not None:
                     ended.append(output.request_id)
         for sink, letters in mail.items():
