@@ -69,4 +69,4 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
     finally:
         for sequence in sequences:
-            allocator.release(list(sequence.pages))
+            allocator.release(sequence.pages.tolist())
