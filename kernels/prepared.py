@@ -121,13 +121,9 @@ class PreparedKernel(JITFunction):
         return functools.partial(entry, grid)
 
     def _by_triton(
-        self,
-        grid: Any,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        launches: dict[Any, _Launch | None],
+        self, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], launches: dict[Any, _Launch | None],
         key: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch by Triton, and prepare the next launch with this key. key None: it is not covered."""
         real = tuple(map(_for_triton, arguments))
         compiled = self.run(*real, grid=grid, warmup=False, **options)

@@ -14,13 +14,7 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.regimes import Limits, Regime
 
-CASES = [
-    {"T": 1, "K": 16},
-    {"T": 3, "K": 97},
-    {"T": 17, "K": 576},
-    {"T": 129, "K": 1536},
-    {"T": 2, "K": 29568},
-]
+CASES = [{"T": 1, "K": 16}, {"T": 3, "K": 97}, {"T": 17, "K": 576}, {"T": 129, "K": 1536}, {"T": 2, "K": 29568}]
 
 _BLOCK = 4096  # values in one load
 _SHORT, _ROWS = 1024, 8  # rows up to so long are quantized so many by a program: one program each would start too slowly
@@ -138,15 +132,9 @@ def quantized_buffers(
 
 
 def quantize(
-    x: Tensor,
-    out: Tensor | None = None,
-    scale: Tensor | None = None,
-    *,
-    blocks: bool = False,
-    early: bool = False,
-    pdl: bool = False,
-    check: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, out: Tensor | None = None, scale: Tensor | None = None, *, blocks: bool = False, early: bool = False,
+    pdl: bool = False, check: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
     The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. With

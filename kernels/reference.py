@@ -301,16 +301,9 @@ def computes_shared(
 
 
 def mixture(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    quantize: bool | None = None,
-) -> Tensor:
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None, quantize: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
 
     Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
@@ -414,17 +407,10 @@ def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dt
 
 
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    scale: float,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_lens: Sequence[int],
+    seq_lens: Sequence[int], scale: float, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
     Sequences with one new token are computed together, padded to the longest context; the others one by one. A row is NaN if one

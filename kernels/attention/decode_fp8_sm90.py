@@ -357,9 +357,7 @@ def _times(pairs, dtype: gl.constexpr, weight, scale):
 
 
 @gluon.jit
-def _attend_items(
-    heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
-):  # fmt: skip
+def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr):
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value (rounded to FP8)

@@ -11,11 +11,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
@@ -157,9 +153,7 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
 
 
 @gluon.jit
-def _attend_items(
-    heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
-):  # fmt: skip
+def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr):
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,

@@ -148,25 +148,11 @@ def _written(a: AttentionInput) -> AttentionInput:
 
 
 def paged_attention_decode(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    out: Tensor | None = None,
-    *,
-    query_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, split_starts: Tensor,
+    max_splits: int, scale: float, workspace: Workspace, out: Tensor | None = None, *,
+    query_starts: Tensor | None = None, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence on all cached tokens of the sequence, itself included: q [B, Nq, D] → [B, Nq, D].
 
     Args:
@@ -198,26 +184,11 @@ def paged_attention_decode(
 
 
 def paged_attention_decode_few(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    max_query_len: int,
-    scale: float,
-    workspace: Workspace,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, max_splits: int, max_query_len: int, scale: float, workspace: Workspace,
+    out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None, split: int = KV_SPLIT,
+    max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Causal attention of up to 8 new tokens of each sequence on all its cached tokens, including the new ones → [T, Nq, D].
 
     It computes what `paged_attention_prefill` does, and reads K and V in splits as `paged_attention_decode` does. The result of
@@ -246,29 +217,12 @@ def paged_attention_decode_few(
 
 
 def rope_paged_attention_decode(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    Nq: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
+    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, max_splits: int, scale: float, workspace: Workspace, Nq: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 1e-6, out: Tensor | None = None, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None, split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
     Args:
@@ -294,23 +248,11 @@ def rope_paged_attention_decode(
 
 
 def paged_attention_prefill(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    shortest: int = 1,
-    workspace: Workspace | None = None,
-    max_splits: int = 0,
-    split: int = KV_SPLIT,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
+    scale: float, out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 
     The launch depends on shapes alone, so a CUDA graph of it serves any batch that is padded to T and B.

@@ -148,9 +148,7 @@ def _next_block(
 
 
 @gluon.jit
-def _attend_tiles(
-    q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr
-):  # fmt: skip
+def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     D: gl.constexpr = C.D
     NKV: gl.constexpr = C.NKV

@@ -23,15 +23,7 @@ import triton
 import triton.language as tl
 
 from minirt.device import interpreting
-from minirt.kernels.gated_delta.constants import (
-    WIDTH,
-    Constants,
-    gated_norm,
-    gates,
-    product,
-    silu,
-    unit,
-)
+from minirt.kernels.gated_delta.constants import WIDTH, Constants, gated_norm, gates, product, silu, unit
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import capability, next_power_of_2, shared_limit, sm_count
 from minirt.kernels.prepared import prepared

@@ -40,17 +40,9 @@ CASES = [  # contexts: tokens of each sequence before its new ones
 
 
 def gated_delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: GatedDeltaWeights,
-    state: GatedDeltaState,
-    sequences: GatedDeltaSequences,
-    max_query_len: int,
-    out: Tensor | None = None,
-    *,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences,
+    max_query_len: int, out: Tensor | None = None, *, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Convolution, gates, gated delta rule and gated norm of new tokens; updates the state of the sequences' slots.
 
     Args:

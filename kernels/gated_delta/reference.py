@@ -85,15 +85,9 @@ def chunk_gated_delta_rule(
 
 
 def gated_delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: GatedDeltaWeights,
-    state: GatedDeltaState,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    slots: Sequence[int],
-    snapshots: Sequence[Sequence[tuple[int, int]]] = (),
-) -> Tensor:
+    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, query_lens: Sequence[int],
+    seq_lens: Sequence[int], slots: Sequence[int], snapshots: Sequence[Sequence[tuple[int, int]]] = (),
+) -> Tensor:  # fmt: skip
     """A step of a layer after its projections, with the gated norm: qkvz [T, 2·Hk·Dk + 2·Hv·Dv], ba [T, 2·Hv] → [T, Hv·Dv].
 
     Updates the state of the sequences' slots, see `operands`. A sequence of slot −1 begins without a state and stores none.

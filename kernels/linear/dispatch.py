@@ -96,9 +96,7 @@ REGIMES = (
         variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(
-        gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads"),
-    ),
+    _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
     _of(
         int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block,
         limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
@@ -107,9 +105,7 @@ REGIMES = (
         "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, limits=Limits(_INT4),
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(
-        vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads"),
-    ),
+    _of(vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
     _of(
         sm90.gemm_sm90, sm90.FAMILY, _SM90, capability=90, accepts=sm90.accepts, variant=sm90.token_regime,
         padded=sm90.padded_tokens, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
@@ -141,22 +137,11 @@ CASES = [
 
 
 def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    out_dtype: torch.dtype | None = None,
-    row_maxima: RowMaxima | None = None,
-    multiplier: float = 1.0,
-    softcap: float = 0.0,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None,
+    out: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
+    out_dtype: torch.dtype | None = None, row_maxima: RowMaxima | None = None, multiplier: float = 1.0,
+    softcap: float = 0.0, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` says otherwise. Without a workspace, K is not split. `row_maxima`
@@ -179,19 +164,10 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    activation: str,
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, out: Tensor | None = None,
+    bias: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     if out is None:
         out = _output(x, weight, x.dtype, gated=True)
@@ -200,17 +176,9 @@ def norm_gate_up(
 
 
 def linear_residual(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *,
+    scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
     if out is None:
         out = _output(x, weight, x.dtype, gated=False)

@@ -24,11 +24,9 @@ from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
 
 CASES = [
-    {"T": 129, "N": 96, "K": 576},
-    {"T": 1, "N": 131, "K": 97},
-    {"T": 300, "N": 72, "K": 64},
+    {"T": 129, "N": 96, "K": 576}, {"T": 1, "N": 131, "K": 97}, {"T": 300, "N": 72, "K": 64},
     {"T": 150, "N": 257, "K": 264},
-]
+]  # fmt: skip
 
 # (rows, columns, warps) for devices with much shared memory, then for the others. With the activation, a program computes two
 # such tiles: one of gate and one of up.
@@ -145,9 +143,7 @@ def tile_sums(
 
 
 @triton.jit
-def _compute_tile(
-    x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr):
     x_scales = ep.x_scale
     t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
     if C.SCALE_ROWS is not None:
@@ -177,9 +173,7 @@ def _compute_tile(
 
 @prepared
 @triton.jit(do_not_specialize=["T", "whole"])
-def _gemm_kernel(
-    x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C
-):  # fmt: skip
+def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C):
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
     With an activation, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and
@@ -214,12 +208,7 @@ def whole_tiles(tiles: int, config: GemmConfig) -> int:
 
 
 def best_tile(
-    tiles: Sequence[tuple[int, int, int]],
-    T: int,
-    N: int,
-    steps: int,
-    gated: bool,
-    num_sms: int,
+    tiles: Sequence[tuple[int, int, int]], T: int, N: int, steps: int, gated: bool, num_sms: int
 ) -> tuple[int, int, int, int]:
     """The tile (rows, columns, warps) that takes the least time, and the number of parts for the tiles of the last round.
 

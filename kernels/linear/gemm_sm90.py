@@ -44,14 +44,7 @@ from minirt.kernels.hopper.ring import barriers, release, release_before, ring_b
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
-from minirt.kernels.linear.epilogue import (
-    finish,
-    load_part,
-    load_rows,
-    load_tokens,
-    store_packed_maxima,
-    store_part,
-)
+from minirt.kernels.linear.epilogue import finish, load_part, load_rows, load_tokens, store_packed_maxima, store_part
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared

@@ -111,9 +111,7 @@ def _block_scales(ep, first, n0, block, N, C):
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _gemm_small_kernel(
-    x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
-):  # fmt: skip
+def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
     With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer:

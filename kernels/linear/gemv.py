@@ -267,11 +267,7 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, T > 1, pdl)
     else:
         programs, constants, options = _plan(config, facts, scale_rows, aligned, T > 1, pdl)
-    _gemv_kernel[(programs, T)](
-        x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options
-    )
+    _gemv_kernel[(programs, T)](x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options)
 
 
-FAMILY = Family(
-    "gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates
-)
+FAMILY = Family("gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates)

@@ -480,6 +480,4 @@ def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -
     )  # fmt: skip
 
 
-FAMILY = Family(
-    "gemv_int4_sm90", GemvInt4Sm90Config, (__file__,), ("N", "K", "gated"), rule, candidates
-)
+FAMILY = Family("gemv_int4_sm90", GemvInt4Sm90Config, (__file__,), ("N", "K", "gated"), rule, candidates)

@@ -145,9 +145,7 @@ class _Constants(NamedTuple):
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _gemm_int4_kernel(
-    x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
-):  # fmt: skip
+def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
     """A tile [BLOCK_N, BLOCK_T] of out [T, N]. With an activation, the weight has 2N rows."""
     GATED: tl.constexpr = ep.activation is not None
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128

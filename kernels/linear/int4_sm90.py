@@ -400,6 +400,4 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
     )  # fmt: skip
 
 
-FAMILY = Family(
-    "gemm_int4_sm90", Int4Sm90Config, (__file__,), ("T", "N", "K", "gated"), rule, candidates, token_regime
-)
+FAMILY = Family("gemm_int4_sm90", Int4Sm90Config, (__file__,), ("T", "N", "K", "gated"), rule, candidates, token_regime)

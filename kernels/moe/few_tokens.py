@@ -34,11 +34,9 @@ MOST = FEW_TOKENS  # tokens; with more of them, pairs have too many experts in c
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
 
 CASES = [
-    {"E": 7, "k": 3, "H": 72, "I": 40},
-    {"E": 128, "k": 8, "H": 40, "I": 12},
-    {"E": 60, "k": 1, "H": 97, "I": 33},
+    {"E": 7, "k": 3, "H": 72, "I": 40}, {"E": 128, "k": 8, "H": 40, "I": 12}, {"E": 60, "k": 1, "H": 97, "I": 33},
     {"E": 3, "k": 2, "H": 20, "I": 300},
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,9 @@ MOST = 3  # tokens; with more of them, tiles of tensor cores unpack each expert'
 _WARP_PAIRS = 128  # pairs of words of a row in one load of a warp
 
 CASES = [  # group: columns of a scale
-    {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32},
-    {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
-    {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128},
-    {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
-]
+    {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32}, {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
+    {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128}, {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,9 @@ from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 
 CASES = [
-    {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
-    {"T": 5, "E": 9, "k": 2, "H": 64, "I": 67},
-    {"T": 21, "E": 4, "k": 1, "H": 97, "I": 64},
-    {"T": 66, "E": 3, "k": 3, "H": 33, "I": 17},
-]
+    {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40}, {"T": 5, "E": 9, "k": 2, "H": 64, "I": 67},
+    {"T": 21, "E": 4, "k": 1, "H": 97, "I": 64}, {"T": 66, "E": 3, "k": 3, "H": 33, "I": 17},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import int4_group
 
 CASES = [  # group: columns of a scale
-    {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32},
-    {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
+    {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32}, {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
     {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128},
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,7 @@ from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.regimes import up_to
 
-CASES = [
-    {"T": 1, "E": 5, "k": 2},
-    {"T": 5, "E": 128, "k": 8},
-    {"T": 19, "E": 60, "k": 4},
-    {"T": 37, "E": 3, "k": 3},
-]
+CASES = [{"T": 1, "E": 5, "k": 2}, {"T": 5, "E": 128, "k": 8}, {"T": 19, "E": 60, "k": 4}, {"T": 37, "E": 3, "k": 3}]
 
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
@@ -297,9 +292,7 @@ def route(
             given, squares, hidden, eps, routing, counts, T, E,
             C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
-        _place_kernel[(E,)](
-            routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl),
-        )  # fmt: skip
+        _place_kernel[(E,)](routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl))
     return routing
 
 

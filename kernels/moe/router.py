@@ -21,11 +21,9 @@ from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.regimes import up_to
 
 CASES = [
-    {"T": 2, "E": 5, "H": 40},
-    {"T": 17, "E": 60, "H": 97},
-    {"T": 33, "E": 130, "H": 528},
+    {"T": 2, "E": 5, "H": 40}, {"T": 17, "E": 60, "H": 97}, {"T": 33, "E": 130, "H": 528},
     {"T": 70, "E": 128, "H": 264},
-]
+]  # fmt: skip
 
 _EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
 
