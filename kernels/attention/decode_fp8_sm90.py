@@ -501,10 +501,10 @@ def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, result
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
                     out_ptrs = results.out + (token * NQ + head * GROUP) * D + at
-                    own_head, own_channel = head * GROUP + n[None, :], (channel % D)[:, None]
-                    x = gate_output(even * normalize[None, :], results, token, own_head, own_channel, stored)
+                    out_head, out_channel = head * GROUP + n[None, :], (channel % D)[:, None]
+                    x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
                     gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
-                    x = gate_output(odd * normalize[None, :], results, token, own_head, own_channel + 1, stored)
+                    x = gate_output(odd * normalize[None, :], results, token, out_head, out_channel + 1, stored)
                     gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
                     gl.store(results.sums + part * D + at, even, mask=stored)

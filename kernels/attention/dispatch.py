@@ -297,11 +297,11 @@ def prefill_regime(a: AttentionInput) -> AttentionRegime:
 
 
 def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
-    found = covering(table, size, capability(a.out.device))
-    for regime in found[:-1]:
-        if regime.accepts(a):
-            return regime
-    return found[-1]  # it takes the rest: what no kernel takes was refused before
+    regimes = covering(table, size, capability(a.out.device))
+    for candidate in regimes[:-1]:
+        if candidate.accepts(a):
+            return candidate
+    return regimes[-1]  # it takes the rest: what no kernel takes was refused before
 
 
 def _decode(a: AttentionInput) -> Tensor:

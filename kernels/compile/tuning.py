@@ -37,17 +37,9 @@ _MAX_FILE = 16 << 20  # bytes; `minirt tune` stores some kilobytes
 
 Config = TypeVar("Config")
 Cached = TypeVar("Cached", bound=Callable[..., Any])
-Prepare = Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]  # see `Case`
+Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]  # (launch, check), see `Case`
 _cached_lookups: list[Any] = []  # lookups with cached answers
 _overrides: dict[tuple[str, str], Any] = {}  # by family and bucket: used instead of stored ones
-
-
-def _as_it_is(tokens: int) -> int:
-    return tokens
-
-
-def _always(config: Any, facts: Any) -> bool:
-    return True
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that lookups hash it in no time
@@ -73,8 +65,8 @@ class Family(Generic[Config]):
     facts: tuple[str, ...]
     rule: Callable[[Any, Gpu], Config]
     candidates: Callable[[Any, Gpu], Iterable[Config]] | None = None
-    tokens: Callable[[int], int] = _as_it_is
-    usable: Callable[[Config, Any], bool] = _always
+    tokens: Callable[[int], int] = lambda tokens: tokens
+    usable: Callable[[Config, Any], bool] = lambda config, facts: True
 
     def bucket(self, facts: Any) -> str:
         """The name of a bucket of shapes, such as "N=4608 K=3584"."""
@@ -90,7 +82,7 @@ class Family(Generic[Config]):
             return _overrides[self.name, bucket]
         return _stored(self, device).get(bucket) if device.type == "cuda" else None
 
-    def case(self, facts: Any, device: torch.device, prepare: Prepare) -> "Case | None":
+    def case(self, facts: Any, device: torch.device, prepare: Callable[[], Prepared]) -> "Case | None":
         """The case of `minirt tune` for these facts: the rule's choice and candidates. None: no launch would use the winner."""
         gpu = gpu_of(device)
         rule = self.rule(facts, gpu)
@@ -109,8 +101,8 @@ def cached_lookup(lookup: Cached) -> Cached:
 
 @cached_lookup
 def _lookup(family: Family[Config], device: torch.device, facts: Any) -> Config:
-    found = family.find(device, family.bucket(facts))
-    return found if found is not None and family.usable(found, facts) else family.rule(facts, gpu_of(device))
+    config = family.find(device, family.bucket(facts))
+    return config if config is not None and family.usable(config, facts) else family.rule(facts, gpu_of(device))
 
 
 def clear_config_caches() -> None:
@@ -150,7 +142,7 @@ class Case:
     bucket: str
     default: Any
     candidates: tuple[Any, ...]
-    prepare: Prepare
+    prepare: Callable[[], Prepared]
     tokens: int | None = None
 
 
@@ -188,6 +180,11 @@ class LinearShape:
     blocks: bool = False
     int4: bool = False
     joins: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return 2 * self.N if self.gated else self.N
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
@@ -248,10 +245,10 @@ def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
             known = _read(file)
-            own = known.get(family.name, {})
-            kept = own.get("configs") if own.get("source") == source_hash(family.sources) else None
+            entry, source = known.get(family.name, {}), source_hash(family.sources)
+            kept = entry.get("configs") if entry.get("source") == source else None
             kept = (kept if isinstance(kept, dict) else {}) | {bucket: asdict(config) for bucket, config in configs.items()}
-            known[family.name] = {"source": source_hash(family.sources), "configs": kept}
+            known[family.name] = {"source": source, "configs": kept}
             replace_file(file, json.dumps({"schema": SCHEMA, "kernels": known}, indent=1).encode())
     except OSError as error:
         raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
@@ -278,14 +275,14 @@ def load(family: Family[Config], file: Path) -> dict[str, Config]:
     A file that cannot be read or is malformed is ignored with a warning, because a kernel without a tuned configuration is only
     slower. Configurations of an older source are ignored without a warning.
     """
-    own = _read(file).get(family.name)
-    if own is None:
+    entry = _read(file).get(family.name)
+    if entry is None:
         return {}
     names = {field.name for field in fields(cast(Any, family.config))}
     try:
-        if own["source"] != source_hash(family.sources):
+        if entry["source"] != source_hash(family.sources):
             return {}
-        configs = own["configs"]
+        configs = entry["configs"]
         for bucket, values in configs.items():
             if set(values) != names or not all(isinstance(v, int | float | str | None) for v in values.values()):
                 raise ValueError(f"{bucket}: {values}")
@@ -323,6 +320,6 @@ def _read_regular(file: Path) -> bytes:
         return source.read()
 
 
-def _warn(file: Path, found: str) -> None:
-    what = f"{file} holds no usable tuned configurations ({found})"
+def _warn(file: Path, why: str) -> None:
+    what = f"{file} holds no usable tuned configurations ({why})"
     warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning)

@@ -232,9 +232,7 @@ def best_tile(
     return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
 
 
-def token_regime(T: int) -> int:
-    """T rounded up to a power of two, on which configurations depend."""
-    return next_power_of_2(T)
+token_regime = next_power_of_2  # of T: configurations depend on it
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmConfig:

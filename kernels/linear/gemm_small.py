@@ -29,10 +29,10 @@ from minirt.kernels.launch import (
     even_parts,
     fit_stages,
     launch_options,
-    next_power_of_2,
     registers,
     require_fp8,
     shared_limit,
+    token_block,
 )
 from minirt.kernels.linear.epilogue import (
     add_parts,
@@ -183,11 +183,6 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
             needed = tl.load(ep.logits_needed)
         if needed != 0:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-def token_block(T: int) -> int:
-    """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, next_power_of_2(T))
 
 
 def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, registers, shared_limit
+from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, registers, shared_limit, token_block
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack, zero_point
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -32,10 +32,7 @@ MAX_TOKENS = 256  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
 _EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 
-CASES = [
-    {"T": T, "N": N, "K": K}
-    for T, N, K in ((1, 96, 576), (1, 131, 97), (2, 17, 64), (3, 131, 577), (17, 192, 576), (77, 67, 208), (129, 40, 96))
-]  # fmt: skip
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -233,11 +230,6 @@ def _unpack_kernel(
         )
 
 
-def token_block(T: int) -> int:
-    """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, next_power_of_2(T))
-
-
 def is_int4(weight: Tensor) -> bool:
     """Whether a weight is stored in 4 bits."""
     return weight.dtype == torch.int16
@@ -289,9 +281,8 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     if workspace is not None and c.split > 1:
         split = even_parts(cdiv(K, CHUNK), c.split)
         sums, counters = workspace.sums(tiles * split * c.block_n * c.block_t), workspace.counters(tiles)
-    dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
     constants = _Constants(
-        K, group // 32, dtype, split, c.block_n, c.block_t, c.num_stages, c.exact,
+        K, group // 32, DTYPES[x.dtype], split, c.block_n, c.block_t, c.num_stages, c.exact,
         ASM=x.element_size() == 2 and not interpreting(),
     )  # fmt: skip
     _gemm_int4_kernel[(tiles * split,)](

@@ -32,10 +32,6 @@ from minirt.kernels.regimes import Limits, Regime, SumOrder, covering, up_to
 from minirt.kernels.side_stream import SideStream
 
 
-def _any(mixture: Mixture) -> bool:
-    return True
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MixtureRegime(Regime):
     """A regime of the mixtures of experts.
@@ -48,7 +44,7 @@ class MixtureRegime(Regime):
     launch: Callable[[Mixture], None]
     limits: Limits
     sums: SumOrder
-    suits: Callable[[Mixture], bool] = _any
+    suits: Callable[[Mixture], bool] = lambda mixture: True
 
     def accepts(self, m: Mixture) -> bool:
         """Whether the kernels can compute this mixture."""
@@ -59,11 +55,11 @@ class MixtureRegime(Regime):
 def _few_tokens(m: Mixture, kernels: ModuleType = few_tokens) -> None:
     T, _, inter = m.sizes
     logits = cast("Tensor", m.logits)  # as `few_tokens.suits` says
-    own = m.shared if isinstance(m.shared, SharedExpert) else None
-    inner = m.h.new_empty(T * (m.top_k + (own is not None)), inter)
-    gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, own)
+    expert = m.shared if isinstance(m.shared, SharedExpert) else None
+    inner = m.h.new_empty(T * (m.top_k + (expert is not None)), inter)
+    gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, expert)
     down = m.second_product(inner, m.out, residual=m.residual)
-    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if own is None else own, gate)
+    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if expert is None else expert, gate)
 
 
 def _sm90(m: Mixture) -> None:
@@ -202,11 +198,11 @@ def mixture(m: Mixture, *, check: bool = True) -> Tensor:
 
 
 def regime(m: Mixture) -> MixtureRegime:
-    found = covering(REGIMES, m.h.shape[0], capability(m.h.device))
-    for regime in found[:-1]:
-        if regime.accepts(m):
-            return regime
-    return found[-1]  # it takes the rest
+    regimes = covering(REGIMES, m.h.shape[0], capability(m.h.device))
+    for candidate in regimes[:-1]:
+        if candidate.accepts(m):
+            return candidate
+    return regimes[-1]  # it takes the rest
 
 
 def _check(m: Mixture) -> None:
@@ -231,9 +227,9 @@ def _check(m: Mixture) -> None:
         if not reference.computes_shared(T, m.top_k, *weights, m.shared):
             raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
         check_tensor("shared.gate", m.shared.gate, (1, H), dtype, device)
-        for name, own in m.shared._asdict().items():
-            if own is not None:
-                check_tensor(f"shared.{name}", own, own.shape, own.dtype, device)
+        for name, tensor in m.shared._asdict().items():
+            if tensor is not None:
+                check_tensor(f"shared.{name}", tensor, tensor.shape, tensor.dtype, device)
 
 
 def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:

@@ -163,11 +163,6 @@ def _rows(expert, n, N, block: tl.constexpr, C):
 
 
 @triton.jit
-def _load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
-    return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
-
-
-@triton.jit
 def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
     """`chunk_scales` of tile i of an expert's rows, for a block of outputs; n0: the first output of the program.
 
@@ -175,7 +170,7 @@ def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
     """
     offset = expert * ((C.ROWS * N + C.SCALE_ROWS - 1) // C.SCALE_ROWS) * ((C.K + 127) // 128)
     n = tl.minimum(n0 + block * C.BLOCK_N, N - 1)
-    return chunk_scales(ep.scale + offset, first, n, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
+    return chunk_scales(ep.scale + offset, first, n, N, i, C)
 
 
 @triton.jit
@@ -189,8 +184,8 @@ def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
     gate_scales, up_scales = (), ()
     for i in tl.static_range(C.TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
-        gate += (_load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
-        up += (_load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
+        gate += (load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
+        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
         if C.SCALE_ROWS is not None:
             gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
             up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
@@ -218,8 +213,8 @@ def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert
         up_sums += products * up_scales[i] if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
             ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
-            gate += (_load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            up += (_load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            gate += (load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            up += (load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
             if SCALED:
                 gate_scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
                 up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
@@ -245,7 +240,7 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
         x = raw[i].to(tl.float32)
         if norm is not None:
             squares += x * x
-            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
+            x *= load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
         xs += (x,)
     inverse_rms = 1.0
     if norm is not None:
@@ -275,7 +270,7 @@ def _store_gate(xs, inverse_rms, weight_ptr, out_ptr, C):
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     sums = tl.zeros((C.BLOCK_K,), tl.float32)
     for i in tl.static_range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
-        sums += xs[i] * _load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
+        sums += xs[i] * load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
     tl.store(out_ptr, (tl.sum(sums, 0) * inverse_rms).to(out_ptr.dtype.element_ty))
 
 
@@ -300,7 +295,7 @@ def _few_gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     raw = ()  # loaded while the program looks for its expert
     for i in tl.static_range(COUNT):
-        raw += (_load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
+        raw += (load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
     pair = t * (C.TOP_K + C.SHARED) + j
     if C.SHARED == 1:
         if j == C.TOP_K:
@@ -333,7 +328,7 @@ def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         if C.SCALE_ROWS is not None:
             scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C)
-    return _load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
+    return load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
 
 
 @triton.jit
@@ -342,9 +337,9 @@ def _down_tiles(weight_ptr, ep, shared, experts, n0, N, C):
     w = ()
     scales = ()
     for i in tl.static_range(C.TILES):
-        tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
+        tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
         w += (tile,)
-        scales += (own,)
+        scales += (tile_scales,)
     return w, scales
 
 
@@ -366,13 +361,13 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
                 row_scales += (tl.load(ep.scale + _rows(experts[j], n, N, i // COUNT, C)),)
             if C.SHARED == 1:
                 row_scales += (tl.load(shared[1].scale + _rows(experts[C.TOP_K], n, N, i // COUNT, C)),)
-        x = _load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
+        x = load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
         products = chunk_products(w[i], x, C.CHUNK)
         sums += products * scales[i] if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
+            tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
             w += (tile,)
-            scales += (own,)
+            scales += (tile_scales,)
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]
@@ -439,7 +434,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
     """Configurations worth trying for rows of K values; a row of `down` is that of k experts."""
-    K, itemsize, gated, found = facts.K, facts.itemsize, facts.gated, []
+    K, itemsize, gated, configs = facts.K, facts.itemsize, facts.gated, []
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
         count = cdiv(K, block_k) * (1 if gated else facts.k)
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
@@ -447,8 +442,8 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
             continue
         for blocks in (1, 2, 3, 4) if gated else (1,):
             most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
-            found += [FewTokensConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
-    return found
+            configs += [FewTokensConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
+    return configs
 
 
 FAMILY = Family(
@@ -539,11 +534,11 @@ def down(
     c = config or FAMILY.lookup(out.device, product.facts(1, E, x.shape[0] // T))
     rounds = _rounds(c, N, T, T, out.device)
     programs = cdiv(N, c.block_n * c.blocks * rounds)
-    own = shared if isinstance(shared, SharedExpert) else None
-    weights = (None,) * 3 if own is None else (own.down, Epilogue(own.down_scale), gate)
-    constants = _constants(product, c, top_k, own is not None, T)
+    expert = shared if isinstance(shared, SharedExpert) else None
+    weights = (None,) * 3 if expert is None else (expert.down, Epilogue(expert.down_scale), gate)
+    constants = _constants(product, c, top_k, expert is not None, T)
     _few_down_kernel[(T, programs)](
-        x, logits, weight, product.epilogue, *weights, shared if own is None else None, out, E, N, rounds,
+        x, logits, weight, product.epilogue, *weights, shared if expert is None else None, out, E, N, rounds,
         C=constants, NORMALIZE=normalize, maxnreg=_registers(c, out.device, T, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

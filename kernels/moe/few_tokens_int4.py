@@ -21,13 +21,13 @@ from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows
 from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
-from minirt.kernels.linear.int4_words import group_words
+from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import few_tokens
 from minirt.kernels.moe.few_tokens import chosen, expert_of, expert_shares, finish_down
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, SharedExpert, int4_group
+from minirt.kernels.reference import INT4_CHUNK, SharedExpert
 
 MOST = 3  # tokens; with more of them, tiles of tensor cores unpack each expert's weights once for all
 _WARP_PAIRS = 128  # pairs of words of a row in one load of a warp
@@ -173,10 +173,10 @@ def _of_slots(values, slot, i: tl.constexpr, C):
     PAIRS: tl.constexpr = (C.K + 127) // 128 * 16  # of an expert
     FIRST: tl.constexpr = min(i * C.BLOCK // PAIRS, C.TOP_K - 1)
     LAST: tl.constexpr = min(((i + 1) * C.BLOCK - 1) // PAIRS, C.TOP_K - 1)
-    found = values[FIRST]
+    value = values[FIRST]
     for j in tl.static_range(FIRST + 1, LAST + 1):
-        found = tl.where(slot >= j, values[j], found)
-    return found
+        value = tl.where(slot >= j, values[j], value)
+    return value
 
 
 @triton.jit
@@ -278,19 +278,12 @@ def suits(m: Mixture) -> bool:
     return addresses % 4 == 0 and few_tokens.suits(m)
 
 
-def _constants(product: Product, c: FewTokensInt4Config, top_k: int, T: int) -> _Constants:
-    K, scale, rows = product.x.shape[1], _scale_words(product), 1 if product.gated else top_k  # of a long row
-    block = _WARP_PAIRS * c.num_warps
+def _constants(product: Product, c: FewTokensInt4Config, group: int, top_k: int, T: int) -> _Constants:
+    K, rows, block = product.x.shape[1], 1 if product.gated else top_k, _WARP_PAIRS * c.num_warps  # rows: of a long row
     return _Constants(
-        K, top_k, int4_group(K, scale.shape[1]) // 32, next_power_of_2(product.weight.shape[0]), c.rows, block,
+        K, top_k, group // 32, next_power_of_2(product.weight.shape[0]), c.rows, block,
         min(c.tiles, cdiv(rows * cdiv(K, INT4_CHUNK) * 16, block)), T > 1,
     )  # fmt: skip
-
-
-def _scale_words(product: Product) -> Tensor:
-    if product.epilogue.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
-    return product.epilogue.scale
 
 
 def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, programs: int) -> int:
@@ -313,14 +306,14 @@ def gate_up(
         shared: None; of 4-bit weights, `reference.computes_shared` is false.
     """
     if shared is not None:
-        raise InputError("its kernels are those of linear layers", where="shared", expected="None", found="an expert")
+        raise InputError("its kernels are those of linear layers", where="shared", expected="None", value="an expert")
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
-    E, scale = weight.shape[0], _scale_words(product)
+    E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
+        C=_constants(product, c, group, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 
@@ -336,12 +329,12 @@ def down(
         logits: [T, E].
     """
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
-    E, scale = weight.shape[0], _scale_words(product)
+    E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_down_int4_kernel[(T, programs)](
         x, logits, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
+        C=_constants(product, c, group, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out

@@ -110,8 +110,8 @@ def token_logprobs(
         raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=w.maxima.numel())
     if not R:
         return out
-    found = (w.maxima, w.sums, w.larger, w.candidates)
-    _parts_kernel[(splits, R)](logits, tokens, wanted, *found, V, BLOCK=BLOCK_V)
+    parts = (w.maxima, w.sums, w.larger, w.candidates)
+    _parts_kernel[(splits, R)](logits, tokens, wanted, *parts, V, BLOCK=BLOCK_V)
     sizes = {"BLOCK_S": next_power_of_2(splits), "BLOCK_C": next_power_of_2(splits * MAX_TOP)}
-    _combine_kernel[(R,)](logits, tokens, wanted, *found, out, V, splits, **sizes)
+    _combine_kernel[(R,)](logits, tokens, wanted, *parts, out, V, splits, **sizes)
     return out

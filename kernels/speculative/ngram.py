@@ -71,8 +71,8 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
             token = tl.load(last_ptr - 1 - j - back, mask=equal, other=-1)  # few places get beyond the first of these loads
             equal = equal & (token == suffix[j])
             matched += equal.to(tl.int32)
-        found = matched * _MAX_HISTORY + (_MAX_HISTORY - 1 - back)  # the longest, of these the last
-        best = tl.maximum(best, tl.where(matched >= C.SHORTEST, found, 0))
+        packed = matched * _MAX_HISTORY + (_MAX_HISTORY - 1 - back)  # the longest, of these the last
+        best = tl.maximum(best, tl.where(matched >= C.SHORTEST, packed, 0))
     best = tl.max(best, 0)
     matched, back = best // _MAX_HISTORY, _MAX_HISTORY - 1 - best % _MAX_HISTORY
     count = tl.where(matched > 0, tl.maximum(tl.minimum(C.MOST, final - 2 - cached), 0), 0)

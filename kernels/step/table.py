@@ -132,7 +132,7 @@ class StepTensors(NamedTuple):
     step: Tensor
 
 
-def _array(tensor: Any) -> np.ndarray:
+def array(tensor: Any) -> np.ndarray:
     return tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
 
 
@@ -150,7 +150,7 @@ def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
         edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values`.
         values: [N] int32.
     """
-    words, new = _array(table), _array(values)
+    words, new = array(table), array(values)
     for slot, column, count, first in edits.tolist():
         words[slot, column : column + count] = new[first : first + count]
 
@@ -168,7 +168,7 @@ def derive(
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
         settings: whether somebody reads what `out` has for each draw.
     """
-    words, to = _array(table), arrays(out)
+    words, to = array(table), arrays(out)
     slots, starts, counts, logits, draws, given = arrays(rows)
     B, T, R, Q = len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)
     valid, going_on = slots >= 0, starts < 0
@@ -257,7 +257,7 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         drawn: [Q] int64, the tokens; −1: none could be drawn. With drafts, those that no sequence yields become −1.
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
-    words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
+    words, to, lens, tokens = array(table), array(result), array(seq_lens), array(drawn)
     slots, starts, _, _, draws, _ = arrays(rows)
     going_on = starts < 0
     if not columns.drafts and len(slots) == len(tokens) and slots.min() >= 0 and draws.min() == 1:  # as in most steps
@@ -308,7 +308,7 @@ def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor, vocab: int)
     For each sequence: MATCHED, NUM_NEXT, and its drafts, with 0 behind them. Of padding, all is 0. In the table, a draft outside
     [0, vocab) becomes 0: the next step may be queued before the host sees what a proposer has done.
     """
-    words, to, slots = _array(table), _array(out), _array(rows.slots)
+    words, to, slots = array(table), array(out), array(rows.slots)
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     valid, inside = slots >= 0, np.arange(1, 1 + columns.drafts) < head[:, NUM_NEXT, None]
     to[:, 0], to[:, 1] = head[:, MATCHED] * valid, head[:, NUM_NEXT] * valid
