@@ -123,9 +123,9 @@ def check_heads(name: str, x: Tensor, cos: Tensor, sin: Tensor, norm_name: str, 
     B, _, T, D = x.shape
     if not 0 < D <= MAX_HEAD or D % 2:
         raise InputError("unsupported head size", where=name, expected=f"an even number up to {MAX_HEAD}", found=D)
-    for where, table in (("cos", cos), ("sin", sin)):
+    for table_name, table in (("cos", cos), ("sin", sin)):
         dtype = torch.float32 if table.dtype == torch.float32 else x.dtype
-        check_tensor(where, table, (1 if cos.ndim == 3 and cos.shape[0] == 1 else B, T, D), dtype, x.device)
+        check_tensor(table_name, table, (1 if cos.ndim == 3 and cos.shape[0] == 1 else B, T, D), dtype, x.device)
     if cos.dtype != sin.dtype:
         raise InputError("wrong dtype", where="sin", expected=cos.dtype, found=sin.dtype)
     if norm is not None:

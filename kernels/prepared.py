@@ -35,9 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minirt.device import interpreting
 from minirt.wording import warn
 
-by_triton: ContextVar[bool] = ContextVar(
-    "by_triton", default=False
-)  # whether this thread's launches take Triton's own path
+by_triton: ContextVar[bool] = ContextVar("by_triton", default=False)  # whether this thread's launches are Triton's
 _INTERPRETING = interpreting()  # Triton asks when it imports a kernel
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")  # that are handed on without a dictionary
 _ABSENT = object()  # their value if they are not given
@@ -73,8 +71,8 @@ class Tiled(NamedTuple):
 
 def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
     """The argument of a kernel, not of Gluon, that gets `tensor` as a TMA descriptor for tiles of rows × columns."""
-    own = Tiled(tensor, _tile(rows, columns))
-    return own.tile.descriptor(tensor) if _INTERPRETING else own
+    tile = _tile(rows, columns)
+    return tile.descriptor(tensor) if _INTERPRETING else Tiled(tensor, tile)
 
 
 @functools.cache
@@ -182,8 +180,8 @@ def prepared(kernel: Any) -> Any:
     """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`."""
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
-    own = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
-    return own(
+    prepared_class = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
+    return prepared_class(
         kernel.fn, do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment, noinline=kernel.noinline, debug=kernel.debug,
     )  # fmt: skip
@@ -231,16 +229,16 @@ def _given(values: tuple[Any, ...], others: dict[str, Any]) -> dict[str, Any]:
 def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
     """The function that reads the records' fields and calls the launch function of their types, which takes them, too."""
     fields = {name: _fields(name, len(kinds[name]._fields)) for name in records}  # type: ignore[attr-defined]
-    every = [field for own in fields.values() for field in own]
+    every = [field for names in fields.values() for field in names]
     by_types: dict[tuple[type, ...], Callable[..., None]] = {}
 
     def of_types(types: tuple[type, ...]) -> Callable[..., None]:
-        found = iter(types)
-        of_fields = {name: tuple(next(found) for _ in own) for name, own in fields.items()}
+        remaining = iter(types)
+        of_fields = {name: tuple(next(remaining) for _ in names) for name, names in fields.items()}
         by_types[types] = _launch_function(kernel, {**kinds, **of_fields}, every)
         return by_types[types]
 
-    read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())
+    read = "".join(f"    {', '.join(names)}, = {name}\n" for name, names in fields.items())
     source = f"""
 def by_fields(_grid, {_passed(kernel)}):
 {read}    _types = ({"".join(f"type({field}), " for field in every)})
@@ -310,18 +308,19 @@ def _launch_function(
         types: those of the parameters that are no constexprs; of a record, the types of its fields.
         fields: names of the fields of all records, which the function takes after the arguments and the options.
     """
-    found, values = _Arguments(), list[str]()
+    arguments, values = _Arguments(), list[str]()
     for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
         kind = types.get(name)
         if isinstance(kind, tuple):
-            value = found.record(name, kind)
+            value = arguments.record(name, kind)
         else:
-            value = found.value(name, kind, at, not parameter.do_not_specialize)
+            value = arguments.value(name, kind, at, not parameter.do_not_specialize)
         if value is None:
             count, end = len(kernel.params), len(kernel.params) + len(_OPTIONS)
             return lambda grid, *rest: kernel._by_triton(grid, rest[:count], _given(rest[count:end], rest[end]), {}, None)
         values.append(value)
-    lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
+    lines, key, pointers = arguments.lines, arguments.key, arguments.pointers
+    integers, tiles = arguments.integers, arguments.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
     aligned = ["_aligned = True"]
     if pointers:
@@ -372,12 +371,12 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Launch | None:
     maps: dict[Hashable, tuple[Any, ...]] = {}
 
     def encode(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        found = _record(compiled, arguments).maps
+        encoded = _record(compiled, arguments).maps
         tiled = [(at, a.tensor) for at, a in enumerate(arguments) if type(a) is Tiled]
         if len(maps) > _MOST_MAPS:
             maps.clear()
-        maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), found, strict=True))
-        return found
+        maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), encoded, strict=True))
+        return encoded
 
     launch = _closure(launcher.launch)["launcher"].cell_contents if recorded.maps else launcher.launch
     return _Launch(launch, recorded.constants, recorded.nested, maps, encode)
@@ -385,10 +384,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Launch | None:
 
 def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
     """What Triton passes to its C function for these arguments. ValueError if it is not the arguments, in order."""
-    places, calls = (
-        [object() for _ in range(4)],
-        list[tuple[Any, ...]](),
-    )  # places: the grid's three sizes and the stream
+    places, calls = [object() for _ in range(4)], list[tuple[Any, ...]]()  # places: the grid's three sizes and the stream
     given = [_for_triton(a) for a in arguments]
     descriptors = [type(a) is Tiled for a in arguments]
     launcher = copy.copy(compiled.run)
@@ -396,9 +392,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
     def record(*call: Any) -> None:
         calls.append(call)
 
-    if any(
-        descriptors
-    ):  # then `launch` is a function that encodes descriptors and calls the C function, its `launcher`
+    if any(descriptors):  # then `launch` is a function that encodes descriptors and calls the C function, its `launcher`
         encodes, cells = launcher.launch, _closure(launcher.launch) | {"launcher": CellType(record)}
         launcher.launch = FunctionType(encodes.__code__, encodes.__globals__, closure=tuple(cells.values()))
     else:
@@ -407,11 +401,11 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
     (call,) = calls
     nested = isinstance(call[-1], tuple | list) and call[-1] is not given[-1]  # not a record that is the last argument
     values, maps, at = list(call[-1] if nested else call[4:]), list[tuple[Any, ...]](), 0
-    wanted = len(given) + sum(2 * len(g.shape) for g, own in zip(given, descriptors, strict=True) if own)
+    wanted = len(given) + sum(2 * len(g.shape) for g, described in zip(given, descriptors, strict=True) if described)
     values = values[len(values) - wanted :]
     as_expected = len(values) == wanted and all(a is b for a, b in zip(call[:4], places, strict=True))
-    for argument, own in zip(given, descriptors, strict=True):
-        if own:
+    for argument, described in zip(given, descriptors, strict=True):
+        if described:
             end = at + 1 + 2 * len(argument.shape)
             maps.append(tuple(values[at:end]))
             as_expected = as_expected and list(values[at + 1 : end]) == [*argument.shape, *argument.strides]

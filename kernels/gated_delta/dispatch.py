@@ -98,9 +98,9 @@ def _check(
     device, dtype, i32 = qkvz.device, qkvz.dtype, torch.int32
     check_tensor("state.recurrent", state.recurrent, (None, None, None, None), torch.float32, device)
     slots, Hv, Dk, Dv = state.recurrent.shape
-    for where, size in (("Dk", Dk), ("Dv", Dv)):
+    for name, size in (("Dk", Dk), ("Dv", Dv)):
         if size not in HEAD_DIMS:
-            raise InputError("wrong size", where=where, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
+            raise InputError("wrong size", where=name, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
     check_tensor("state.conv", state.conv, (slots, None, None), dtype, device)
     _, ring, channels = state.conv.shape
     keys = channels - Hv * Dv

@@ -102,8 +102,8 @@ def gated_delta_net(
     parts = [defaultdict[int, list[tuple[int, int, int]]](list) for _ in range(1 + MAX_SNAPSHOTS)]  # by number of tokens
     copies = [list[tuple[int, int]]() for _ in parts]  # after each part
     for b, (count, length, slot) in enumerate(zip(query_lens, seq_lens, slots, strict=True)):
-        begin, own = 0, snapshots[b] if snapshots else ()
-        for part, (row, end) in enumerate([*own, (-1, count)]):
+        begin, copied = 0, snapshots[b] if snapshots else ()
+        for part, (row, end) in enumerate([*copied, (-1, count)]):
             if begin < end:
                 parts[part][end - begin].append((start + begin, length - count + begin, slot))
             if row >= 0:

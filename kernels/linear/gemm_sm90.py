@@ -10,8 +10,7 @@ second pair of narrower strips gives widths between the powers of two, with whic
 one pair of neighbouring strips, a last round that would have work for at most half of the programs takes single strips as tiles.
 
 K is split in two parts if few tiles would leave SMs idle, or if the tiles would be so narrow that reading from L2 takes longer
-than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to
-its own.
+than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds both.
 
 Hopper's tensor cores add fp8 products with about 14 bits. So after every 1024 or 2048 elements of K the sums are set aside: in
 fp32 or, if registers do not suffice, in fp16, scaled so that the largest possible sum is finite.
@@ -665,16 +664,16 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
         return derive_config(*widths, K, itemsize, residual, gpu.sms, out_itemsize, split, groups, blocks)
 
     all_widths = (GATED_WIDTHS_OF_BLOCKS if facts.gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
-    found = [config(widths, 1, 2) for widths in all_widths]
+    configs = [config(widths, 1, 2) for widths in all_widths]
     if facts.splits:
-        found += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
+        configs += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
     of_three: list[tuple[int, int]] = []
     if blocks:
         of_three = [widths for widths in all_widths if sum(widths) <= _MOST_ROWS_OF_THREE]
     elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
         of_three = list(WIDTHS_OF_THREE)
-    found += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
-    return found
+    configs += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
+    return configs
 
 
 def whole_tiles(tiles: int, programs: int) -> int:

@@ -241,7 +241,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSmallConfig]:
     """Configurations around the rule's."""
-    c, found = rule(facts, gpu), []
+    c, configs = rule(facts, gpu), []
     # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
     parts = (1,) if facts.gated or cdiv(facts.N, c.block_n) > 8 * gpu.sms else (1, 2, 3, 4, 6)
     steps = around(c.block_k, FP8_BLOCK if facts.blocks else 256)
@@ -249,8 +249,8 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSmallConfig]:
         row_bytes = (c.block_n * (2 if facts.gated else 1) + token_block(facts.T)) * facts.itemsize
         stages = fit_stages(row_bytes * block_k, shared_limit(gpu.capability) // programs - 2048, 8)
         if stages > 1:
-            found.append(replace(c, block_k=block_k, num_stages=stages, split=split, programs=programs))
-    return found
+            configs.append(replace(c, block_k=block_k, num_stages=stages, split=split, programs=programs))
+    return configs
 
 
 def row_maxima_tiles(product: Product) -> int:

@@ -449,14 +449,12 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Sm90Config:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
     """The configurations that `minirt tune` compares."""
-    chunks, found = cdiv(facts.K, INT4_CHUNK), []
-    for warps in (1, 2, 4, 8):
-        for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)):
-            for registers in (112, 128):
-                for line in (False, True):
-                    if warps <= chunks:
-                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line))
-    return found
+    chunks = cdiv(facts.K, INT4_CHUNK)
+    return [
+        GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line)
+        for warps in (1, 2, 4, 8) if warps <= chunks
+        for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)) for registers in (112, 128) for line in (False, True)
+    ]  # fmt: skip
 
 
 @cached_lookup
