@@ -65,11 +65,8 @@ def rms_norm(
     kernel may start before this one has its input.
     """
     if check:
-        _check(x, weight)
-    if out is None:
-        out = torch.empty_like(x)
-    elif check:
-        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
+        _check(x, weight, out=out)
+    out = torch.empty_like(x) if out is None else out
     _launch(x, weight, eps, out, None, None, False, early, pdl)
     return out
 
@@ -83,12 +80,9 @@ def norm_residual(
     `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
     """
     if check:
-        _check(y, weight, "y")
+        _check(y, weight, "y", out)
         check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
-    if out is None:
-        out = torch.empty_like(y)
-    elif check:
-        check_tensor("out", out, tuple(y.shape), y.dtype, y.device)
+    out = torch.empty_like(y) if out is None else out
     _launch(y, weight, eps, out, residual, None, False, early, pdl)
     return out
 
@@ -109,9 +103,11 @@ def rms_norm_quantize(
     return out, scale
 
 
-def _check(x: Tensor, weight: Tensor, name: str = "x") -> None:
+def _check(x: Tensor, weight: Tensor, name: str = "x", out: Tensor | None = None) -> None:
     check_activations(name, x)
     check_norm("weight", weight, x)
+    if out is not None:
+        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
 
 
 def _launch(

@@ -356,8 +356,8 @@ _DEFINITIONS = {
 def _declare_fallback(op: Any) -> None:
     """Tell Inductor that an op has no lowering. Inductor is loaded when it asks for the op's shapes.
 
-    It finds that out by itself. But before PyTorch 2.13 it then writes the whole graph so far, as text that nobody reads: many
-    minutes for the norm after the last of 28 layers (pytorch/pytorch#185951).
+    It would detect that, but before PyTorch 2.13 it then formats the whole graph so far, which takes minutes in a model of 28
+    layers (pytorch/pytorch#185951).
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if WRITES_GRAPHS and lowering is not None and op not in lowering.lowerings:

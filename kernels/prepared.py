@@ -98,14 +98,6 @@ class _Launch(NamedTuple):
     encode: Callable[[tuple[Any, ...]], list[tuple[Any, ...]]]
 
 
-class _Recorded(NamedTuple):
-    """What Triton passed to its C function. `constants`, `nested`: as in `_Launch`. `maps`: the arguments for each descriptor."""
-
-    constants: tuple[Any, ...]
-    nested: bool
-    maps: list[tuple[Any, ...]]
-
-
 class PreparedKernel(JITFunction):
     """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
 
@@ -367,23 +359,26 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Launch | None:
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    recorded = _record(compiled, arguments)
+    constants, nested, first_maps = _record(compiled, arguments)
     maps: dict[Hashable, tuple[Any, ...]] = {}
 
     def encode(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        encoded = _record(compiled, arguments).maps
+        encoded = _record(compiled, arguments)[2]
         tiled = [(at, a.tensor) for at, a in enumerate(arguments) if type(a) is Tiled]
         if len(maps) > _MOST_MAPS:
             maps.clear()
         maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), encoded, strict=True))
         return encoded
 
-    launch = _closure(launcher.launch)["launcher"].cell_contents if recorded.maps else launcher.launch
-    return _Launch(launch, recorded.constants, recorded.nested, maps, encode)
+    launch = _closure(launcher.launch)["launcher"].cell_contents if first_maps else launcher.launch
+    return _Launch(launch, constants, nested, maps, encode)
 
 
-def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
-    """What Triton passes to its C function for these arguments. ValueError if it is not the arguments, in order."""
+def _record(compiled: Any, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, list[tuple[Any, ...]]]:
+    """What Triton passes to its C function: `constants` and `nested` of `_Launch`, and the arguments for each descriptor.
+
+    Raises ValueError if it is not these arguments, in order.
+    """
     places, calls = [object() for _ in range(4)], list[tuple[Any, ...]]()  # places: the grid's three sizes and the stream
     given = [_for_triton(a) for a in arguments]
     descriptors = [type(a) is Tiled for a in arguments]
@@ -415,7 +410,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
             at += 1
     if not as_expected:
         raise ValueError(f"{compiled.name}: its C function takes other arguments")
-    return _Recorded(call[4:-1] if nested else call[4 : len(call) - wanted], nested, maps)
+    return call[4:-1] if nested else call[4 : len(call) - wanted], nested, maps
 
 
 def _closure(function: Any) -> dict[str, CellType]:

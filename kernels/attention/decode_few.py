@@ -4,8 +4,8 @@
 read once for all of them. KV splits, work items and combination are those of `decode`. New tokens see those before them. Their K
 and V are in the pages already (`rope_write`).
 
-The tile has rows for the most tokens of any step. So neither the tile nor the order of sums depends on how many tokens the step's
-sequences have, and a token's result is the same with any number of drafts after it.
+The tile has rows for the most tokens of any step. So the order of sums does not depend on how many tokens the step's sequences
+have, and a token's result is the same with any number of drafts after it.
 """
 
 import torch
@@ -97,7 +97,7 @@ def tile_rows(group: int) -> int:
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
-    """The configuration, by what fits in registers (docs/decisions/attention-few-tokens.md). No GPU has measured it."""
+    """The configuration, by what fits in registers. docs/decisions/attention-few-tokens.md has the times of an H100."""
     rows = tile_rows(facts.Nq // facts.Nkv)
     wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
     if facts.itemsize == 4:

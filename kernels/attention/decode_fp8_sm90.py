@@ -14,8 +14,8 @@ are kept. If a tile has two heads of 64 channels, the queries of each are zero i
 are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
 other half with zeros.
 
-The code uses loops instead of unrolled copies (docs/decisions/attention-decode-fp8.md). A loop cannot keep its scores in
-registers, so they go through shared memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
+The code uses loops (docs/decisions/attention-decode-fp8.md), which cannot keep scores in registers, so these go through shared
+memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
 `online_softmax.attend`.
 
 A tile has 64 tokens and 64 pairs of channels, as int16: the 128 bytes of a token are one head of 128 channels or two heads of

@@ -4,8 +4,8 @@ One warp fetches K and V by TMA. Two teams of four warps compute 64 rows of a ti
 one block by its values while it computes the softmax of the next block. The teams multiply in turn, so that the softmax of one
 overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). The pages must have 16 bits.
 
-The sizes below were measured (docs/decisions/attention-prefill.md), except for heads of 256 channels, whose blocks have half as
-many tokens, as many bytes. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
+docs/decisions/attention-prefill.md has the times of the sizes below; heads of 256 channels were not measured. Their blocks have
+half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
 """
 
 import triton.language as tl

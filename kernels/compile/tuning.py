@@ -192,7 +192,7 @@ _REGISTERED: dict[str, tuple[Family[Any], Cases]] = {}
 
 
 def register(family: Family[Any], cases: Cases) -> None:
-    """Register a kernel family, also one of your own, with `minirt tune`. Raises InputError if the name is taken.
+    """Register a kernel family, of minirt or of the user, with `minirt tune`. Raises InputError if the name is taken.
 
     `cases(shapes, tokens, device)` yields the cases to tune for a model's linear layers. `tokens`: the sizes of steps.
     """

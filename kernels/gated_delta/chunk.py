@@ -30,7 +30,7 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
-_PROMPTS = 8  # that all have programs of their own
+_PROMPTS = 8  # prompts up to which each has separate programs
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
 _PARTS = 4  # of a chunk, for the norm: small programs, of which many share an SM
 _RUN = tl.constexpr(8)  # consecutive tokens of the convolution that a thread computes
@@ -337,7 +337,7 @@ def chunk(a: GatedDeltaInput) -> None:
     x_stride, ba_stride = x.stride(0), a.ba.stride(0)
     work = a.sequences.slots.new_empty(1 + T // CHUNK + B, _WORK.value)
     prompts = min(B, _PROMPTS)
-    chunks = T // CHUNK + prompts  # the most of so many prompts
+    chunks = T // CHUNK + prompts  # the most that these prompts have
     _delta_conv_kernel[(2 * Hk + Hv, chunks)](
         x, a.weights, a.state, a.sequences, qkv, work, B, x_stride, C, num_warps=4, enable_fp_fusion=False
     )

@@ -79,7 +79,7 @@ def gated_delta_net(
 def cost(
     tokens: int, sequences: int, Hk: int, Hv: int, Dk: int, Dv: int, itemsize: int, *, begins: bool = False
 ) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of so many new tokens together.
+    """(bytes read and written, floating-point operations) of `tokens` new tokens of `sequences` sequences.
 
     `begins`: no sequence has a state yet. The operations are those of the rule token by token; chunks take more.
     """

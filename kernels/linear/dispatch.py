@@ -105,7 +105,7 @@ REGIMES = (
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
 # are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the
-# product's programs would crowd onto the SMs that become idle first. Measured with up to 256 tokens.
+# product's programs would crowd onto the SMs that become idle first.
 EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _SM90, 256, capability=90))
 
 CASES = [
@@ -138,8 +138,7 @@ def norm_linear(
     if row_maxima is not None:
         values, needed = row_maxima
         epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
-    if out is None:
-        out = _output(x, weight, out_dtype or x.dtype, gated=False)
+    out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, epilogue, workspace, pdl), check=check)
 
@@ -150,8 +149,7 @@ def norm_gate_up(
     check: bool = True,
 ) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    if out is None:
-        out = _output(x, weight, x.dtype, gated=True)
+    out = _output(x, weight, x.dtype, 2) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl), check=check)
 
@@ -161,8 +159,7 @@ def linear_residual(
     scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False, check: bool = True,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    if out is None:
-        out = _output(x, weight, x.dtype, gated=False)
+    out = _output(x, weight, x.dtype) if out is None else out
     return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl), check=check)
 
 
@@ -229,8 +226,9 @@ def _fetches_early(tokens: int, cc: int) -> bool:
     return any(regime.fetches_early for regime in covering(REGIMES, tokens, cc))
 
 
-def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype)
+def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, rows: int = 1) -> Tensor:
+    """`rows`: of the weight, for each output."""
+    return x.new_empty(x.shape[0], weight.shape[0] // rows, dtype=dtype)
 
 
 def _prepared(product: Product) -> Product:

@@ -212,7 +212,7 @@ def best_tile(
 ) -> tuple[int, int, int, int]:
     """The tile (rows, columns, warps) that takes the least time, and the number of parts for the tiles of the last round.
 
-    The time model counts steps in K of a 128 × 128 tile and is fitted to an H200 (docs/decisions/linear-prefill.md).
+    The time model counts steps in K of a 128 × 128 tile (docs/decisions/linear-prefill.md).
     """
 
     def one_round(block_t: int, columns: int) -> float:

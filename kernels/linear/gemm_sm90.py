@@ -513,14 +513,9 @@ def _gemm_sm90_kernel(
     x, weight, second_weight, residual, second_residual, out, second_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n, whole,
     C, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has its own descriptors.
-
-    With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
-
-    With STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
-
-    With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
-    waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
+    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has separate
+    descriptors. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉]. With
+    STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
     """
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     BUFFERS: gl.constexpr = C.GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
@@ -567,7 +562,7 @@ _ROWS = 128  # rows of a tile with two groups of warps, 64 for each
 _ROWS_OF_THREE = 192
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _LARGEST = 448  # of float8_e4m3fn
-_FINE = 512  # tokens; up to here, every number of tiles of rows has its own configuration
+_FINE = 512  # tokens; up to here, every number of tiles of rows has a separate configuration
 _LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
 # Weight rows of the two pairs of strips. With a gated activation, half of them are gate's.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
@@ -605,8 +600,8 @@ class GemmSm90Config:
 def _pieces(width: int, second: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
     """How many output columns of each pair are stored at once.
 
-    With fp32 outputs, and for the largest tiles, it is at most the span of one TMA swizzle, which leaves room for more tiles.
-    With a residual it is a whole strip, because the residual arrives in the same buffers.
+    With fp32 outputs, and for the largest tiles, at most the span of one TMA swizzle, which leaves room for more tiles. With a
+    residual a whole strip, because the residual arrives in the same buffers.
     """
     narrow = itemsize == 4 or (groups == 3 and width + second > 144 and not residual)
     most = _ROW_BYTES // 4 if narrow else width
@@ -617,10 +612,7 @@ def derive_config(
     width: int, second: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
     groups: int = 2, blocks: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
-    """The configuration that follows from the weight rows of both pairs of strips, the parts of K and the groups of warps.
-
-    `blocks`: whether the weight has a scale for each block.
-    """
+    """The configuration that follows from the weight rows of both pairs of strips, the parts of K and the groups of warps."""
     rows = width + second
     pieces = sum(_pieces(width, second, groups, out_itemsize, residual))
     buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
@@ -652,9 +644,8 @@ def may_split(facts: ProductFacts, width: int, second: int, num_sms: int) -> boo
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
     """The configurations worth considering for a shape and a token regime.
 
-    Three groups of warps are considered only if three tiles in flight fit in shared memory. 16-bit values: if T is a multiple of
-    their tile's rows. fp8 with scales of blocks: if tiles are at most as wide as registers hold sums and products. Not for other
-    fp8: the sums that are set aside leave no registers for a third group.
+    Three groups of warps need three tiles in flight in shared memory; with 16-bit values, a T that is a multiple of their tile's
+    rows; with scales of blocks, registers for sums and products. The sums that other fp8 sets aside leave none for a third group.
     """
     T, K, itemsize, residual, out_itemsize, blocks = (
         facts.T, facts.K, facts.itemsize, facts.residual, facts.out_itemsize, facts.blocks
@@ -689,12 +680,9 @@ def _computes_strips(c: GemmSm90Config, facts: ProductFacts) -> bool:
 
 
 def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
-    """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
-    H200 (docs/decisions/linear-prefill.md).
+    """Predicted microseconds: steps in K, rounds of tiles, a split (docs/decisions/linear-prefill.md, linear-fp8-blocks.md).
 
-    Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
-    function of that of two. With scales of blocks, a step also waits for its products and adds them
-    (docs/decisions/linear-fp8-blocks.md).
+    The step of three groups is a linear function of that of two. With scales of blocks, a step also waits for its products.
     """
     rows, blocks = c.width + c.second, facts.blocks
     tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, rows // (2 if facts.gated else 1))
@@ -719,18 +707,13 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSm90Config:
 
 
 def _usable(c: GemmSm90Config, facts: ProductFacts) -> bool:
-    """A bucket's name has no out_itemsize, so for wide outputs (logits) a stored configuration may need too much shared memory.
-
-    Without a workspace, K is not split.
-    """
+    """A bucket's name has no out_itemsize, so for logits a stored configuration may need too much shared memory."""
     return facts.out_itemsize == 2 and (facts.splits or c.split == 1)
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output.
-
-    And whether blocks with a scale have enough rows, and no residual is added to act(gate) · up.
-    """
+    """Whether rows and addresses are aligned for TMA, a residual has 16 bits, as the output, and is not added to act(gate) · up,
+    and blocks with a scale have enough rows."""
     x, residual, out = product.x, product.epilogue.residual, product.out
     if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
         return False

@@ -1,4 +1,4 @@
-"""Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
+"""Linear layers of a few tokens, where reading the weights takes most of the time.
 
 The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
 t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
@@ -9,7 +9,7 @@ If the weight has a scale for each block, a step in K stays within 128 columns, 
 row of blocks multiply its products before they are added to the fp32 sums.
 
 Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
-round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
+round; and each has enough tiles in flight.
 """
 
 import itertools
@@ -189,7 +189,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     """(rows of a tile, bytes of a row per step, programs per SM) on a device with much shared memory. `tiles`: tiles of 64 rows.
 
     With more tokens, there is more arithmetic, and the sums of a split K are larger. So there are fewer programs, with more
-    tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-small-batches.md).
+    tiles in flight in each (docs/decisions/linear-small-batches.md).
     """
     few = tiles <= 2 * num_sms  # at most two tiles of 64 rows for an SM
     wide = not gated and not few  # larger tiles read x less often
@@ -260,7 +260,7 @@ def row_maxima_tiles(product: Product) -> int:
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
-    """Write the output of a product of up to 128 tokens; `dispatch` gives those of one to `gemv`, and checks them before."""
+    """Write the output of a product of up to `MAX_TOKENS` tokens. `dispatch` checks it before."""
     x, weight, ep, T = product.x, product.weight, product.epilogue, product.x.shape[0]
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)

@@ -167,7 +167,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
-    """From sweeps over the layers of five models (docs/decisions/linear-one-token.md, linear-fp8-blocks.md).
+    """From sweeps (docs/decisions/linear-one-token.md, linear-fp8-blocks.md).
 
     A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """

@@ -438,7 +438,7 @@ def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Sm90Config:
-    """From sweeps over the layers of three models (docs/decisions/int4.md)."""
+    """From sweeps (docs/decisions/int4.md)."""
     chunks = cdiv(facts.K, INT4_CHUNK)
     if facts.gated:
         return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112, line=True)  # eight programs on an SM

@@ -1,9 +1,9 @@
 """Linear layers with 4-bit weights: products of any number of tokens, and unpacking to 16 bits. `int4_words` has the layout.
 
-One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The
-integers q − z are exact in 16 bits, and each group's sum is multiplied by its scale in fp32, so the weights are never rounded.
-With more tokens, the scale is multiplied into the weights first, which rounds them to 16 bits. Prompts (`gemm_unpacked`): a
-kernel writes the weights as 16-bit numbers, and the 16-bit GEMM multiplies them.
+`gemm_int4`: the weights are the tensor cores' left operand, as in `gemm_small`. The integers q − z are exact in 16 bits, and each
+group's sum is multiplied by its scale in fp32, so the weights are never rounded. With more tokens (`Int4Config.exact`), the scale
+is multiplied into the weights first, which rounds them to 16 bits. Prompts (`gemm_unpacked`): a kernel writes the weights as
+16-bit numbers, and the 16-bit GEMM multiplies them.
 
 The method of unpacking is Kim et al. 2022 ("Who says elephants can't run") and Marlin (Frantar et al. 2024): a nibble in the low
 mantissa bits of a constant exponent is a floating-point number 128 + q (bf16) or 1024 + q (fp16).
@@ -236,7 +236,7 @@ def is_int4(weight: Tensor) -> bool:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
-    """From sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md). Depends on T only through `token_block`."""
+    """From sweeps (docs/decisions/int4.md). It depends on T only through `token_block`."""
     T, N, K, itemsize, gated, (cc, num_sms) = facts.T, facts.N, facts.K, facts.itemsize, facts.gated, gpu
     block_t, chunks = token_block(T), cdiv(K, CHUNK)
     if itemsize == 4:

@@ -1,4 +1,4 @@
-"""Linear layers of 9 and more tokens with 4-bit weights (see `int4_words`) for Hopper, warp-specialized: unpacked in registers.
+"""Linear layers of many tokens with 4-bit weights (see `int4_words`) for Hopper, warp-specialized: unpacked in registers.
 
 One warp fetches words and x by TMA. Two groups of four warps unpack 64 rows each into registers, which are the left operand of
 `wgmma`; the tokens are on its N side. While one group unpacks, the other one multiplies. So unpacked weights are never stored.

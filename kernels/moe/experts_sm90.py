@@ -410,7 +410,7 @@ def _highest(K: int, itemsize: int, blocks: bool) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsSm90Config:
-    """The configuration for tiles of so many rows."""
+    """The configuration for tiles of `facts.rows` rows."""
     rows = facts.rows
     extra = rows % 64 if rows > 64 else 0
     return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - extra, 128, extra=extra)

@@ -33,7 +33,7 @@ CASES = [{"T": 1, "E": 5, "k": 2}, {"T": 5, "E": 128, "k": 8}, {"T": 19, "E": 60
 
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
-FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
+FEW = _LAST_FEW[-1]  # the most tokens with which a program reads all pairs at once
 _LAST = (*_LAST_FEW, 256, 512, 1024)
 # T → the largest step that launches the same compiled kernels, those of either kind of products included.
 last_tokens = up_to(*_LAST)
@@ -233,7 +233,7 @@ def _gather_kernel(
 
 
 def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
-    """The most tiles of `block_t` rows that so many pairs can have, each tile of one expert."""
+    """The most tiles of `block_t` rows, each of one expert, that `pairs` pairs can have."""
     touched = min(pairs, num_experts)
     return (pairs + touched * (block_t - 1)) // block_t
 

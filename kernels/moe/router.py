@@ -25,7 +25,7 @@ CASES = [
     {"T": 70, "E": 128, "H": 264},
 ]  # fmt: skip
 
-_EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
+_EARLY = 128  # the most tokens with which `route` may start before this kernel has its input
 
 
 @dataclass(eq=False)

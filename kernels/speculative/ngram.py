@@ -57,7 +57,7 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
     following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
     final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
     live = valid & (following != 0) & (cached < C.HISTORY)
-    length = tl.where(live, cached, 0)  # a match may end at so many places
+    length = tl.where(live, cached, 0)  # number of places at which a match may end
     last_ptr = row_ptr + C.TOKENS + cached
     suffix = ()
     for j in tl.static_range(C.LONGEST):
