@@ -1,21 +1,21 @@
 """`prepared`: kernels whose launches skip most of Triton's host work, which takes longer than a small kernel runs.
 
-Triton's own launch (`JITFunction.run`) finds the compiled kernel from the specialization of all arguments, checks global values
-and hooks, and encodes every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it
-keeps the C function that Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
+`JITFunction.run` finds the compiled kernel from the specialization of all arguments, checks global values and hooks, and encodes
+every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it keeps the C function that
+Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
 
 The key distinguishes everything that Triton's specialization does: device, types, dtypes, addresses that are multiples of 16,
-integers that are 1 or multiples of 16, constexprs and launch options. Launches that it does not cover take Triton's own path: an
-integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
-constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
+integers that are 1 or multiples of 16, constexprs and launch options. `JITFunction.run` launches what it does not cover: an
+integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Only that path checks global
+values, which are constants, and notices a CPU tensor.
 
 An argument may be a record, that is a NamedTuple of tensors, numbers, bools, texts and None: kernels read its fields by name.
 Its bools, texts and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest,
-and TMA descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants
-as a constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
+and TMA descriptors are separate arguments, because Triton 3.6 passes neither. Kernels do not annotate a record of constants as a
+constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
 
-No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
-If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
+Instead of Triton's version, what Triton passes to its C function is recorded and compared with what is expected. If it differs, a
+warning says so, once, and from then on Triton launches what is not prepared yet.
 """
 
 import copy
@@ -48,8 +48,8 @@ class Tile:
 
     Args:
         make: makes Triton's descriptor.
-        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. A view takes longer on the host than all
-            else that an argument needs, so it is made only when a descriptor is encoded.
+        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. The view is made only when a descriptor
+            is encoded, because it takes long on the host.
     """
 
     def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None) -> None:
@@ -245,19 +245,16 @@ def _fields(name: str, count: int) -> list[str]:
 
 
 class _Arguments:
-    """The source lines that turn arguments into the values of Triton's C function, and what a launch's key has of them."""
+    """The source lines that turn arguments into the values of Triton's C function, and their parts of a launch's key."""
 
     def __init__(self) -> None:
         self.lines, self.key, self.pointers = list[str](), list[str](), list[str]()
         self.integers, self.tiles = list[str](), list[str]()
 
     def value(self, name: str, kind: type | None, at: int, specialized: bool) -> str | None:
-        """What is passed for the argument `name` of this type. None: the type is not covered.
+        """What is passed for the argument `name` of type `kind` (None: a constexpr). None: the type is not covered.
 
-        Args:
-            kind: None for a constexpr.
-            at: place of the parameter.
-            specialized: whether Triton specializes an integer.
+        `at`: place of the parameter. `specialized`: whether Triton specializes an integer.
         """
         if kind is None or kind is str or kind in _CONSTANTS:
             self.key.append(name)  # like Triton, it takes 1 and True for equal
@@ -292,9 +289,7 @@ class _Arguments:
 def _launch_function(
     kernel: PreparedKernel, types: Mapping[str, type | tuple[type, ...]], fields: Sequence[str] = ()
 ) -> Callable[..., None]:
-    """The function that launches a kernel with arguments of these types.
-
-    Its source is generated, as a loop over the arguments would take several times as long.
+    """The function that launches a kernel with arguments of these types. A loop over the arguments would take far longer.
 
     Args:
         types: those of the parameters that are no constexprs; of a record, the types of its fields.

@@ -1,9 +1,8 @@
 """Launch configurations: how a kernel gets one for a shape, and where tuned ones are stored.
 
 A kernel's file declares a `Family`: on which facts of a shape its configuration depends, the rule that chooses one, candidates.
-A launch calls `Family.lookup`, which never measures. `minirt tune` measures the cases of registered families and stores
-configurations that are faster than the rule's. They are valid for one GPU model, one Triton version and one state of the kernel's
-source.
+`minirt tune` measures the cases of registered families and stores configurations that are faster than the rule's. They are valid
+for one GPU model, one Triton version and one state of the kernel's source.
 """
 
 import hashlib
@@ -50,13 +49,11 @@ class Family(Generic[Config]):
         name: as `minirt tune` shows and stores it.
         config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
         sources: files. A change to one of them makes stored configurations stale.
-        facts: names of those facts that name a bucket, in this order. Facts are a NamedTuple with these fields and `T`, such as
-            `linear.product.ProductFacts`.
+        facts: names of the facts that name a bucket. Facts are a NamedTuple with these fields and `T`, such as `ProductFacts`.
         rule: (facts, GPU) → the built-in choice.
         candidates: (facts, GPU) → other configurations, for `minirt tune`. None: the family is not tuned.
         tokens: number of tokens → the largest number that uses the same configuration.
-        usable: (configuration, facts) → whether the stored configuration of the bucket can be used, where the bucket's name does
-            not say enough.
+        usable: (configuration, facts) → whether the bucket's stored configuration can be used for these facts.
     """
 
     name: str
@@ -134,8 +131,7 @@ class Case:
         candidates: other configurations to try.
         prepare: allocates inputs and returns two functions. `launch(config)` runs the kernel once on weights that no cache holds.
             `check(config)` raises NumericsError if the result is wrong.
-        tokens: number of tokens of a model's step that uses this bucket. `minirt tune` confirms the choice in such steps. None if
-            no step of a model does.
+        tokens: of a model's step that uses this bucket, in which `minirt tune` confirms the choice. None: no step uses it.
     """
 
     family: Family[Any]
@@ -237,10 +233,7 @@ def source_hash(sources: tuple[str, ...]) -> str:
 
 
 def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
-    """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
-
-    A lock makes processes take turns, so none loses what another adds.
-    """
+    """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
@@ -272,8 +265,8 @@ def _locked(folder: Path) -> Iterator[None]:
 def load(family: Family[Config], file: Path) -> dict[str, Config]:
     """The file's configurations by bucket for the current state of the kernel's source.
 
-    A file that cannot be read or is malformed is ignored with a warning, because a kernel without a tuned configuration is only
-    slower. Configurations of an older source are ignored without a warning.
+    A file that cannot be read or is malformed is ignored with a warning. Configurations of an older source are ignored without
+    one.
     """
     entry = _read(file).get(family.name)
     if entry is None:

@@ -6,17 +6,13 @@ two groups of four warps multiply, each for 64 rows of two strips of the weight:
 strips. Fetching continues while the groups activate and store.
 
 A tile of many tokens has 128 or 64 rows of x, and `extra` rows that a second MMA multiplies. So heights between the powers of two
-are possible. In a prompt of 2,048 tokens, of which each uses 8 of 128 experts, an expert has 128 ± 11 tokens. A tile of 160 rows
-holds nearly all of them, so an expert's weights pass from L2 to an SM once. That takes longer than multiplying.
+are possible, and one tile can hold all tokens of most experts: an expert's weights then pass from L2 to an SM once.
 
 The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
 an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
 
-If the weights have a scale for each block, a step in K is one block of columns, as in `gemm_sm90`. Its products are multiplied by
-a scale of each strip's block and one of each token, and fp32 sums take them. While a group adds the products of one strip, the
-tensor cores compute those of the other.
-
-As in `products.py`, no result depends on the order of programs. The number of tiles is read on the device.
+If the weights have a scale for each block, a step in K is one block of columns, as in `gemm_sm90`. While a group adds the
+products of one strip, the tensor cores compute those of the other. The number of tiles is read on the device.
 """
 
 from collections.abc import Mapping
@@ -483,11 +479,8 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
     Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
-    A given configuration must have the height of the routing's tiles.
-
-    Args:
-        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `suits`)
-            [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
+    A given configuration must have the height of the routing's tiles. The weight is [E, rows, K]; FP8 scales are [E, rows] and
+    [pairs], or of blocks (see `suits`) [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
     x, weight, out, (T, top_k), most = product.x, product.weight, product.out, routing.weights.shape, routing.tiles.shape[1]
     device, facts = x.device, product.facts(token_regime(T), weight.shape[0], top_k, routing.block_t)

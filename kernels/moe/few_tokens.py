@@ -1,12 +1,11 @@
 """The experts of few tokens, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
 
-Every pair of a token and one of its experts reads the expert's weights. Few tokens rarely have an expert in common: 4 tokens with
-8 of 256 experts each use 31 on average. If two have, the programs of both run at the same time, and the second one to read finds
-the weights in L2. A token's result does not depend on the other tokens, nor on T.
+Every pair of a token and one of its experts reads the expert's weights, since few tokens rarely have an expert in common. If two
+have, their programs run at the same time, and the second one to read finds the weights in L2. A token's result does not depend on
+the other tokens, nor on T.
 
-Which experts these are follows from the router's logits. Every program finds it out by itself, and so does each of its warps: the
-logits are loaded in pieces of 32, of which each warp has a copy, so no maximum over them needs another warp. That takes less time
-than a kernel between the router and the experts.
+Every program, and each of its warps, derives the experts from the router's logits, which takes less time than a kernel between
+the router and the experts. Each warp has a copy of the logits, in pieces of 32, so no maximum over them needs another warp.
 
 `gate_up` cannot load weights before it has the logits. `down` can: `gate_up` triggers after its wait, so when programs of `down`
 start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
@@ -420,7 +419,7 @@ def last_tokens(T: int) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
-    """For N outputs of each of k experts, and rows of K values. It does not depend on the tokens, so no order of sums does.
+    """It does not depend on the tokens, so no order of sums does.
 
     A program looks for its experts before it loads weights. So all programs of gate/up for one token run at once, and each
     computes several blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's
@@ -492,12 +491,10 @@ def gate_up(
 ) -> Tensor | None:
     """act(gate) · up of norm(x) by each token's experts: x [T, H], weight [E, 2I, H] → out [T · k, I], a token's rows together.
 
-    With a shared expert, `out` is [T · (k + 1), I], and the gate [T] of it, before its sigmoid, is returned.
-
-    Args:
-        product: with an activation. Its scales, of FP8 weights, are [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
-        logits: [T, E].
-        shared: one of which `reference.computes_shared` is true.
+    With a shared expert, one of which `reference.computes_shared` is true, `out` is [T · (k + 1), I], and its gate [T], before
+    its sigmoid, is returned. `product` has an activation; the scales of FP8 weights are [E, 2I], or of blocks [E, 2I / g, ⌈H /
+    128⌉].
+    logits: [T, E].
     """
     weight, out = product.weight, product.out
     E, (pairs, N), T = weight.shape[0], out.shape, len(logits)
@@ -522,12 +519,9 @@ def down(
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j's down projection + sigmoid(gate) · shared: x of `gate_up`, weight [E, H, I] → out [T, H].
 
-    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
-
-    Args:
-        product: with a residual. Its scales, of FP8 weights, are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉].
-        logits: [T, E].
-        shared: the expert that `gate_up` took, with the `gate` that it returned; or what other kernels have computed.
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered. `product` has a
+    residual; the scales of FP8 weights are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. logits: [T, E]. shared: the expert that
+    `gate_up` took, with the `gate` that it returned; or the output of other kernels.
     """
     x, weight, out = product.x, product.weight, product.out
     (E, N, _), T = weight.shape, len(logits)

@@ -1,7 +1,7 @@
 """The experts of few tokens with 4-bit weights: as in `few_tokens`, with the arithmetic of `linear.gemv_int4`.
 
-`gate_up`: a program computes ROWS outputs of one expert. It prepares x while it looks for its expert. Then all of its words are
-in flight, because it triggers after their loads: the compiler would delay most of them, but moves no load across the trigger.
+`gate_up`: a program computes ROWS outputs of one expert. It prepares x while it looks for its expert. It triggers after the loads
+of its words, because the compiler moves no load across the trigger, so all of them are in flight.
 
 `down`: the rows of a token's experts for one output are read as one long row, so tiles may reach from one expert to the next, and
 each thread multiplies by the scale and the share of the expert that its words belong to. A program prepares all rows of x, which
@@ -248,13 +248,13 @@ def _few_down_int4_kernel(
 
 
 def _rows(most: int, outputs: int, gpu: Gpu) -> int:
-    """Outputs of a program: a power of two up to `most`. Each SM has at least three programs, so all have about equal work."""
+    """Outputs of a program: a power of two up to `most`, with which each SM has at least three programs, for equal work."""
     fitting = max(1, min(most, outputs // (3 * gpu.sms)))
     return 1 << (fitting.bit_length() - 1)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
-    """For N outputs of each of k experts of a token, and rows of K columns. It does not depend on T.
+    """It does not depend on T.
 
     A program of gate/up keeps x in registers, so a row is two tiles where 8 warps suffice. Those of down have about three. Words
     in flight have up to 64 registers of a thread.
@@ -298,13 +298,7 @@ def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, progra
 def gate_up(
     product: Product, logits: Tensor, top_k: int, shared: SharedExpert | None = None, config: FewTokensInt4Config | None = None
 ) -> None:
-    """act(gate) · up of norm(x) by each token's experts: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32] → out [T · k, I].
-
-    Args:
-        product: with an activation. Its scale words are [E, groups, 2I].
-        logits: [T, E].
-        shared: None; of 4-bit weights, `reference.computes_shared` is false.
-    """
+    """As `few_tokens.gate_up`: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32], scale words [E, groups, 2I] → out [T · k, I]."""
     if shared is not None:
         raise InputError("its kernels are those of linear layers", where="shared", expected="None", value="an expert")
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
@@ -322,12 +316,7 @@ def down(
     product: Product, logits: Tensor, top_k: int, normalize: bool, shared: SharedExpert | SharedOutput | None = None,
     gate: Tensor | None = None, config: FewTokensInt4Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32] → [T, H].
-
-    Args:
-        product: with a residual. Its scale words are [E, groups, H].
-        logits: [T, E].
-    """
+    """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32], scale words [E, groups, H] → [T, H]."""
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
     E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))

@@ -120,12 +120,7 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
 
 
 def launch(product: Product, routing: Routing, config: ExpertsInt4Config | None = None) -> Tensor:
-    """With an activation: act(gate) · up of each pair, x [T, H] → out [T · k, I], in the order of `routing.order`.
-    Without: x [T · k, I] in that order → out [T · k, H], rows in the order of pairs.
-
-    Args:
-        product: its weight is words [E, rows, ⌈K / 128⌉ · 32], its scale words [E, groups, rows], see `int4_words`.
-    """
+    """As `products.launch`, of words [E, rows, ⌈K / 128⌉ · 32] and scale words [E, groups, rows], see `int4_words`."""
     x, ep, (T, top_k), (_, N, K) = product.x, product.epilogue, routing.weights.shape, product.shape
     scale, group = scale_words(product)
     c, most = config or FAMILY.lookup(x.device, product.facts(token_regime(T))), routing.tiles.shape[1]
