@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -377,26 +376,28 @@ def _register(operation: Operation, definition: _Definition) -> dict[str, Implem
                 raise
             raise UnsupportedError("Triton is not installed", where=operation.name, hint="pip install triton") from error
 
+    check, additional = definition.check, definition.additional
+
     def kernel(a: Any) -> Any:
-        definition.check(a)
-        first, tensor = next(iter(vars(a).items()))
-        device = tensor.device
+        check(a)
+        values = vars(a)
+        first = next(iter(values))
+        device = values[first].device
         if capability(device) < LEAST:
             found = "an AMD GPU" if capability(device) == 0 else f"compute capability {capability(device) / 10}"
             expected = f"an NVIDIA GPU of compute capability {LEAST / 10} or later, or a CPU"
             raise UnsupportedError("no kernels for this device", where=first, expected=expected, found=found)
-        arguments = vars(a) | definition.additional(a)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device
-                return function()(**arguments, check=False)
-        return function()(**arguments, check=False)
+                return function()(**values, **additional(a), check=False)
+        return function()(**values, **additional(a), check=False)
 
     def on_cpu(a: Any) -> Any:
-        definition.check(a)
+        check(a)
         return definition.reference(a)
 
     def empty(a: Any) -> Any:
-        definition.check(a)
+        check(a)
         return definition.empty(a)
 
     defined = {operation.name: _define(operation.name, str(operation.schema), kernel, on_cpu, empty)}
@@ -416,7 +417,7 @@ def _define(name: str, schema: str, *functions: Callable[[Any], Any]) -> Impleme
     op = getattr(torch.ops.minirt, name).default
     parameters = op._schema.arguments
     names = tuple(parameter.name for parameter in parameters)
-    defaults = {parameter.name: parameter.default_value for parameter in parameters}
+    arguments = type("Arguments", (), {parameter.name: parameter.default_value for parameter in parameters})
     written = {parameter.name for parameter in parameters if parameter.is_write}
     packed = any(isinstance(parameter.type, torch.ListType) for parameter in parameters)
 
@@ -424,7 +425,9 @@ def _define(name: str, schema: str, *functions: Callable[[Any], Any]) -> Impleme
         def run(*args: Any, **options: Any) -> Any:
             if packed:
                 args = tuple(_rows(arg) if isinstance(arg, list) else arg for arg in args)
-            return function(SimpleNamespace(**defaults | dict(zip(names, args, strict=False)) | options))
+            a = arguments()
+            a.__dict__.update(zip(names, args), **options)  # noqa: B905  (strict takes time)
+            return function(a)
 
         return run
 
@@ -435,11 +438,11 @@ def _define(name: str, schema: str, *functions: Callable[[Any], Any]) -> Impleme
         return empty(*args, **options)
 
     def autograd(*args: Any, **options: Any) -> Any:
-        arguments = dict(zip(names, args, strict=False)) | options
-        _refuse_gradients(arguments.items())
+        values = dict(zip(names, args, strict=False)) | options
+        _refuse_gradients(values.items())
         for name in written:
-            if arguments.get(name) is not None:  # else a backward pass would take the new values for those that it needs
-                torch.autograd.graph.increment_version(arguments[name])
+            if values.get(name) is not None:  # else a backward pass would take the new values for those that it needs
+                torch.autograd.graph.increment_version(values[name])
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **options)
 
