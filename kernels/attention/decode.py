@@ -1,9 +1,8 @@
 """Attention of one new token per sequence on the paged KV cache, alone or fused with the operations before it: per-head
 RMSNorm, rotary embedding and the write of the new K and V.
 
-Each sequence is divided into KV splits of a fixed number of tokens, independent of the batch (Flash-Decoding, Dao et al. 2023).
-The splits of all sequences form one list of work items. A fixed number of programs takes items from it in turn, so neither the
-grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of each sequence in order.
+The KV splits (`limits.KV_SPLIT`; Flash-Decoding, Dao et al. 2023) of all sequences form one list of work items. A fixed number of
+programs takes items from it in turn, so neither the grid nor a CUDA graph depends on the contexts. `combine` adds the splits.
 """
 
 from collections.abc import Sequence

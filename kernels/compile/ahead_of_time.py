@@ -27,14 +27,14 @@ def compile_ahead(
 ) -> Iterator[None]:
     """Context in which launches compile and load their kernels, in parallel, and do not run.
 
-    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and if
-    `device` is not a GPU, so does this thread. So it does, with a warning, if this version of Triton lacks what is needed.
+    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and so
+    does this thread if `device` is not a GPU or, with a warning, if this version of Triton lacks what is needed.
 
     Args:
-        progress: called with the number of ready kernels, that of all kernels so far, and whether one of them was not in Triton's
-            cache, so that it is compiled. Until all launches are known, it is called only if a kernel is compiled.
-        ignore_errors: whether a kernel that cannot be compiled or loaded fails only at its first real launch. If False, its error
-            is raised at the end of the context.
+        progress: called with the numbers of ready kernels and of all kernels so far, and whether one of them was not in Triton's
+            cache. Until all launches are known, it is called only if a kernel is compiled.
+        ignore_errors: if False, the error of a kernel that cannot be compiled or loaded is raised at the end of the context, else
+            at its first real launch.
     """
     if device.type != "cuda":
         yield

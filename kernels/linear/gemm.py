@@ -1,9 +1,8 @@
 """Linear layers for many tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
 
 Tiles are computed in groups of rows, so that neighbouring tiles share weights in the L2 cache. From sm_90 on, TMA moves the
-tiles where their alignment permits, with descriptors made on the host; otherwise plain loads and stores do. A round of tiles is
-one tile for each SM. The tiles of an incomplete last round are cut into smaller ones, so that the round keeps more SMs busy for
-less time.
+tiles where their alignment permits. A round of tiles is one tile for each SM. The tiles of an incomplete last round are cut into
+smaller ones, so that the round keeps more SMs busy for less time.
 """
 
 from collections.abc import Sequence
@@ -176,9 +175,8 @@ def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK
 def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C):
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
-    With an activation, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and
-    of x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into REST parts,
-    which have their own descriptors of weight, residual and out.
+    The first `whole` tiles are computed whole. The others are cut along their columns into REST parts, with separate descriptors
+    of weight, residual and out.
     """
     pid = tl.program_id(0)
     if C.REST == 1 or pid < whole:

@@ -1,9 +1,9 @@
 """Linear layers of a few tokens, where reading the weights takes most of the time.
 
-The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
-t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
-epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
-partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
+The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n, t].
+From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. If N gives
+too few programs, K is split: the last program to arrive adds the partial sums in a fixed order, so the same input gives the same
+bits.
 
 If the weight has a scale for each block, a step in K stays within 128 columns, so that one scale for each token and one for each
 row of blocks multiply its products before they are added to the fp32 sums.
@@ -114,9 +114,8 @@ def _block_scales(ep, first, n0, block, N, C):
 def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer:
-    Triton prefetches nothing through a descriptor. With an activation, the weight has 2N rows. With SCALE_ROWS, the scales are
-    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+    With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer, because Triton prefetches nothing
+    through a descriptor.
     """
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None

@@ -1,11 +1,8 @@
 """Linear layers of one token (matrix times vector), limited by the time to read the weights; of few tokens, one by one.
 
-Products are fp32 FMAs. RMSNorm of the input is fused; gated activation, bias and residual are the epilogue. A program computes a
-few whole rows, so no sum spans several programs and the same input gives the same bits.
-
-To use the full memory bandwidth, enough bytes must be in flight at every moment, also while one kernel ends and the next begins.
-So a program keeps `tiles` loads in registers and issues another whenever it has used one. With programmatic dependent launch it
-issues the first loads before it waits for the kernel that computes its input.
+Products are fp32 FMAs. RMSNorm of the input is fused. A program computes a few whole rows, so no sum spans several programs. To
+keep enough bytes in flight for the full memory bandwidth, it holds `tiles` loads in registers and issues another whenever it has
+used one; with PDL, the first of them before it waits for the kernel that computes its input.
 """
 
 import math
@@ -99,11 +96,7 @@ class _Constants(NamedTuple):
 @prepared
 @triton.jit
 def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
-    """Computes BLOCK_N values of out [N] of token program_id(1). With an activation the weight has 2N rows: gate, then up.
-
-    The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
-    multiply the sum of each chunk of products.
-    """
+    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     GATED: tl.constexpr = ep.activation is not None
@@ -243,8 +236,7 @@ def _lookup_plan(
 def gemv(product: Product, config: GemvConfig | None = None) -> None:
     """Write the output of a product of one token, or of few that read the weight once each. Unchecked, see `dispatch`.
 
-    A token's values do not depend on the number of tokens. x is not quantized: an fp8 weight multiplies 16- or 32-bit
-    activations.
+    A token's values do not depend on the number of tokens. x is not quantized.
     """
     x, weight, facts, T = product.x, product.weight, product.facts(1), product.x.shape[0]
     if facts.itemsize == 1:

@@ -1,10 +1,9 @@
 """Linear layers of one token with 4-bit weights, as in `gemv`: fp32 FMAs, the norm fused, several loads of each thread in flight.
 
-`int4_words` has the layout; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
-alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that
-all products are q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this
-kernel must never be compiled with flushing of denormals, which Triton does not do. Tensor cores are slower for one token: in
-`gemm_int4` their operands wait for shared memory and for each other.
+`int4_words` has the layout; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask alone: bits p to
+p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that all products are
+q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this kernel must never be
+compiled with flushing of denormals, which Triton does not do.
 
 A thread holds 8 neighbouring words of a row, which are in one chunk of 128 columns. Rows are separate one-dimensional tensors, so
 that scales are loaded by the threads that need them.
@@ -130,10 +129,7 @@ def _result(acc, inverse_rms):
 @prepared
 @triton.jit
 def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
-    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time.
-
-    With an activation, the weight has 2N rows: gate, then up.
-    """
+    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     GATED: tl.constexpr = ep.activation is not None

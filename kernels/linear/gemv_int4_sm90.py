@@ -1,9 +1,9 @@
 """Linear layers of one token with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through shared memory.
 
 As in `int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's
-sum is multiplied by its scale in fp32. `int4_small_sm90` loads words into registers, and ptxas moves such loads to where the
-words are used, so few bytes are in flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several
-chunks of 128 columns ahead. Copies use no registers, stay where they are written, and complete in order.
+sum is multiplied by its scale in fp32. There, ptxas moves loads to where the words are used, so few bytes are in flight. Here,
+copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128 columns ahead. Copies use no
+registers, stay where they are written, and complete in order.
 
 Each warp has a separate ring and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put one
 before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
@@ -395,9 +395,9 @@ def _chunk(
 
 
 def worthwhile(rows: int, K: int, residual: bool) -> bool:
-    """Whether a weight is large enough for more bytes in flight to gain something.
+    """Whether a weight is large enough for bytes in flight to matter, and x, unless there is a residual, fits into shared memory.
 
-    And whether x fits into shared memory, if it may have to be normalized. With a residual it never is.
+    Only without a residual may x have to be normalized.
     """
     fewest = _FEWEST_BYTES_WITH_RESIDUAL if residual else _FEWEST_BYTES
     return rows * K // 2 >= fewest and (residual or K <= _MOST_NORMED)

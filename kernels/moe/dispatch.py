@@ -1,9 +1,7 @@
 """`mixture_residual`: the experts of a mixture, for any number of tokens.
 
-`REGIMES` says which kernels compute them. Few tokens: `few_tokens`, which also normalizes them. More tokens: they are sorted by
-expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
-Hopper, else by `products`. With weights of 4 bits: `few_tokens_int4`, and `products_int4`. `logits` is the router's product
-before that.
+`REGIMES` says which kernels compute them. Those for few tokens also normalize them. For the others, tokens are sorted by expert
+(`route`), and each expert that a token uses is read once, or once for each tile of its tokens.
 """
 
 from collections.abc import Callable
@@ -143,10 +141,7 @@ def router_logits(
 
     If the kernels of few tokens do not take the step, K is split, and the partial sums are not added yet (`LogitParts`).
 
-    Args:
-        top_k: experts of a token.
-        four_bits: whether the experts have 4 bits.
-        pdl: as for the linear layers.
+    top_k: experts of a token. four_bits: whether the experts have 4 bits. pdl: as for the linear layers.
     """
     T, E = x.shape[0], weight.shape[0]
     if not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
@@ -166,9 +161,7 @@ def mixture_residual(
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands.
 
-    Args:
-        norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized.
-        check: as for `mixture`. The others are the fields of `Mixture`.
+    norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized. The others are the fields of `Mixture`.
     """
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return mixture(
@@ -183,9 +176,8 @@ def mixture_residual(
 def mixture(m: Mixture, *, check: bool = True) -> Tensor:
     """Compute a mixture of experts, see `reference.route` and `reference.mixture`. Returns `m.out`.
 
-    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of more than
-    `reference.few_tokens` are quantized, each token with a separate scale or, if the weights have scales of blocks, with one for
-    each 128 channels.
+    All shapes depend only on T. With FP8 weights, the activations of more than `reference.few_tokens` are quantized, each token
+    with a separate scale or, if the weights have scales of blocks, with one for each 128 channels.
 
     Raises:
         InputError: the operands do not fit each other. Only with `check`.

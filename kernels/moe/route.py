@@ -1,9 +1,9 @@
 """The router's choice of experts, and the tokens sorted by expert: what the products by expert work through.
 
-Two kernels, all on the device: the choice (one program for each token), which also counts the pairs of each expert by integer
-atomics, and the lists (one program for each expert). A third kernel copies each token to its places in the order of experts,
-normalized and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a
-token and one of its k experts: pair t · k + j is token t with its j-th expert.
+Two kernels: the choice (one program for each token), which also counts the pairs of each expert by integer atomics, and the lists
+(one program for each expert). A third kernel copies each token to its places in the order of experts, normalized and quantized.
+All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a token and one of its k experts: pair
+t · k + j is token t with its j-th expert.
 
 With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
 copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
@@ -252,14 +252,9 @@ def _constants(
 def route(
     logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, pdl: bool = False, check: bool = True
 ) -> Routing:
-    """Choose each token's experts and sort the tokens by expert: logits [T, E] → `Routing`, see `reference.route`.
+    """Choose each token's experts and sort the tokens by expert: logits [T, E] or parts → `Routing`, see `reference.route`.
 
-    Args:
-        logits: [T, E], or their parts.
-        top_k: k, the experts of a token.
-        normalize: divide a token's weights by their sum.
-        block_t: rows of a tile.
-        pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
+    top_k: k, the experts of a token. normalize: divide a token's weights by their sum. block_t: rows of a tile.
     """
     parts = None
     if isinstance(logits, LogitParts):
@@ -301,8 +296,7 @@ def gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens in the order of `routing.order`: x [T, H] → [T · k, H], quantized also their scales [T · k], see `quantize`.
 
-    With a norm, the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are [T · k, ⌈H / 128⌉], one for
-    each 128 channels.
+    With a norm, the tokens are normalized first. With `blocks`, the scales are [T · k, ⌈H / 128⌉].
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
     out = x.new_empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype)

@@ -110,10 +110,7 @@ def _split(T: int) -> tuple[int, int]:
 
 
 def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
-    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H].
-
-    With `pdl`, the kernel overlaps with the kernel before it in the stream (see `minirt.kernels.pdl`).
-    """
+    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H]."""
     (T, H), E = x.shape, weight.shape[0]
     (block_t, parts), block_k = _split(T), 256 // x.element_size()
     part = cdiv(cdiv(H, parts), block_k) * block_k
