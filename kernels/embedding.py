@@ -10,11 +10,9 @@ from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
 CASES = [
-    {"T": 1, "V": 7, "H": 16},
-    {"T": 3, "V": 101, "H": 96},
-    {"T": 17, "V": 33, "H": 577},
+    {"T": 1, "V": 7, "H": 16}, {"T": 3, "V": 101, "H": 96}, {"T": 17, "V": 33, "H": 577},
     {"T": 129, "V": 50, "H": 1536},
-]
+]  # fmt: skip
 _BLOCK_H = 1024
 
 

@@ -65,8 +65,13 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
 
 
 def most_registers(threads: int) -> int:
-    """The most registers that a thread may have if so many threads share an SM, which has 65536 and gives them out in eights."""
+    """The most registers of a thread with which `threads` threads fit on an SM: it has 65536, allocated in eights."""
     return min(255, 65536 // threads // 8 * 8)
+
+
+def token_block(T: int) -> int:
+    """T rounded up to a power of two, at least 16, the smallest side of an MMA."""
+    return max(16, next_power_of_2(T))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -221,15 +221,15 @@ def _bracket(sums_ptr, rows, w, b, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
     i = tl.arange(0, _BINS)
     sums = tl.load(sums_ptr + i)
     target = target_mass(rows, b, tl.load(sums_ptr + _BINS - 1)) if BY_MASS else tl.load(rows.top_k + b).to(tl.int64)
-    found = tl.sum((sums < target).to(tl.int32), 0)
+    bin_index = tl.sum((sums < target).to(tl.int32), 0)
     target -= tl.max(tl.where(sums < target, sums, 0), 0)
-    lo, hi = _edge(found, w, b, BY_MASS), _edge(found + 1, w, b, BY_MASS)
+    lo, hi = _edge(bin_index, w, b, BY_MASS), _edge(bin_index + 1, w, b, BY_MASS)
     if LEVELS == 2:
         step = (hi - lo + _BINS - 1) // _BINS
         sums = tl.load(sums_ptr + _BINS + i, mask=i < _BINS - 1, other=-LOWEST - 1)
-        found = tl.sum((sums < target).to(tl.int32), 0)
+        bin_index = tl.sum((sums < target).to(tl.int32), 0)
         target -= tl.max(tl.where(sums < target, sums, 0), 0)
-        lo, hi = lo + found * step, lo + (found + 1) * step
+        lo, hi = lo + bin_index * step, lo + (bin_index + 1) * step
     return lo, hi, target
 
 
@@ -327,19 +327,19 @@ def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: t
     least = tl.where(i < count, first, MAX_INT)
     most = tl.where(i < count, first, -MAX_INT - 1)
     for begin in range(BLOCK, count, BLOCK):
-        more = i < count - begin
-        key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
-        least = tl.minimum(least, tl.where(more, key, MAX_INT))
-        most = tl.maximum(most, tl.where(more, key, -MAX_INT - 1))
+        inside = i < count - begin
+        key = tl.load(candidates_ptr + begin + i, mask=inside, other=0)
+        least = tl.minimum(least, tl.where(inside, key, MAX_INT))
+        most = tl.maximum(most, tl.where(inside, key, -MAX_INT - 1))
     lo, hi = tl.min(least, 0).to(tl.int64), tl.max(most, 0).to(tl.int64)
     while lo < hi:
         middle = (lo + hi) >> 1
         last = middle.to(tl.int32)
         reached = tl.sum(tl.where(first <= last, mass, 0), 0).to(tl.int64)
         for begin in range(BLOCK, count, BLOCK):
-            more = i < count - begin
-            key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
-            reached += tl.sum(_mass(key, more & (key <= last), BY_MASS), 0)
+            inside = i < count - begin
+            key = tl.load(candidates_ptr + begin + i, mask=inside, other=0)
+            reached += tl.sum(_mass(key, inside & (key <= last), BY_MASS), 0)
         if reached >= target:
             hi = middle
         else:

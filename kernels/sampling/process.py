@@ -126,12 +126,12 @@ def _ban_kernel(
                 token_ptr = history_ptr + entries + place % _MOST_ENTRIES
                 if HAS_DRAFTS:  # they are not in the history
                     known = step - tl.load(num_drafts_ptr + b)
-                    found = tl.load(token_ptr, mask=compared & (place < known), other=0)
+                    previous = tl.load(token_ptr, mask=compared & (place < known), other=0)
                     draft_ptr = drafts_ptr + slot.to(tl.int64) * STRIDE + (place - known)
-                    found = tl.where(place < known, found, tl.load(draft_ptr, mask=compared & (place >= known), other=0))
+                    previous = tl.where(place < known, previous, tl.load(draft_ptr, mask=compared & (place >= known), other=0))
                 else:
-                    found = tl.load(token_ptr, mask=compared, other=0)
-                banned = banned & (wanted == found)
+                    previous = tl.load(token_ptr, mask=compared, other=0)
+                banned = banned & (wanted == previous)
             minus_infinity = tl.full((BLOCK,), float("-inf"), tl.float32)
             tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
 

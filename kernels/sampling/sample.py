@@ -303,23 +303,10 @@ def _greedy_kernel(row_maxima_ptr, out_ptr, SPLITS, stride, BLOCK_S: tl.constexp
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    *,
-    all_greedy: bool,
-    any_top_k: bool,
-    any_top_p: bool,
-    any_min_p: bool,
-    workspace: SamplingWorkspace | None = None,
-    out: Tensor | None = None,
-    row_maxima: Tensor | None = None,
-    check: bool = True,
-) -> Tensor:
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, *,
+    all_greedy: bool, any_top_k: bool, any_top_p: bool, any_min_p: bool, workspace: SamplingWorkspace | None = None,
+    out: Tensor | None = None, row_maxima: Tensor | None = None, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
     Takes 1 launch without filters; otherwise 3, plus 4 for top-k and 4 for top-p. Does not synchronize with the host.

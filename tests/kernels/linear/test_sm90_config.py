@@ -33,19 +33,19 @@ def test_hopper_configurations(model, itemsize):
             assert len(chosen) == 1
             c = chosen.pop()
             rows = 64 * c.groups
-            widest = 32 if out_itemsize == 4 or (c.groups == 3 and c.more >= 64 and not residual) else 128
-            buffers = rows * out_itemsize * sum(min(columns // 2, widest) for columns in (c.width, c.more))
+            widest = 32 if out_itemsize == 4 or (c.groups == 3 and c.second >= 64 and not residual) else 128
+            buffers = rows * out_itemsize * sum(min(columns // 2, widest) for columns in (c.width, c.second))
             buffers *= 2 if residual or out_itemsize == 4 else 1
             if c.split == 2:
-                parts = 2 * -(-max(regime) // 128) * -(-N // (c.width + c.more))
+                parts = 2 * -(-max(regime) // 128) * -(-N // (c.width + c.second))
                 assert splits
                 assert not gated
                 assert parts <= 132
-                assert 128 * (c.width + c.more) * parts <= 1 << 22  # sums that a workspace has room for
+                assert 128 * (c.width + c.second) * parts <= 1 << 22  # sums that a workspace has room for
             assert c.groups == 2 or (itemsize == out_itemsize == 2 and c.split == 1 and max(regime) in (192, 384))
             assert c.num_stages >= 3
-            assert c.num_stages * (rows + c.width + c.more) * 128 + buffers < 227 * 1024
-            most = 0 if itemsize == 2 else 16 if c.width + c.more > 192 else 8
+            assert c.num_stages * (rows + c.width + c.second) * 128 + buffers < 227 * 1024
+            most = 0 if itemsize == 2 else 16 if c.width + c.second > 192 else 8
             assert c.promote <= most
             assert c.promote > 0 or itemsize == 2 or 128 * most >= -(-K // c.split)
 
@@ -54,7 +54,7 @@ def test_hopper_widths_fill_whole_rounds():
     """On 132 SMs: three strips wide where that leaves none idle, narrow where there are few tiles."""
     def columns(T, N, K, gated=False):
         c = gemm_sm90.rule(ProductFacts(T, N, K, 2, gated, splits=False), H200)
-        return c.width + c.more
+        return c.width + c.second
 
     assert columns(8192, 18944, 3584, True) == columns(8192, 3584, 18944) == 256
     assert columns(256, 18944, 3584, True) == columns(2048, 4608, 3584) == 192
@@ -67,7 +67,7 @@ def test_hopper_rows_fit_the_tokens():
     def chosen(T, N, K, gated=False, itemsize=2, out_itemsize=2):
         residual = not gated and N == 3584
         c = gemm_sm90.rule(ProductFacts(T, N, K, itemsize, gated, residual, out_itemsize=out_itemsize), H200)
-        return c.groups, c.width, c.more, c.split
+        return c.groups, c.width, c.second, c.split
 
     for T in (129, 192):
         assert chosen(T, 18944, 3584, True) == (3, 128, 16, 1)
