@@ -6,22 +6,13 @@ import itertools
 
 import pytest
 import torch
-from support.decode import SM_COUNTS, plan, use_sms
+from support.decode import SM_COUNTS, attention64, plan, use_sms
 
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import decode_few as kernel
 from minirt.kernels.attention import dispatch
 from minirt.kernels.launch import Workspace
-
-
-def attention64(q, k, v, scale):
-    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
-    n, total = q.shape[0], k.shape[0]
-    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def run(q, pages, lens, new, split, scale, out, rows=None, **options):

@@ -3,7 +3,6 @@ zero points or scales of a neighbouring group or row, tiles of a warp that are s
 of N, K and T, a residual that is activated, left out or read after it was overwritten, missing barriers around the sums over
 warps."""
 
-import os
 
 import pytest
 import torch
@@ -40,12 +39,6 @@ SMALL = [
     (7, 33, 577, 32, None, False, Int4SmallSm90Config(16, 4, 1, None, 2)),
     (2, 16, 256, 128, None, False, Int4SmallSm90Config(16, 8, 4)),
 ]
-
-
-@pytest.fixture
-def on_hopper():
-    if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 @pytest.mark.gpu

@@ -6,8 +6,7 @@ import torch
 
 from minirt.bench import bounds
 from minirt.kernels import reference
-from minirt.kernels.launch import Gpu
-from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import few_tokens
 from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 from minirt.kernels.moe.few_tokens import CASES, MOST
@@ -137,17 +136,3 @@ def test_every_configuration_gives_the_same(make, nan, monkeypatch):
         few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, 2, True, config=config)
         truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
         torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_of_any_size_runs_at_once(device, monkeypatch):
-    """So no program is left for a second wave. The last step of a regime's part is few tokens, too."""
-    monkeypatch.setattr(few_tokens, "sm_count", lambda device: 132)
-    for N, K, rows, gated in ((768, 2048, 8, True), (512, 2048, 9, True), (2048, 768, 1, False), (7168, 2048, 1, False)):
-        c = few_tokens.rule(ProductFacts(1, N, K, 1, gated, E=256, k=8), Gpu(90, 132))
-        for T in range(2, MOST + 1):
-            rounds = few_tokens._rounds(c, N, T, rows * T, device)
-            programs = -(-N // (c.block_n * c.blocks * rounds)) * rows * T
-            assert 0.6 * 16 * 132 < programs * c.num_warps <= 1.01 * 16 * 132
-        assert few_tokens._rounds(c, N, 1, rows, device) == 1
-    ends = [few_tokens.last_tokens(T) for T in range(1, MOST + 1)]
-    assert all(T <= end <= MOST and few_tokens.last_tokens(end) == end for T, end in enumerate(ends, 1))

@@ -5,7 +5,7 @@ import torch
 
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import dispatch, few_tokens, few_tokens_int4, router
+from minirt.kernels.moe import dispatch, few_tokens, few_tokens_int4
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.route import gather, route
 from minirt.kernels.moe.router import CASES, LogitParts, router_logits
@@ -113,9 +113,3 @@ def test_few_tokens_and_more_agree(make):
     for rows in (slice(0, 1), slice(5, 6), slice(2, 4)):
         for logits_of in (whole, router_logits):
             torch.testing.assert_close(run(x[rows], logits_of), together[rows], rtol=1e-4, atol=1e-4)
-
-
-def test_variants_follow_the_split():
-    ends = [router.last_tokens(T) for T in range(2, 3000)]
-    assert all(end is None or (end >= T and router._split(end) == router._split(T)) for T, end in enumerate(ends, 2))
-    assert router.cost(4, 8, 16, 2)[1] == 2 * 4 * 8 * 16
