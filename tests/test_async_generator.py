@@ -7,7 +7,6 @@ others, and an engine's thread that ends with an event loop.
 import asyncio
 import gc
 import inspect
-import random
 import threading
 import weakref
 from concurrent.futures import Future
@@ -27,7 +26,6 @@ from minirt.modeling.plan import Plan
 from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
-STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of two pages, of none
 
 
 class MockModel(Mock):
@@ -70,10 +68,6 @@ def at_rest(generator):
     return thread.call(lambda it: not it.has_work and not thread._sinks and allocator.num_free == allocator.num_pages)
 
 
-def draw_prompt(draw):
-    return draw.choice(STEMS) + [draw.randrange(90) for _ in range(draw.randrange(1, 9))]
-
-
 async def read(agen, prompt, count=8, leave_after=None, pause=None):
     """All tokens of a stream, or the first ones."""
     tokens = []
@@ -85,56 +79,6 @@ async def read(agen, prompt, count=8, leave_after=None, pause=None):
             if pause:
                 await pause()
     return tokens
-
-
-def test_five_hundred_streams_with_cancellations(generator):
-    """Three event loops. Some tasks are cancelled, and some leave early. Whoever gets all tokens gets those of a solo run."""
-    agen, counts = AsyncGenerator(generator), {"done": 0, "left": 0, "cancelled": 0}
-
-    async def one(draw):
-        prompt, count = draw_prompt(draw), draw.randrange(1, 12)
-        leave = draw.randrange(1, count + 1) if draw.random() < 0.2 else None
-        if draw.random() < 0.3:
-            done = await agen.generate([prompt, prompt[::-1]], params(count), priority=[0, draw.randrange(-1, 3)])
-            assert [c.token_ids for c in done] == [undisturbed(p, count, EOS) for p in (prompt, prompt[::-1])]
-        else:
-            tokens = await read(agen, prompt, count, leave)
-            assert tokens == undisturbed(prompt, count, EOS)[:leave]
-        return "left" if leave else "done"
-
-    async def all_of(seed, number):
-        draw = random.Random(seed)
-        tasks = [asyncio.create_task(one(random.Random(draw.random()))) for _ in range(number)]
-        for task in tasks:
-            if draw.random() < 0.25:
-                await asyncio.sleep(0)
-                asyncio.get_running_loop().call_later(draw.random() * 0.5, task.cancel)
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, asyncio.CancelledError):
-                result = "cancelled"
-            elif isinstance(result, BaseException):
-                raise result
-            counts[result] += 1
-
-    failed = []
-
-    def run(seed, number):
-        try:
-            asyncio.run(all_of(seed, number))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(i, n), daemon=True) for i, n in enumerate((200, 200, 100))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-        assert not each.is_alive(), "a stream waits for ever"
-    assert failed == []
-    assert sum(counts.values()) == 500
-    assert min(counts.values()) > 10, f"all three happen: {counts}"
-    assert at_rest(generator)
-    assert generator.prefix_cache_stats.hits > 100 * PAGE_SIZE
 
 
 def test_a_name_is_no_generator():

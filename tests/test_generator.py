@@ -955,33 +955,6 @@ def test_all_calls_continue_the_prompt(llama):
     assert [many[0].text, many[1].text] == [" there there", "there there"], "nothing stands before the second"
 
 
-def test_a_stop_string_of_byte_tokens_ends_a_request_at_once(llama):
-    """It went on to the end of the run of byte tokens, up to max_tokens."""
-    done = llama.generate("a", forced(llama, "<0x0A>", max_tokens=40, stop="\n"))
-    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
-    assert [p.text for p in llama.stream("a", forced(llama, "<0x0A>", max_tokens=6))] == ["\n"] * 6
-
-
-def test_a_special_token_as_stop_string_ends_a_request(llama):
-    """The engine ends it, and does not draw the token before min_tokens."""
-    done = llama.generate("a", forced(llama, "<unk>", max_tokens=40, stop="<unk>"))
-    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
-    late = forced(llama, "<unk>", "▁a", max_tokens=40, stop="<unk>", min_tokens=3, logit_bias={0: 100})
-    assert llama.generate("a", late).text == " a a a"
-
-
-def test_a_bad_word_is_forbidden_within_a_text(llama):
-    """Only its form at the beginning of a text was forbidden."""
-    done = llama.generate("was(", forced(llama, "there", "▁there", "▁a", max_tokens=3, bad_words="there"))
-    assert done.text == " a a a"
-
-
-def test_a_grammar_that_begins_with_a_space(llama):
-    """The text lost the space that the grammar had accepted, so that it did not match."""
-    options = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice": [" there"]})
-    assert [llama.generate(prompt, options).text for prompt in ("Once", [1])] == [" there"] * 2
-
-
 def test_pytorchs_default_dtype_changes_nothing():
     """Scratch memory, scales and KV pages that PyTorch makes in its default dtype would be of another one, or refused."""
     drafts = SpeculativeOptions(method="mtp", adaptive=False)  # else measured times decide which tokens share a step

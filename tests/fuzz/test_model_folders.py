@@ -1,8 +1,8 @@
 """Damaged model folders: each gives a model or a `MinirtError`, in bounded time and memory; none contradicts itself silently.
 
 A tiny folder is changed in a seeded way: values and bytes of its JSON files, headers and bytes of its shards, and the files
-themselves (links, pipes, sparse files). Other forms of a good folder must load. A folder that loads computes what transformers computes from the same files, or from the weights that quantized files stand
-for. MINIRT_FUZZ sets the number of cases.
+themselves (links, pipes, sparse files). Other forms of a good folder must load. A folder that loads computes what transformers
+computes from the same files, or from the weights that quantized files stand for. MINIRT_FUZZ sets the number of cases.
 """
 
 import json

@@ -87,26 +87,6 @@ def test_shorter_and_shorter_beginnings(folder: Path, plain: Generator) -> None:
             assert found.cached_tokens >= (261 - shift) // 64 * 64 - 1
 
 
-def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> None:
-    """Few pages and few states, for prompts that share beginnings."""
-    texts = prompts(100, 130, 40)
-    many = [[*texts[i % 3], *texts[(i + 1) % 3][: 17 * i % 90], i + 3] for i in range(14)]
-    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
-    expected = [done.token_ids for done in plain.generate(many, params)]
-    page = 64 * plain.kv_bytes_per_token
-    options = OPTIONS | {"kv_cache_memory": 9 * page, "max_num_seqs": 4, "max_model_len": 500}
-    with Generator.from_pretrained(folder, state_cache_memory=4 * plain.memory.state, **options) as generator:
-        for _ in range(2):
-            assert [done.token_ids for done in generator.generate(many, params)] == expected
-        stats = generator.prefix_cache_stats
-        assert stats is not None
-        assert stats.snapshots == 4
-        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
-        sampled = SamplingParams(max_tokens=5, temperature=1.0, seed=4, n=3)
-        found, wanted = (own.generate([many[5]], sampled)[0] for own in (generator, plain))
-        assert [own.token_ids for own in found.outputs] == [own.token_ids for own in wanted.outputs]
-
-
 def test_scores_begin_from_the_state_of_their_prompt(folder: Path, plain: Generator) -> None:
     """The first of four completions computes the prompt for all. The logits of the prompt's last token score the first one."""
     context, *tails = prompts(139, 5, 90, 1, 70)
@@ -179,37 +159,3 @@ def test_a_shorter_shared_beginning_is_found_by_64_of_64(folder: Path, shift: in
     shared_pages = (661 - shift) // 64 * 64
     assert all(count >= shared_pages for count in found[1:]), "all after the first that leaves the known path"
     assert (found[0] >= 512) == (shift <= 100), "the end of the first chunk"
-
-
-def test_twenty_turns_whose_reasoning_is_left_out(folder: Path) -> None:
-    """Each turn computes what its prompt has more than the one before, without that one's generation prompt, and up to 63 tokens.
-
-    It does so in one step, as does the first one. The answers are made up, since the model writes noise: what it generates is
-    never a part of the next prompt.
-    """
-    words = random.Random(3)
-    messages: list[dict[str, str]] = [{"role": "system", "content": "abc " * 70}]
-    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    options = OPTIONS | {"max_model_len": 4096, "max_num_batched_tokens": 512}
-    history = 0
-    with (
-        Generator.from_pretrained(folder, **options) as generator,
-        Generator.from_pretrained(folder, prefix_cache=False, **options) as plain,
-    ):
-        runner: Any = generator._engine.engine._runner
-        started, start = list[Any](), runner.start
-        runner.start = lambda plan: started.append(plan) or start(plan)
-        for turn in range(20):
-            messages.append({"role": "user", "content": "".join(words.choices("abcdefgh ", k=66))})
-            tokens = generator.encode_chat(messages)
-            found = generator.chat(messages, params)
-            assert found.cached_tokens == history // 64 * 64, f"turn {turn}"
-            assert [len(plan.tokens) for plan in started if len(plan.tokens)] == [len(tokens) - found.cached_tokens]
-            started.clear()
-            history = len(tokens) - len(generator.encode("[assistant]<t>")) + 1  # (encode adds a token at the beginning)
-            if turn % 5 == 4:
-                assert found.token_ids == plain.chat(messages, params).token_ids
-            messages.append({"role": "assistant", "reasoning": "hm " * 20, "content": "".join(words.choices("ijkl ", k=30))})
-        stats = generator.prefix_cache_stats
-    assert stats is not None
-    assert stats.recomputed <= 20 * 64, "at most a page of each turn was there without its state"
