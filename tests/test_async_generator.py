@@ -287,27 +287,6 @@ def test_what_is_dropped_is_freed():
     assert not thread.is_alive()
 
 
-def test_priorities():
-    async def scenario():
-        with mock_generator(pages=4, seqs=1) as generator:
-            agen, order = AsyncGenerator(generator), []
-            permits = gated(generator)
-
-            async def one(priority):
-                async for _ in agen.stream([20, 20], params(2), priority=priority):
-                    pass
-                order.append(priority)
-
-            tasks = [asyncio.create_task(one(priority)) for priority in (9, 2, 0, 1)]
-            await asyncio.sleep(0)
-            permits.release(1000)
-            await asyncio.gather(*tasks)
-            assert order in ([0, 1, 2, 9], [9, 0, 1, 2]), "the first one may have started before the others came"
-            await agen.generate([[20], [21]], params(2), priority=[1, 0])
-
-    asyncio.run(scenario())
-
-
 def test_closing_ends_all_streams(generator):
     permits = gated(generator)
 

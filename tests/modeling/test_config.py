@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.loading.options import pick_length
@@ -656,66 +654,6 @@ def test_fields_name_the_nested_place() -> None:
         fields.nested("a").nested("b").integer("c", maximum=9)
     with pytest.raises(ConfigError, match=r"^x.json, field a.b: not a JSON object; .* found 4$"):
         Fields({"a": {"b": 4}}, "x.json").nested("a").nested("b")
-
-
-NAMES = [
-    *(
-        "model_type",
-        "hidden_act",
-        "dtype",
-        "torch_dtype",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-    ),
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
-    *("layer_types", "architectures", "is_causal", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "shared_expert_intermediate_size"),
-    *("quantization_config", "num_experts", "partial_rotary_factor", "auto_map", *SIZES, *OPTIONAL_SIZES),
-    *("no_rope_layers", "attn_logit_softcapping", "attention_multiplier", "text_config", "query_pre_attn_scalar"),
-    "original_max_position_embeddings",
-]
-ROPE_NAMES = [
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "mscale"),
-    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale_all_dim", "truncate", "surprise"),
-    *("short_factor", "long_factor", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"),
-]
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(0, 300)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(
-        ["default", "linear", "llama3", "yarn", "dynamic", "longrope", "full_attention", "gelu", "float16", HUGE, -HUGE]
-    )
-)
-ANY_VALUE = st.recursive(
-    SCALARS,
-    lambda v: (
-        st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(ROPE_NAMES) | st.text(max_size=3), v, max_size=6)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(
-    kind=st.sampled_from(list(CLASSES)),
-    changes=st.dictionaries(st.sampled_from(NAMES), ANY_VALUE, max_size=4),
-    rope=st.none() | st.dictionaries(st.sampled_from(ROPE_NAMES), SCALARS, max_size=6),
-)
-def test_any_json_parses_or_is_refused(kind: str, changes: dict[str, Any], rope: dict[str, Any] | None) -> None:
-    try:
-        parsed = parse_config(raw_config(kind, rope_parameters=rope) | changes)
-    except ConfigError:
-        return
-    assert parsed.num_parameters > 0
-    assert parsed.num_heads % parsed.num_kv_heads == 0
-    assert parsed.head_dim % 2 == 0
-    assert math.isfinite(parsed.rms_norm_eps * parsed.rope.theta * parsed.rope.factor * parsed.rope.attention_factor)
 
 
 def test_an_architecture_with_windows_of_its_own() -> None:

@@ -117,32 +117,6 @@ def test_few_pages_few_states_and_requests_that_are_dropped(lookahead: int, fold
             check(found, wanted)
 
 
-def test_scores_salts_and_kept_prompts(folder: Path, plain: Generator) -> None:
-    """Prompts whose tokens are scored, that share nothing by their salt, or that are pinned, with drafts in between."""
-    text, tail, *others = prompts(150, 7, *[140] * 8)
-    options = {"kv_cache_memory": 14 * 64 * (plain.kv_bytes_per_token * 3 // 2 + 1), "max_model_len": 300, "max_num_seqs": 2}
-    with both(folder, 1, state_cache_memory=plain.memory.state * 12, **options) as generator:
-        assert generator.warm_prompt(text) == 128
-        generator.generate(others, params(3))
-        found = generator.generate([*text, *tail], params())
-        assert found.cached_tokens == 128
-        check(found, plain.generate([*text, *tail], params()))
-        for salt, cached in (("a", 0), ("a", 128), ("b", 0)):
-            call = generator._processor.prepare(text, params(), single=True, cache_salt=salt)
-            list(generator._run(call))
-            found = call.results[0]
-            assert found.cached_tokens == cached
-            check(found, plain.generate(text, params()))
-        scored = params(prompt_logprobs=0)
-        for _ in range(2):
-            found, expected = (own.generate([*text[:130], *tail], scored) for own in (generator, plain))
-            check(found, expected)
-            for own, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
-                assert abs(own.logprob - other.logprob) < 2e-4
-        for own, other in zip(*(each.score(text, [tail, others[0][:80]]) for each in (generator, plain)), strict=True):
-            assert all(abs(a.logprob - b.logprob) < 2e-4 for a, b in zip(own.logprobs, other.logprobs, strict=True))
-
-
 def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> None:
     """The pages of the draft model, and in each snapshot what undoes drafts."""
     with load(folder, mtp(), state_cache_memory="1MiB") as generator:

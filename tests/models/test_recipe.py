@@ -101,27 +101,6 @@ def test_accepted(outline, good):
     assert outline.written > 0
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "sad and she cried.", "like Elfspiran.", "like Lily.", "happy happy.", "sad, so sad, sad.", "a special joy.",
-        "that 3 were few.", "he had a red hat.", "no end", "the moral: be kind.", "fine (really).",
-        "it" + " x" * 30 + ".",
-    ],
-)  # fmt: skip
-def test_refused_twice_then_left_out(outline, bad):
-    """Refused: unknown or not yet introduced characters, repetition, comments on the story, digits, too long, unfinished."""
-    before = outline.text
-    for _ in range(2):
-        assert outline.advance().endswith("Pip felt")
-        assert not outline.fill(bad)
-    assert outline.text == before
-    assert outline.advance().endswith('Pip said, "')
-    assert outline.fill('Let us go home now." He')
-    assert outline.advance() is None
-    assert outline.text == before + ' Pip said, "Let us go home now."'
-
-
 def test_packing(recipe):
     """Every row begins with a whole story, and every story appears whole."""
     import numpy as np

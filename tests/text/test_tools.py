@@ -154,62 +154,6 @@ def test_a_schema_without_end_has_no_types():
     assert types(schema) == ()
 
 
-def valid(value, schema, root):
-    """Whether a value follows a schema, as far as JSON schema is used here. References are JSON pointers into `root`."""
-    if "$ref" in schema:
-        target = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            target = target[part.replace("~1", "/").replace("~0", "~")]
-        return valid(value, target, root)
-    kinds = {"object": dict, "array": list, "string": str, "integer": int}
-    if not isinstance(value, kinds[schema["type"]] if "type" in schema else object):
-        return False
-    checks = [value == schema["const"]] if "const" in schema else []
-    if isinstance(value, dict):
-        known = schema.get("properties", {})
-        checks += [key in value for key in schema.get("required", [])]
-        checks += [valid(own, known[key], root) for key, own in value.items() if key in known]
-        checks.append(schema.get("additionalProperties", True) or value.keys() <= known.keys())
-    if isinstance(value, list):
-        checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 99))
-        checks += [valid(item, schema.get("items", {}), root) for item in value]
-    return all(checks) and ("anyOf" not in schema or any(valid(value, choice, root) for choice in schema["anyOf"]))
-
-
-def test_the_schema_of_a_list_of_calls():
-    """References of each tool's schema must still lead where they did."""
-    first = tool(
-        "a/b", properties={"x": {"$ref": "#/$defs/n"}}, required=["x"], **{"$defs": {"n": {"type": "integer"}}}
-    )
-    second = tool(
-        "c", properties={"x": {"$ref": "#/definitions/n"}, "self": {"$ref": "#"}}, definitions={"n": {"type": "string"}}
-    )
-    schema = call_schema(read_tools([first, second]), parallel=True)
-    before = json.dumps([first, second])
-    good = [
-        [{"name": "a/b", "arguments": {"x": 1}}],
-        [{"name": "c", "arguments": {"x": "s", "self": {"x": "t"}}}, {"name": "a/b", "arguments": {"x": 2}}],
-    ]
-    bad = [
-        [],
-        {},
-        [{"name": "a/b", "arguments": {"x": "s"}}],
-        [{"name": "c", "arguments": {"x": 1}}],
-        [{"name": "d", "arguments": {}}],
-        [{"name": "c", "arguments": {"self": {"x": 1}}}],
-        [{"name": "c"}],
-        [{"name": "c", "arguments": {}, "more": 1}],
-    ]
-    for value in good:
-        assert valid(value, schema, schema), value
-    for value in bad:
-        assert not valid(value, schema, schema), value
-    assert json.dumps([first, second]) == before
-    single = call_schema(read_tools([first, second]), parallel=False)
-    assert valid(good[0], single, single)
-    assert not valid(good[1], single, single)
-
-
 def test_schemas_that_cannot_be_put_together():
     with pytest.raises(InputError, match="needs tools"):
         call_schema([], True)

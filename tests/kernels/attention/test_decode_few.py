@@ -64,27 +64,6 @@ def test_few_new_tokens_on_fp8_pages(case, make, cache8, nan, agrees):
     check(case, torch.float16, True, make, None, cache8, nan, agrees)
 
 
-def test_a_token_depends_on_no_other_sequence_and_no_later_token(make, cache, nan, device, monkeypatch):
-    """The same bits alone, anywhere in a batch, with fewer new tokens after it, and whatever program gets which item."""
-    lens, new = [130, 67, 0, 9, 64], [5, 1, 0, 8, 2]
-    pages, q = cache(lens, 1, 64, 16, torch.float32), make(sum(new), 3, 64, dtype=torch.float32)
-    rows = q.split(new)
-
-    def result(chosen, sms=132):
-        use_sms(sms, monkeypatch)
-        given = torch.cat([rows[b] for b in chosen])
-        return run(given, pages, lens, new, 64, 0.2, nan(*given.shape, dtype=q.dtype), chosen).split([new[b] for b in chosen])
-
-    together = result(range(5))
-    for chosen in ([0], [3, 4], [4, 2, 1, 0]):
-        for b, own in zip(chosen, result(chosen, 1), strict=True):
-            assert torch.equal(own, together[b])
-    for kept in (1, 2, 4):  # the first of its five new tokens; the last split begins with the fourth
-        fewer = [130 - 5 + kept]
-        own = pages._replace(tables=pages.tables[:1], lens=torch.tensor(fewer, dtype=torch.int32, device=device))
-        assert torch.equal(run(rows[0][:kept], own, fewer, [kept], 64, 0.2, nan(kept, 3, 64, dtype=q.dtype)), together[0][:kept])
-
-
 def test_nan_stays_in_its_sequence(make, cache, nan):
     """Catches NaN that spreads by a product with a hidden probability of zero, through the tile or through the combination."""
     lens, new = [70, 66, 9], [3, 5, 2]

@@ -97,19 +97,6 @@ def test_nan_of_an_expert_stays_with_its_tokens(make):
     assert torch.equal(out.isnan().any(1), users)
 
 
-def test_a_row_does_not_depend_on_the_others(make):
-    """The same bits in a step of 3 tokens and of 66, whose tiles are higher."""
-    E, H, inter = 4, 64, 32
-    gate_up, down = weights(make, E, H, inter, torch.float32)
-    h, logits = make(66, H, dtype=torch.float32), make(66, E, dtype=torch.float32)
-
-    def run(T):
-        return mixture_residual(h[:T], logits[:T], gate_up, down, h[:T], 2, True, "silu")
-
-    assert products.block_t(3) < products.block_t(66)
-    assert torch.equal(run(3), run(66)[:3])
-
-
 def test_no_tokens_and_wrong_arguments(make):
     gate_up, down = weights(make, 4, 16, 8, torch.float32)
     h, logits = make(2, 16, dtype=torch.float32), make(2, 4, dtype=torch.float32)
