@@ -20,11 +20,10 @@ from support.weights import loads_alike
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
 from minirt.errors import CheckpointError, ConfigError, MinirtError, OutOfMemoryError, UnsupportedError
-from minirt.kernels.reference import dequantize_fp8, linear, quantize_fp8
+from minirt.kernels.reference import dequantize_fp8, quantize_fp8
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers
 from minirt.loading.load import plan_model
-from minirt.modeling.formats import StoredFp8Blocks
 from minirt.modeling.parameters import PackedExperts
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
@@ -555,44 +554,6 @@ def test_fp8_of_a_quantized_checkpoint_is_refused(quantized):
 
 
 # --- the eager form of blocks ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-@pytest.mark.parametrize(
-    ("rows", "columns"), [((128,), 128), ((256, 128), 384), ((97,), 200), ((192, 64, 64), 129), ((1, 3), 5)]
-)
-def test_a_product_with_blocks(rows, columns, tokens, dtype):
-    """Compared with the formula in fp64, block by block. 448 · 448 overflows fp16."""
-    generator = torch.Generator().manual_seed(sum(rows) + columns)
-    form = StoredFp8Blocks()
-    weight, scale = form.allocate(rows, columns, torch.device("cpu"))
-    scale.fill_(torch.nan)
-    exact = torch.empty(sum(rows), columns, dtype=torch.float64)
-    for part, n in enumerate(rows):
-        start = sum(rows[:part])
-        values = (torch.randn(n, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-        table = torch.rand(-(-n // 128), -(-columns // 128), generator=generator) + 0.1
-        form.load("weight", values, weight, scale, rows, part)
-        form.load("weight_scale_inv", table, weight, scale, rows, part)
-        for i in range(n):
-            for k in range(0, columns, 128):
-                exact[start + i, k : k + 128] = values[i, k : k + 128].double() * table[i // 128, k // 128].double()
-    x = (torch.randn(tokens, columns, generator=generator) * torch.logspace(-2, 1, columns)).to(dtype)
-    bias = torch.arange(sum(rows)).to(dtype)
-    rounded = x.double()
-    if tokens > 1:
-        for row in rounded:
-            for k in range(0, columns, 128):
-                s = row[k : k + 128].abs().max().float().item() / 448
-                s = torch.tensor(s, dtype=torch.float32).double()
-                row[k : k + 128] = (row[k : k + 128] / s).float().to(torch.float8_e4m3fn).double() * s
-    y = linear(x, weight, bias, scale)
-    assert y.dtype == dtype
-    assert y.shape == (tokens, sum(rows))
-    if tokens:
-        right = rounded @ exact.T + bias.double()
-        assert errors(y, right).worst_row < torch.finfo(dtype).eps + 2e-6
 
 
 # --- compressed-tensors' own compressor ---
