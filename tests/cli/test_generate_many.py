@@ -435,15 +435,3 @@ def test_system_message_of_all_lines(run, folder, file, expected):
     assert (code, json.loads(out)["prompt_token_ids"]) == (0, expected(CHAT, max_tokens=3).prompt_token_ids)
     for line in ({"messages": CHAT}, {"prompt_token_ids": [5]}):
         refused(run(*base, file("hello", line)), "p.jsonl line 2", "--system is for prompts that are texts")
-
-
-def test_a_prompt_that_is_only_scored(run, folder, file):
-    """Nothing is generated, and the prompt counts in the summary."""
-    path = file({"prompt": "hello", "max_tokens": 0, "prompt_logprobs": 1})
-    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "--prompts", path)
-    record = json.loads(out)
-    assert (code, record["token_ids"], record["text"], record["finish_reason"]) == (0, [], "", "length")
-    assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
-    assert f"1 prompt of {len(record['prompt_token_ids'])} tokens" in err
-    path = file({"prompt": "x", "max_tokens": 0})
-    refused(run("generate", "-m", folder, "--json", "--prompts", path), '"max_tokens"', "line 1")

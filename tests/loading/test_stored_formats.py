@@ -19,7 +19,7 @@ from support.weights import loads_alike
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
-from minirt.errors import CheckpointError, ConfigError, MinirtError, OutOfMemoryError, UnsupportedError
+from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_fp8, quantize_fp8
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers
@@ -355,17 +355,6 @@ def test_blocks_run_on_triton_layers_on_a_gpu(style, quantized, monkeypatch):
     plan = plan_model(LoadOptions(model=written.folder)).plan
     reason = {row.layer: row.reason for row in plan.rows}["layers.0.mlp"]
     assert "compute capability 8.6 is below 8.9 for fp8 128x128 weights" in reason
-
-
-def test_memory_is_that_of_the_quantized_weights(quantized, monkeypatch):
-    written = quantized("modelopt")
-    free = plan_model(LoadOptions(model=written.folder, device="cpu")).plan.weight_bytes + (1 << 19)
-    for module in ("minirt.device", "minirt.loading.memory"):
-        monkeypatch.setattr(f"{module}.free_memory", lambda device: free)
-    load(written.folder, kv_cache_memory=1 << 18, max_model_len=16, max_num_seqs=1).close()
-    free -= 1 << 19
-    with pytest.raises(OutOfMemoryError):
-        load(written.folder, kv_cache_memory=1 << 18, max_model_len=16, max_num_seqs=1)
 
 
 def test_random_weights_of_each_format(quantized):

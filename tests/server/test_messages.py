@@ -486,17 +486,6 @@ def test_the_client_and_a_real_model(tiny, expected):
             own.messages.create(**STORY | {"messages": [{"role": "user", "content": "word " * 600}]})
 
 
-def test_the_asyncio_client(tiny, expected):
-    async def main():
-        async with client(tiny, anthropic.AsyncAnthropic) as own:
-            found = await asyncio.gather(*(own.messages.create(**STORY) for _ in range(4)))
-            assert [blocks(message) for message in found] == [[expected.text]] * 4
-            async with own.messages.stream(**STORY) as stream:
-                assert "".join([text async for text in stream.text_stream]) == expected.text
-
-    asyncio.run(main())
-
-
 def test_a_call_that_a_grammar_forces(tiny):
     """The embedded model knows no tools, so only the grammar makes it call one."""
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}

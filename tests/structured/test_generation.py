@@ -245,19 +245,6 @@ def test_options(run, tmp_path):
     assert record["sampling_sources"]["structured_outputs"] == "user"
 
 
-def test_errors_name_the_option(run, tmp_path):
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"properties": {"a": {"minimum": 2, "maximum": 1}}}')
-    refused(run(*BASE, "--json-schema", schema, STORY), "--json-schema, /properties/a: ", "minimum 2 and maximum 1", code=2)
-    schema.write_text("{")
-    refused(run(*BASE, "--json-schema", schema, STORY), "--json-schema: ", "not JSON", code=2)
-    refused(run(*BASE, "--json-schema", tmp_path / "none", STORY), "none", "cannot be read", code=1)
-    refused(run(*BASE, "--regex", "(?=a)", STORY), "--regex: ", "look-around", code=2)
-    refused(run(*BASE, "--choice", "", STORY), "--choice: ", "none empty", code=2)
-    refused(run(*BASE, "--regex", "a", "--ignore-eos", STORY), "--ignore-eos: ", code=2)
-    refused(run(*BASE, "--reasoning-end", "x", STORY), "--reasoning-end needs --json-schema", code=2)
-
-
 def test_prompt_lines(run, tmp_path):
     lines = tmp_path / "p.jsonl"
     own = [{"choice": ["cat", "dog"]}, None, {"json": {"type": "integer", "maximum": 5, "minimum": 3}}]

@@ -287,14 +287,3 @@ def test_the_older_file_of_processors_is_the_last_one(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChatTemplate(tmp_path, {"chat_template": "old {{ messages[0].content }}\n"})
-
-
-def test_the_tokenizer_passes_options_on(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(add_tokenizer(tmp_path, TEMPLATE)) or pytest.fail("no tokenizer")
-    options: dict[str, Any] = {"tools": TOOLS, "variables": {"enable_thinking": True}}
-    text = tokenizer.render_chat(CHAT, **options)
-    assert text == ours(CHAT, tools=TOOLS, variables={"enable_thinking": True})
-    assert tokenizer.encode_chat(CHAT, None, **options) == tokenizer.encode_plain(text)
-    assert tokenizer.tool_template == TEMPLATE
-    assert tokenizer.response_template is None
-    assert tokenizer.special_tokens == {"<pad>", "<s>", "</s>"}

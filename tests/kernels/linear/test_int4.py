@@ -181,20 +181,6 @@ def test_operands_that_do_not_fit(change, words, make, device):
         dispatch.norm_linear(make(1, 200, dtype=torch.float16), None, 0.0, weight, scale=own)
 
 
-def test_scales_and_zero_points_share_words():
-    """Scales of 16 bits, the smallest too, are exact; others are rounded by a millionth at most."""
-    for dtype in (torch.float16, torch.bfloat16):
-        scale = torch.tensor([[torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal * 1.5, 0.0123, 3.0, 6e4]]).to(dtype)
-        zero = torch.tensor([[0, 15, 8, 1, 7]], dtype=torch.int32)
-        back = reference.unpack_int4_scale(reference.pack_int4_scale(scale, zero))
-        assert torch.equal(back[0], scale.float())
-        assert torch.equal(back[1], zero)
-    scale = torch.rand(5, 7) + 1e-3
-    found, zero = reference.unpack_int4_scale(reference.pack_int4_scale(scale))
-    assert ((found - scale).abs() / scale).max() < 1.0001e-6
-    assert (zero == 8).all()
-
-
 @pytest.mark.parametrize("group", [128, 32])
 def test_quantization_rounds_to_the_nearest_level(group):
     """Levels that reach over each group's values: ragged groups, zeros, one outlier, equal values, one sign, a shifted row."""
