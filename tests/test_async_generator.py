@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.test_engine import VOCAB, Mock, undisturbed
-from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
@@ -51,11 +50,6 @@ def mock_generator(pages=40, seqs=16, **options):
 def generator():
     with mock_generator() as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 def params(count=8):

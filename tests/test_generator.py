@@ -9,7 +9,6 @@ import gc
 import json
 import pickle
 import re
-import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -57,19 +56,9 @@ def load(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture(scope="module")
 def generator(folder):
     with load(folder) as loaded:
         yield loaded
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 def free_pages(generator):

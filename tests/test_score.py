@@ -10,7 +10,6 @@ import warnings
 
 import pytest
 import torch
-from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams, Score
 from minirt.engine.request import TokenLogprobs
@@ -23,11 +22,6 @@ PAIRS = [
     ("the capital of France is", " Paris; what"), (LONG, "the cat"), (LONG, "a"), (LONG + "\n\n", "and the dog"),
     ("2 + 2 =", " 4"), ("über", " straße"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cli import CACHE, LONG, caller, refused, start
+from support.cli import CACHE, LONG, refused, start
 from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
@@ -35,18 +34,8 @@ from minirt.generator import Generator as Loaded
 
 
 @pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture(scope="module")
 def bare(hf_folder):
     return hf_folder("Llama", seed=3)
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +43,6 @@ def expected(folder):
     """A function (prompt, number of tokens) → the completion of the Python API."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
         yield lambda prompt, count, **own: generator.generate(prompt, SamplingParams(max_tokens=count, **own))
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 # generate
@@ -900,12 +884,6 @@ def test_env(run):
 
 
 # Processes
-
-
-@pytest.fixture(scope="module")
-def endless(hf_folder):
-    """A model with so many positions that generation does not end during a test."""
-    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
 
 
 def test_help_is_light():

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, LONG, caller, refused, start
+from support.cli import CACHE, LONG, refused, start
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -24,11 +24,6 @@ from minirt.cli import generate_many
 from minirt.cli.request_file import read_prompt_lines
 from minirt.errors import InputError
 from minirt.generator import Generator as Loaded
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +36,6 @@ def expected(folder):
             return generator.generate(prompt, SamplingParams(**values))
 
         yield complete
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 @pytest.fixture
@@ -348,12 +338,6 @@ def test_an_error_that_ends_the_run_leaves_what_is_finished(run, folder, file, m
     assert [(r["line"], r["finish_reason"]) for r in map(json.loads, out.splitlines())] == [(1, "abort"), (2, "length")]
     assert "the roof is on fire" in err
     assert "unfinished: line 1\nleft out: line 3" in err
-
-
-@pytest.fixture(scope="module")
-def endless(hf_folder):
-    """A model with so many positions that generation does not end during a test."""
-    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)

@@ -11,7 +11,7 @@ import re
 
 import jsonschema
 import pytest
-from support.cli import caller, refused
+from support.cli import refused
 from support.structured import EOS, TEXTS
 
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
@@ -212,11 +212,6 @@ def test_a_model_without_a_tokenizer(generator):
 
 
 # the command line
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 BASE = ("generate", "--device", "cpu", "-q", "--kv-cache-memory", "8MiB", "--temperature", 1, "--seed", 1, "--max-tokens", 60)
