@@ -253,6 +253,7 @@ def test_what_only_looks_like_a_contradiction(schema):
     "schema",
     [
         {"minimum": 1, "exclusiveMinimum": 1, "maximum": 1}, {"minimum": 1, "exclusiveMaximum": 1, "maximum": 1},
+        {"type": "integer", "minimum": 0.5, "exclusiveMaximum": 1},
         {"type": "number", "allOf": [{"multipleOf": 0.5}, {"multipleOf": 0.75}, {"minimum": 0.6, "maximum": 1.4}]},
         {"const": True, "enum": [1]}, {"const": [1], "enum": [[True]]}, {"allOf": [{"enum": [1, 2]}, {"enum": ["1", 3]}]},
         {"type": "array", "minItems": 2, "items": [{"type": "null"}], "additionalItems": {"$ref": "#"},
