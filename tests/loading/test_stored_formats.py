@@ -394,9 +394,6 @@ def _plain(module, scale):
 
 TENSORS = {  # what: style, change of the tensors, error, words
     "no scale": ("fp8 block", lambda t: t.pop(f"{DOWN}.weight_scale_inv"), CheckpointError, f"{DOWN}.weight: .* no scale"),
-    "no scale of a channel": (
-        "compressed-tensors channel", lambda t: t.pop(f"{K}.weight_scale"), CheckpointError, f"{K}.*no scale",
-    ),
     "a scale alone": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float()}), CheckpointError,
         f"{DOWN}.weight_scale_inv: a scale without a quantized weight",
@@ -413,10 +410,6 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "a scale for each tensor": (
         "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(1)}), CheckpointError,
         rf"{DOWN}.weight_scale: wrong shape; expected \[144, 1\]; found \[1\]",
-    ),
-    "groups": (
-        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(144, 2)}), CheckpointError,
-        rf"{DOWN}.weight_scale: wrong shape; expected \[144, 1\]; found \[144, 2\]",
     ),
     "the other name": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": t.pop(f"{DOWN}.weight_scale_inv")}), CheckpointError,
@@ -447,10 +440,6 @@ TENSORS = {  # what: style, change of the tensors, error, words
         "modelopt", lambda t: t.update({f"{K}.k_scale": torch.ones(9, 9)}), CheckpointError,
         rf"{K}\.k_scale: wrong shape of a scale; expected one value.* 2 KV heads; found \[9, 9\]",
     ),
-    "an input scale of many values": (
-        "modelopt", lambda t: t.update({f"{DOWN}.input_scale": torch.ones(7, 7)}), CheckpointError,
-        rf"{DOWN}\.input_scale: wrong shape of a scale.*found \[7, 7\]",
-    ),
     "zero points": (
         "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(144, 1)}), UnsupportedError,
         f"{DOWN}.weight_zero_point: weights with zero points, but .*config.json.* states compressed-tensors",
@@ -465,10 +454,6 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "e5m2": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.float8_e5m2)}), CheckpointError,
         f"{DOWN}.weight: wrong dtype.*F8_E4M3.*F8_E5M2",
-    ),
-    "int8": (
-        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.int8)}),
-        CheckpointError, f"{DOWN}.weight: wrong dtype.*I8",
     ),
     "GPTQ": (
         "fp8 block", lambda t: t.update({f"{DOWN}.qweight": torch.ones(2, 2)}), UnsupportedError, f"{DOWN}.qweight: AWQ or GPTQ",
