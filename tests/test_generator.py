@@ -516,31 +516,6 @@ def test_seeded_draws(generator):
     assert batch[0].token_ids == alone, "a draw must not depend on the batch"
 
 
-def test_logprobs_are_log_softmax_of_the_logits(generator):
-    """Of the model's logits, whatever the penalties and the temperature are."""
-    options = {"temperature": 0.8, "seed": 4, "presence_penalty": 1.5, "logit_bias": {7: 3.0}}
-    for prompt in PROMPTS:
-        done = generator.generate(prompt, params(9, logprobs=3, prompt_logprobs=2, **options))
-        tokens, start = done.prompt_token_ids + done.token_ids, len(done.prompt_token_ids)
-        exact = generator.logits(tokens).double().log_softmax(-1)
-        assert done.prompt_logprobs[0] is None
-        assert len(done.prompt_logprobs) == start
-        assert len(done.logprobs) == len(done.token_ids)
-        for position, row in enumerate([*done.prompt_logprobs, *done.logprobs][1:], 1):
-            row_exact = exact[position - 1]
-            assert row.token_id == tokens[position]
-            assert row.logprob == pytest.approx(row_exact[row.token_id].item(), abs=1e-4)
-            assert row.rank == 1 + int((row_exact > row_exact[row.token_id]).sum())
-            assert [p for _, p in row.top] == pytest.approx(row_exact.topk(len(row.top)).values.tolist(), abs=1e-4)
-            assert len(row.top) == (2 if position < start else 3)
-    plain = generator.generate("hello", params(3))
-    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
-    everything = generator.generate("hello", params(1, logprobs=-1)).logprobs[0]
-    assert len(everything.top) == generator.config.vocab_size
-    pieces = list(generator.stream_completion("hello", params(5, logprobs=0)))
-    assert len(pieces[-1][1].logprobs) == 5
-
-
 def test_a_bad_word_without_tokens_is_refused(copy):
     path = copy / "tokenizer.json"
     removes = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}

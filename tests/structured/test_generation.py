@@ -15,9 +15,7 @@ from support.cli import refused
 from support.structured import EOS, TEXTS
 
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
-from minirt.engine.scheduler import Scheduler
 from minirt.errors import InputError, TokenizerError, UnsupportedError
-from minirt.step.kv_cache import PAGE_SIZE
 
 SCHEMA = {
     "type": "object",
@@ -68,17 +66,6 @@ def key(completion):
 
 def test_mixed_batches_are_their_solo_runs(generator, solo):
     assert [key(c) for c in generator.generate(PROMPTS, MIXED)] == [key(c) for c in solo]
-
-
-def test_in_a_tiny_pool_too(generator, solo, monkeypatch):
-    """With two pages for ten sequences, of which some grow beyond one: they are preempted and computed again."""
-    preempted, inner = [], Scheduler._preempt_last
-    monkeypatch.setattr(Scheduler, "_preempt_last", lambda self: preempted.append(1) or inner(self))
-    options = {"device": "cpu", "max_model_len": 128, "max_num_batched_tokens": 7}
-    with Generator.from_pretrained(kv_cache_memory=2 * PAGE_SIZE * generator.kv_bytes_per_token, **options) as tiny:
-        found = tiny.generate(PROMPTS, MIXED)
-    assert [key(c) for c in found] == [key(c) for c in solo]
-    assert preempted
 
 
 def test_outputs_fit(solo):
