@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,3 +106,24 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def folder(hf_folder: Callable[..., Path]) -> Path:
+    """A tiny Llama with a tokenizer. Tests that change it take `copy`."""
+    from support.tiny import add_tokenizer
+
+    return add_tokenizer(hf_folder("Llama", seed=3))
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """The command line, see `caller`."""
+    from support.cli import caller
+
+    return caller(capfd, monkeypatch)

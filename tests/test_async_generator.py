@@ -7,7 +7,6 @@ others, and an engine's thread that ends with an event loop.
 import asyncio
 import gc
 import inspect
-import random
 import threading
 import weakref
 from concurrent.futures import Future
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.test_engine import VOCAB, Mock, undisturbed
-from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
@@ -27,7 +25,6 @@ from minirt.modeling.plan import Plan
 from minirt.step.kv_cache import PAGE_SIZE, PagesSpec
 
 EOS = 5
-STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of two pages, of none
 
 
 class MockModel(Mock):
@@ -55,11 +52,6 @@ def generator():
         yield made
 
 
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
 def params(count=8):
     return SamplingParams(max_tokens=count, temperature=0.0)
 
@@ -68,10 +60,6 @@ def at_rest(generator):
     """Once all earlier commands are done: nothing is open, and all pages are free."""
     thread, allocator = generator._engine, generator._cache.allocator
     return thread.call(lambda it: not it.has_work and not thread._sinks and allocator.num_free == allocator.num_pages)
-
-
-def draw_prompt(draw):
-    return draw.choice(STEMS) + [draw.randrange(90) for _ in range(draw.randrange(1, 9))]
 
 
 async def read(agen, prompt, count=8, leave_after=None, pause=None):
@@ -85,56 +73,6 @@ async def read(agen, prompt, count=8, leave_after=None, pause=None):
             if pause:
                 await pause()
     return tokens
-
-
-def test_five_hundred_streams_with_cancellations(generator):
-    """Three event loops. Some tasks are cancelled, and some leave early. Whoever gets all tokens gets those of a solo run."""
-    agen, counts = AsyncGenerator(generator), {"done": 0, "left": 0, "cancelled": 0}
-
-    async def one(draw):
-        prompt, count = draw_prompt(draw), draw.randrange(1, 12)
-        leave = draw.randrange(1, count + 1) if draw.random() < 0.2 else None
-        if draw.random() < 0.3:
-            done = await agen.generate([prompt, prompt[::-1]], params(count), priority=[0, draw.randrange(-1, 3)])
-            assert [c.token_ids for c in done] == [undisturbed(p, count, EOS) for p in (prompt, prompt[::-1])]
-        else:
-            tokens = await read(agen, prompt, count, leave)
-            assert tokens == undisturbed(prompt, count, EOS)[:leave]
-        return "left" if leave else "done"
-
-    async def all_of(seed, number):
-        draw = random.Random(seed)
-        tasks = [asyncio.create_task(one(random.Random(draw.random()))) for _ in range(number)]
-        for task in tasks:
-            if draw.random() < 0.25:
-                await asyncio.sleep(0)
-                asyncio.get_running_loop().call_later(draw.random() * 0.5, task.cancel)
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, asyncio.CancelledError):
-                result = "cancelled"
-            elif isinstance(result, BaseException):
-                raise result
-            counts[result] += 1
-
-    failed = []
-
-    def run(seed, number):
-        try:
-            asyncio.run(all_of(seed, number))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(i, n), daemon=True) for i, n in enumerate((200, 200, 100))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-        assert not each.is_alive(), "a stream waits for ever"
-    assert failed == []
-    assert sum(counts.values()) == 500
-    assert min(counts.values()) > 10, f"all three happen: {counts}"
-    assert at_rest(generator)
-    assert generator.prefix_cache_stats.hits > 100 * PAGE_SIZE
 
 
 def test_a_name_is_no_generator():
@@ -341,27 +279,6 @@ def test_what_is_dropped_is_freed():
     assert generator() is client() is None
     thread.join(20)
     assert not thread.is_alive()
-
-
-def test_priorities():
-    async def scenario():
-        with mock_generator(pages=4, seqs=1) as generator:
-            agen, order = AsyncGenerator(generator), []
-            permits = gated(generator)
-
-            async def one(priority):
-                async for _ in agen.stream([20, 20], params(2), priority=priority):
-                    pass
-                order.append(priority)
-
-            tasks = [asyncio.create_task(one(priority)) for priority in (9, 2, 0, 1)]
-            await asyncio.sleep(0)
-            permits.release(1000)
-            await asyncio.gather(*tasks)
-            assert order in ([0, 1, 2, 9], [9, 0, 1, 2]), "the first one may have started before the others came"
-            await agen.generate([[20], [21]], params(2), priority=[1, 0])
-
-    asyncio.run(scenario())
 
 
 def test_closing_ends_all_streams(generator):

@@ -68,11 +68,6 @@ def test_links_resolve(page):
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
-def test_broken_links_are_found():
-    text = "# A `b` & c\n[1](nowhere.md) [2](#a-b--c) [3](#a) [4](docs/README.md#none) [5](https://a.b/c) ![6](x.svg) `[7](y)`\n"
-    assert broken_links(ROOT / "README.md", text) == ["nowhere.md", "#a", "docs/README.md#none", "x.svg"]
-
-
 def test_every_page_is_in_the_index():
     """docs/README.md, one line for each."""
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
@@ -141,12 +136,6 @@ def test_blocks_that_need_earlier_blocks_are_announced(page):
     blocks = [e.source for e in pages.examples(text) if e.kind == "python"]
     needing = {source.strip().partition("\n")[0]: names for source in blocks if (names := free_names(source))}
     assert needing == {} or "build on each other" in text
-
-
-def test_free_names_are_found():
-    assert free_names("import a.b\nfrom c import d as e\ndef f(x):\n    return x + y + e\nfor z in f(1): print(z, a)\n") == {"y"}
-    block = "class C(B):\n    x: T = 1\n    def g(self): return [i for i in self.x]\n@dec\ndef h(): pass\n"
-    assert free_names(block) == {"B", "T", "dec"}
 
 
 def test_most_of_the_readme_runs():
@@ -250,46 +239,6 @@ minirt: …
 import triton
 ```
 """
-
-
-def test_examples_of_a_page():
-    examples = pages.examples(PAGE)
-    assert [(e.kind, e.expected, e.why) for e in examples] == [
-        ("python", "3\n", None), ("console", "one\n", None), ("console", "…\n", None), ("error", "minirt: …\n", None),
-        ("python", None, "gpu"),
-    ]  # fmt: skip
-    assert [e.line for e in examples] == [2, 11, 13, 17, 20]
-    for wrong in ("pyhton\nx", "python tired\nx", "console\n$ rm -r x", "console\nminirt", "console tired\n$ minirt"):
-        with pytest.raises(ValueError, match=r"line [12]: "):
-            pages.examples(f"```{wrong}\n```\n")
-
-
-def test_commands_to_paste():
-    """Catches a block to paste that is not checked, or that says not why it is not run."""
-    examples = pages.examples("```sh install\npip install .\n# minirt fly\nminirt generate --chatt hi\n```\n")
-    assert [(e.line, e.source, e.expected, e.why) for e in examples] == [
-        (2, "pip install .", None, "install"), (4, "minirt generate --chatt hi", None, "install")
-    ]  # fmt: skip
-    assert [pages.skipped_fault(e) is None for e in examples] == [True, False]
-    with pytest.raises(ValueError, match="unknown info string 'sh'"):
-        pages.examples("```sh\nminirt\n```\n")
-
-
-def test_expected_output():
-    assert pages.matches("a … d\ne\n", "a b\nc d  \ne\n")
-    assert pages.matches("", "")
-    assert not pages.matches("a\n", "a\nb\n")
-    assert not pages.matches("…b\n", "a\n")
-    assert not pages.matches("", "a\n")
-
-
-def test_options_that_do_not_exist_are_found():
-    assert pages.parses("minirt generate --chat --model M hi") is None
-    assert pages.parses("minirt bench speed -b 1,8 --random-weights") is None
-    assert "--chatt" in pages.parses("minirt generate --chatt hi")
-    assert "--beside" in pages.parses("minirt bench throughput --beside 3")
-    assert pages.parses("minirt fly") is not None
-    assert pages.skipped_fault(pages.Example(1, "python", "x = (", None, "gpu"))
 
 
 @pytest.mark.slow

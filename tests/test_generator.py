@@ -9,7 +9,6 @@ import gc
 import json
 import pickle
 import re
-import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,6 @@ from minirt import (
     SpeculativeOptions,
     StructuredOutputsParams,
 )
-from minirt.engine.request import TokenOutput
 from minirt.errors import (
     CheckpointError,
     ConfigError,
@@ -58,19 +56,9 @@ def load(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture(scope="module")
 def generator(folder):
     with load(folder) as loaded:
         yield loaded
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 def free_pages(generator):
@@ -366,17 +354,6 @@ def test_when_samples_are_complete(folder):
             params(n=wrong)
 
 
-def test_priorities(folder):
-    with load(folder, max_num_seqs=1) as small:
-        order = [i for i, _ in small.completions(["hello", "a", "b", "c"], params(2), priority=[1, 0, -3, 0])]
-        assert order == [2, 1, 3, 0]
-        assert small.generate("hello", params(2), priority=7).token_ids == small.generate("hello", params(2)).token_ids
-        assert len(list(small.stream("hello", params(2), priority=-1))) == 2
-        for wrong in (None, 1.0, True, "1", [0], [0, None]):
-            with pytest.raises(InputError, match="priority"):
-                small.generate(["hello", "a"], params(2), priority=wrong)
-
-
 def test_every_method_passes_its_priority_on(generator, monkeypatch):
     seen, inner, messages = [], generator._processor.prepare, [{"role": "user", "content": "hello"}]
 
@@ -484,63 +461,6 @@ def test_stop_strings_end_the_text_before_them(generator):
     assert generator.generate("hello", params(40, stop=["no such text"])).text == full
 
 
-def test_a_request_that_ends_at_a_stop_string_is_aborted(generator):
-    """Also while the call's other requests run."""
-    stop = generator.generate("hello", params(6)).text[2:4]
-    running = generator.completions(["hello", "a"], [params(200, stop=stop), params(200)])
-    assert next(running)[0] == 0
-    assert generator._engine.call(lambda engine: len(engine._requests)) == 1
-    running.close()
-
-
-def test_several_tokens_at_once_count_up_to_the_stop_string(generator):
-    done = generator.generate("hello", params(6, logprobs=0))
-    pieces = [piece.text for piece in generator.stream("hello", params(6))]
-    end = next(i for i in range(1, 5) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
-    call = generator._processor.prepare("hello", params(6, stop=pieces[end], logprobs=0), single=True)
-    ((request,),) = call.start()
-    _, piece = call.push(TokenOutput(request.id, tuple(done.token_ids), None, logprobs=tuple(done.logprobs)))
-    assert (piece.finish_reason, call.open) == ("stop", {})
-    assert piece.text == call.result().text == "".join(pieces[:end])
-    assert list(piece.token_ids) == call.result().token_ids == done.token_ids[: end + 1]
-    assert call.result().logprobs == done.logprobs[: end + 1]
-
-
-def test_streams_may_be_interleaved_or_left(generator):
-    before = free_pages(generator)
-    expected = [generator.generate(p, params(n)).token_ids for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
-    streams = [generator.stream(p, params(n)) for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
-    found = [[] for _ in streams]
-    left = list(range(len(streams)))
-    next(generator.stream("left at once", params()))  # dropped: its request must end, or it disturbs the others
-    while left:
-        for i in list(left):
-            piece = next(streams[i], None)
-            if piece is None:
-                left.remove(i)
-            else:
-                found[i] += piece.token_ids
-    assert found == expected
-    halfway = generator.stream(PROMPTS[1], params(200))
-    for _ in range(3):
-        next(halfway)
-    assert generator.generate(PROMPTS[0], params(5)).token_ids == expected[0]
-    halfway.close()
-    assert free_pages(generator) == before
-    assert idle(generator)
-
-
-def test_a_paused_stream_finishes_behind_another(generator):
-    """The engine ends the first request while only the second stream is read: the outputs of the first must not get lost."""
-    expected = generator.generate(PROMPTS[0], params(6)).token_ids
-    paused = generator.stream(PROMPTS[0], params(6))
-    found = list(next(paused).token_ids)
-    generator.generate(PROMPTS[1], params(30))
-    for piece in paused:
-        found += piece.token_ids
-    assert found == expected
-
-
 def test_end_of_sequence_ids(copy):
     with load(copy) as plain:
         tokens = plain.generate("hello", params(30)).token_ids
@@ -594,59 +514,6 @@ def test_seeded_draws(generator):
     alone = draw(temperature=0.8, top_p=0.9, seed=5)
     batch = generator.generate(list(PROMPTS), params(40, temperature=0.8, top_p=0.9, seed=5))
     assert batch[0].token_ids == alone, "a draw must not depend on the batch"
-
-
-def test_logprobs_are_log_softmax_of_the_logits(generator):
-    """Of the model's logits, whatever the penalties and the temperature are."""
-    options = {"temperature": 0.8, "seed": 4, "presence_penalty": 1.5, "logit_bias": {7: 3.0}}
-    for prompt in PROMPTS:
-        done = generator.generate(prompt, params(9, logprobs=3, prompt_logprobs=2, **options))
-        tokens, start = done.prompt_token_ids + done.token_ids, len(done.prompt_token_ids)
-        exact = generator.logits(tokens).double().log_softmax(-1)
-        assert done.prompt_logprobs[0] is None
-        assert len(done.prompt_logprobs) == start
-        assert len(done.logprobs) == len(done.token_ids)
-        for position, row in enumerate([*done.prompt_logprobs, *done.logprobs][1:], 1):
-            row_exact = exact[position - 1]
-            assert row.token_id == tokens[position]
-            assert row.logprob == pytest.approx(row_exact[row.token_id].item(), abs=1e-4)
-            assert row.rank == 1 + int((row_exact > row_exact[row.token_id]).sum())
-            assert [p for _, p in row.top] == pytest.approx(row_exact.topk(len(row.top)).values.tolist(), abs=1e-4)
-            assert len(row.top) == (2 if position < start else 3)
-    plain = generator.generate("hello", params(3))
-    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
-    everything = generator.generate("hello", params(1, logprobs=-1)).logprobs[0]
-    assert len(everything.top) == generator.config.vocab_size
-    pieces = list(generator.stream_completion("hello", params(5, logprobs=0)))
-    assert len(pieces[-1][1].logprobs) == 5
-
-
-def test_penalties_and_masks_in_the_generator(generator):
-    plain = generator.generate("hello", params(20)).token_ids
-    penalized = generator.generate("hello", params(20, presence_penalty=2.0, frequency_penalty=2.0)).token_ids
-    assert len(set(penalized)) > len(set(plain))
-    assert set(generator.generate("hello", params(20, allowed_token_ids=[5, 6])).token_ids) <= {5, 6}
-    assert generator.generate("hello", params(4, logit_bias={9: 100.0})).token_ids == [9] * 4
-    alone = generator.generate("hello", params(12, repetition_penalty=1.4, frequency_penalty=0.5))
-    mixed = [params(12, repetition_penalty=1.4, frequency_penalty=0.5), params(12)]
-    together = generator.generate(["hello", "a"] * 2, mixed * 2)
-    assert together[0].token_ids == together[2].token_ids == alone.token_ids
-    for options in ({"logit_bias": {211: 1}}, {"stop_token_ids": [211]}, {"allowed_token_ids": [211]}):
-        with pytest.raises(InputError, match="not a token id of this model"):
-            generator.check("hello", params(**options))
-
-
-def test_bad_words_are_not_generated(generator):
-    token = generator.generate("hello", params(30)).token_ids[3]
-    word = generator.tokenizer.decode([token]).strip()
-    found = generator.generate("hello", params(30, bad_words=word)).token_ids
-    for spelling in generator.tokenizer.spellings(word):
-        assert all(tuple(found[i : i + len(spelling)]) != spelling for i in range(len(found)))
-    (plain,), (spaced,) = (generator.encode(text)[1:] for text in ("the", " the"))
-    for word in ("the", " the"):
-        with pytest.raises(InputError, match="bad_words: no token is left"):  # both are forbidden
-            generator.check("hello", params(allowed_token_ids=[plain, spaced], bad_words=word))
-        generator.check("hello", params(allowed_token_ids=[plain, spaced, 5], bad_words=word))
 
 
 def test_a_bad_word_without_tokens_is_refused(copy):
@@ -953,33 +820,6 @@ def test_all_calls_continue_the_prompt(llama):
     assert [*texts, *asyncio.run(run())] == [" there there"] * 4
     many = dict(llama.completions([prompt, [1]], options))
     assert [many[0].text, many[1].text] == [" there there", "there there"], "nothing stands before the second"
-
-
-def test_a_stop_string_of_byte_tokens_ends_a_request_at_once(llama):
-    """It went on to the end of the run of byte tokens, up to max_tokens."""
-    done = llama.generate("a", forced(llama, "<0x0A>", max_tokens=40, stop="\n"))
-    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
-    assert [p.text for p in llama.stream("a", forced(llama, "<0x0A>", max_tokens=6))] == ["\n"] * 6
-
-
-def test_a_special_token_as_stop_string_ends_a_request(llama):
-    """The engine ends it, and does not draw the token before min_tokens."""
-    done = llama.generate("a", forced(llama, "<unk>", max_tokens=40, stop="<unk>"))
-    assert (done.finish_reason, len(done.token_ids), done.text) == ("stop", 1, "")
-    late = forced(llama, "<unk>", "▁a", max_tokens=40, stop="<unk>", min_tokens=3, logit_bias={0: 100})
-    assert llama.generate("a", late).text == " a a a"
-
-
-def test_a_bad_word_is_forbidden_within_a_text(llama):
-    """Only its form at the beginning of a text was forbidden."""
-    done = llama.generate("was(", forced(llama, "there", "▁there", "▁a", max_tokens=3, bad_words="there"))
-    assert done.text == " a a a"
-
-
-def test_a_grammar_that_begins_with_a_space(llama):
-    """The text lost the space that the grammar had accepted, so that it did not match."""
-    options = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice": [" there"]})
-    assert [llama.generate(prompt, options).text for prompt in ("Once", [1])] == [" there"] * 2
 
 
 def test_pytorchs_default_dtype_changes_nothing():

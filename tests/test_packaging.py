@@ -255,20 +255,3 @@ def test_make_takes_the_cpu_build_of_torch_where_there_is_no_gpu(gpu, reachable,
     assert ("--torch-backend cpu torch==" in log) != gpu
     assert bool(re.search("^install .*torch==", log, re.MULTILINE)) == (gpu or not reachable)
     assert ("pip takes the default build" in out) == (not gpu and not reachable)
-
-
-def test_make_knows_the_oldest_torch_of_pyproject():
-    """The Makefile's own bound; catches one that lags behind."""
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (oldest,) = (re.fullmatch(r"torch>=([0-9.]+)", own)[1] for own in needed if own.startswith("torch"))
-    assert f"< ({oldest.replace('.', ', ')})" in (ROOT / "Makefile").read_text()
-
-
-def test_make_installs_again_after_pip_replaced_the_editable_minirt(demo_folder):
-    """Catches tests that run an installed copy in place of the clone, because a stamp says that nothing is to do."""
-    assert "3/3" in run("make", ".venv/runtime", cwd=demo_folder).stdout
-    editable = demo_folder / ".venv/lib/python3.11/site-packages/__editable__.minirt-0.1.0.pth"
-    editable.touch()
-    assert "3/3" not in run("make", ".venv/runtime", cwd=demo_folder).stdout
-    editable.unlink()
-    assert "3/3" in run("make", ".venv/runtime", cwd=demo_folder).stdout

@@ -7,13 +7,11 @@ completion that counts as greedy because two logits are nearly equal, and scores
 import asyncio
 import math
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
-from support.tiny import add_tokenizer
 
-from minirt import AsyncGenerator, Completion, Generator, Samples, SamplingParams, Score
+from minirt import AsyncGenerator, Generator, SamplingParams, Score
 from minirt.engine.request import TokenLogprobs
 from minirt.errors import ContextLengthError, InputError, NumericsError
 
@@ -24,11 +22,6 @@ PAIRS = [
     ("the capital of France is", " Paris; what"), (LONG, "the cat"), (LONG, "a"), (LONG + "\n\n", "and the dog"),
     ("2 + 2 =", " 4"), ("über", " straße"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -206,18 +199,3 @@ def test_scores_of_nan_logits(hf_folder, tmp_path):
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     with Generator.from_pretrained(copy, device="cpu", kv_cache_memory=CACHE) as damaged, pytest.raises(NumericsError):
         damaged.score([3, 4], [5])
-
-
-def test_results_show_themselves_in_a_line(generator):
-    done = generator.generate("hello", SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
-    pair = generator.generate("hello", SamplingParams(max_tokens=3, n=2, seed=1))
-    for shown in map(repr, (done, pair, pair[1], generator.score("hello", "!"), replace(done, error=InputError("x")))):
-        assert len(shown) < 300
-        assert "\n" not in shown
-    assert "100 tokens, length" in repr(done)
-    assert "index=1" in repr(pair[1])
-    assert isinstance(pair, Samples)
-    assert isinstance(done, Completion)
-    assert "error" in repr(replace(done, finish_reason="error", error=InputError("what went wrong")))
-    assert "running" in repr(replace(done, finish_reason=None))
-    assert done.cumulative_logprob is None

@@ -14,13 +14,10 @@ from support.cli import caller, refused
 from support.outliers import with_outliers, write
 from support.package import ROOT
 
-from minirt import Generator, models
+from minirt import Generator
 from minirt.bench.fp8_error import format_errors, table
 from minirt.bench.perplexity import perplexity
 from minirt.errors import CheckpointError, ConfigError, InputError, NumericsError, UnsupportedError
-from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import Quantization
-from minirt.modeling.model import Model
 
 EMBEDDED = ROOT / "models" / "embedded"
 TEXT = (ROOT / "models" / "recipe" / "heldout.txt").read_text()[:10000]  # 2.5k tokens
@@ -84,20 +81,6 @@ def damaged(tmp_path, name, change):
     return write(EMBEDDED, tmp_path, files)
 
 
-def test_rows_and_columns_of_zeros(tmp_path):
-    def erase(weight):
-        weight[::3], weight[:, ::5] = 0.0, 0.0
-
-    folder = damaged(tmp_path, "model.layers.2.mlp.up_proj.weight", erase)
-    text = TEXT[:2000]
-    assert score(folder, text, quantization="fp8") == pytest.approx(score(folder, text), rel=0.01)
-    with opened(folder, quantization="fp8") as generator:
-        gate_up = generator._model.layers[6].gate_up
-        rows = gate_up.weight.float()[gate_up.out_features // 2 :: 3]
-        assert not rows.any()
-        assert not generator.logits(TOKENS).isnan().any()
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_infinities_show(value, tmp_path):
     """Infinities and NaN must not become numbers."""
@@ -110,25 +93,6 @@ def test_infinities_show(value, tmp_path):
         score(folder, TEXT[:500], quantization="fp8")
     with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.o_proj\.weight.*NaN or Inf"):
         opened(folder, quantization="fp8", check_weights=True)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head", [None, True, False])
-def test_a_tied_head_stays_unless_asked_for(tied, head, hf_folder):
-    folder = hf_folder("Llama", seed=9, tie_word_embeddings=tied)
-    with opened(folder, quantization="fp8", quantize_head=head) as generator:
-        lm_head = generator._model.layers[-1].lm_head
-        assert (lm_head.scale is not None) == ((not tied) if head is None else head)
-        assert (generator._model.layers[0].table is lm_head) == (tied and lm_head.scale is None)
-
-
-def test_the_plan_counts_the_head_that_stays():
-    def size(preset, head):
-        config: ModelConfig = models.preset(preset).config
-        return Model(config, models.build(config), Quantization("fp8", head)).weight_bytes(torch.bfloat16)
-
-    assert size("Qwen2.5-7B", None) == size("Qwen2.5-7B", True)
-    assert size("Qwen2.5-0.5B", None) == size("Qwen2.5-0.5B", False) < size("Qwen2.5-0.5B", True)
 
 
 def test_format_errors_of_every_linear():

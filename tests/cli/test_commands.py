@@ -9,20 +9,18 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import termios
 import tomllib
-from types import SimpleNamespace
 
 import click
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cli import CACHE, LONG, caller, refused, start
+from support.cli import CACHE, LONG, refused, start
 from support.package import ROOT
 from support.quantized import write
 from support.tiny import add_tokenizer
@@ -31,18 +29,8 @@ from minirt import Generator, SamplingParams
 from minirt.cli import app as cli
 from minirt.cli import chat
 from minirt.cli.help import TITLES, option_group
-from minirt.cli.output import drafts_summary, warn_incomplete
-from minirt.engine.request import DraftStats
 from minirt.errors import shortened
 from minirt.generator import Generator as Loaded
-from minirt.outputs import Completion
-from minirt.sampling_params import resolve
-from minirt.sizes import format_size
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +38,11 @@ def bare(hf_folder):
     return hf_folder("Llama", seed=3)
 
 
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
-
-
 @pytest.fixture(scope="module")
 def expected(folder):
     """A function (prompt, number of tokens) → the completion of the Python API."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
         yield lambda prompt, count, **own: generator.generate(prompt, SamplingParams(max_tokens=count, **own))
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 # generate
@@ -165,20 +143,6 @@ def test_samples(run, folder, expected):
     assert run(*base, "--no-detokenize")[1].split() == [str(token) for truth in truths for token in truth.token_ids]
 
 
-def test_samples_have_one_summary_and_numbers_on_a_terminal(run, folder, monkeypatch):
-    """Catches a summary for each sample, with times of all of them, and numbers in what a file or a pipe gets."""
-    options = ("generate", "-m", folder, *CACHE, "--n", 3, "--seed", 4, "--max-tokens", 4, "--ignore-eos", "hello")
-    code, plain, err = run(*options)
-    assert (code, err.count("load "), err.count("decode ")) == (0, 1, 1)
-    assert "decode 12 tokens of 3 samples, " in err
-    assert "finished: length\n" in err
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    code, numbered, _ = run(*options, "-q")
-    lines = re.sub(r"\x1b\[\d+m", "", numbered).splitlines()
-    assert (code, lines[::2]) == (0, ["sample 0", "sample 1", "sample 2"])
-    assert lines[1::2] == plain.splitlines()
-
-
 def test_the_summary_counts_the_drafts_of_all_samples(run, folder, monkeypatch):
     """It counted those of the first sample."""
     monkeypatch.setattr("minirt.cli.output.drafts_summary", lambda generator, samples: f"drafts of {len(samples)} samples")
@@ -191,20 +155,6 @@ def test_one_token_has_no_rate(run, folder):
     err = run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "--speculate", "ngram", "hello")[2]
     assert "decode 1 token · peak memory" in err
     assert "drafts: none were verified, as nothing was proposed\n" in err
-
-
-@pytest.mark.parametrize(("proposals", "why"), [(0, "nothing was proposed"), (3, "they were not expected to pay")])
-def test_why_no_draft_was_verified(proposals, why):
-    """Two causes stood in one sentence."""
-    generator = SimpleNamespace(draft_stats=DraftStats(num_proposals=proposals), plan=SimpleNamespace(formats=()))
-    completion = SimpleNamespace(num_draft_tokens=0, num_accepted_tokens=0, token_ids=[1, 2])
-    assert drafts_summary(generator, [completion]) == f"drafts: none were verified, as {why}"
-
-
-def test_one_token_is_no_plural():
-    """An answer was "cut at 1 tokens"."""
-    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5])).startswith(", cut at 1 token (")
-    assert chat._why(SimpleNamespace(finish_reason="length", token_ids=[5, 6])).startswith(", cut at 2 tokens (")
 
 
 def test_what_drafts_change_in_the_output(run, folder):
@@ -345,21 +295,6 @@ def test_a_structured_text_that_is_cut_is_a_warning(run, folder, tmp_path):
     assert "white space" not in err + many[2]
     whole = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 20, "--choice", "a", "hello")
     assert (whole[0], "incomplete" in whole[2]) == (0, False)
-
-
-def test_a_cut_text_of_white_space_names_the_option():
-    """The warning pointed to --max-tokens, and more of them became more white space."""
-    schema = '{"type": "object"}'
-    blank, full = '{"a":' + "\n" + " " * 20, '{"a":\n "a long text of a few words'
-    for spec, text, hint in (
-        ({"json": schema}, blank, True), ({"json_object": True}, blank + ":\n", True), ({"json": schema}, full, False),
-        ({"json": schema}, blank + full, False), ({"json": schema, "disable_any_whitespace": True}, blank, False),
-        ({"regex": "[a\\s]*"}, blank, False), ({"json": schema}, "", False),
-    ):  # fmt: skip
-        sampling = resolve(SamplingParams(max_tokens=9, structured_outputs=spec), None)
-        with pytest.warns(UserWarning, match="the text is incomplete: --max-tokens 9 came before the end") as found:
-            warn_incomplete([Completion([1], [2] * 9, text, "length", sampling)])
-        assert ("--disable-any-whitespace" in str(found[0].message)) == hint, (spec, text)
 
 
 def test_without_a_model(run, folder, monkeypatch):
@@ -567,11 +502,6 @@ def test_chat_with_the_embedded_model_is_refused_before_it_is_loaded(run, monkey
         refused(run("chat", *model, *CACHE), *words)
 
 
-def test_a_conversation_in_latin_1(run, folder, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
-    refused(run("chat", "-m", folder, *CACHE), "stdin", "UTF-8", "0xe9")
-
-
 def test_no_chat_template(run, hf_folder):
     """The error says what to do: it said "use a plain prompt" to who had given one, with --chat."""
     folder = add_tokenizer(hf_folder("Llama"), template=None)
@@ -661,7 +591,6 @@ def test_plan_counts_what_drafts_take(run):
     refused(run("plan", "-m", "Qwen2.5-7B", "--device", "cpu", "--speculate", "eagle"), "expected ngram or mtp", code=2)
 
 
-
 def test_plan_for_a_gpu_that_is_not_here(run):
     base = ("plan", "-m", "Qwen2.5-7B")
     code, out, err = run(*base, "--device", "cuda", "--gpu", "h200")
@@ -699,18 +628,6 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
     refused(run(*base, "--gpu", "a100"), "found a100 (did you mean A100-80GB or A100-40GB?)", code=2)
     refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
-
-
-def test_a_plan_and_its_remedy_count_the_same_pages(run):
-    """The remedy's size was without KV pages, beside a size with those of --kv-cache-memory."""
-    for own in (("--gpu", "12GiB:8.9"), ("--gpu", "12GiB:8.9", "--kv-cache-memory", "2GiB")):
-        last = run("plan", "-m", "Qwen2.5-7B", *own)[1].splitlines()[-1]
-        least, words, figure = re.fullmatch(r"Does not fit: it needs (at least )?\S+ \(use (.*): (.*)\)", last).groups("")
-        assert figure.startswith(least)
-        memory = json.loads(run("plan", "-m", "Qwen2.5-7B", *own, *words.split(), "--json")[1])["memory"]
-        pages = memory["pages"] if "--kv-cache-memory" in own else 1
-        needed = memory["weights"] + memory["other"] + memory["step"] + pages * memory["page"]
-        assert figure.removeprefix("at least ") == format_size(needed, up=True)
 
 
 def test_plan_says_what_fits_here(run, folder, monkeypatch):
@@ -808,18 +725,6 @@ def test_plan_has_each_option_that_changes_it():
         assert planned(**{name: OTHER[name]}) == planned(), name
 
 
-def test_plan_takes_the_options_of_a_command_that_loads(run):
-    """Catches an option that `plan` takes and ignores."""
-    base = ("plan", "-m", "Qwen3.5-0.8B", "--gpu", "24GiB:8.9")
-    options = ((), ("--max-num-batched-tokens", "1k"), ("--enforce-eager",))
-    plain, steps, graphs = (json.loads(run(*base, *own, "--json")[1]) for own in options)
-    assert steps["memory"]["max_num_batched_tokens"] == 1000
-    assert steps["memory"]["step"] < graphs["memory"]["step"] < plain["memory"]["step"]
-    assert graphs["not_capturable"] == "--no-cuda-graphs is given"
-    assert "CUDA graphs: none, since --no-cuda-graphs is given" in run(*base, "--no-cuda-graphs")[1]
-    assert json.loads(run(*base, "--no-prefix-cache", "--json")[1])["memory"]["snapshots"] == 0
-
-
 def test_help_lists_options_in_groups(run):
     """Catches a new option without a group, and commands that put an option that they share under different titles."""
     titles = {}
@@ -841,16 +746,6 @@ def test_help_lists_options_in_groups(run):
 def all_commands(group):
     for own in group.commands.values():
         yield from all_commands(own) if hasattr(own, "commands") else [own]
-
-
-def test_plan_of_one_sequence(run):
-    """Catches the pages of all sequences, or those of the context that fits, in place of one full sequence's."""
-    base = ("plan", "-m", "Qwen2.5-7B", "--gpu", "24GiB", "--max-model-len", 32768)
-    memory = json.loads(run(*base, "--json")[1])["memory"]
-    assert memory["sequence"] == 32768 * 28 * 2 * 4 * 128 * 2, "tokens, layers, K and V, heads, head size, bytes"
-    out = run(*base)[1]
-    assert "One sequence of 32,768 tokens needs 1.75GiB of KV cache, " in out
-    assert run("plan", "-m", "Qwen2.5-7B", "--gpu", "16GiB", "--max-model-len", 32768)[1].count("One sequence of 32,768") == 1
 
 
 def test_models(run, monkeypatch):
@@ -916,15 +811,6 @@ def test_a_preset_without_its_files_needs_no_other_name(run, monkeypatch):
     refused(run("generate", "-m", "nobody/model", "hi"), "download it elsewhere and give the folder)")
 
 
-def test_a_model_that_no_option_makes_fit(run):
-    """72 billion parameters on 24 GiB were advised to free memory. What other settings would make fit keeps its advice."""
-    code, out, _ = run("plan", "-m", "Qwen2.5-72B", "--gpu", "24GiB:8.9")
-    assert code == 1
-    assert re.search(r"39\.\d+GiB even with --quantize int4: use a smaller model, or a GPU with more memory\)$", out, re.M)
-    assert "raise --gpu-memory-utilization)" in run("plan", "-m", "Qwen2.5-72B", "--quantize", "int4", "--gpu", "43GiB")[1]
-    assert "(use --quantize int4: " in run("plan", "-m", "Qwen2.5-7B", "--gpu", "12GiB")[1]
-
-
 # completion
 
 
@@ -986,12 +872,6 @@ def test_fp8_reaches_the_model(run, folder):
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8", code=2)
 
 
-def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
-    strange = shutil.copytree(folder, tmp_path / "[bold]x[/nothing] :smile:")
-    # the table may wrap the path anywhere
-    assert "[bold]x[/nothing]:smile:" in "".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
-
-
 def test_env(run):
     """Catches a package of the extras that a bug report does not name, and lines that are not aligned."""
     code, out, _ = run("env")
@@ -1004,12 +884,6 @@ def test_env(run):
 
 
 # Processes
-
-
-@pytest.fixture(scope="module")
-def endless(hf_folder):
-    """A model with so many positions that generation does not end during a test."""
-    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
 
 
 def test_help_is_light():
@@ -1198,19 +1072,6 @@ def test_a_prompt_that_is_only_scored(run, folder):
     assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
     assert f"prompt {len(record['prompt_token_ids'])} tokens\n" in err
     assert "decode" not in err
-
-
-def test_what_perplexity_is_about(run, folder, tmp_path):
-    """A figure without model, dtype and format says nothing."""
-    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog")
-    base = ("eval", "perplexity", "-m", folder, *CACHE, "-q", "--text", tmp_path / "text")
-    code, out, _ = run(*base, "--quantize", "fp8")
-    assert code == 0
-    first = out.splitlines()[0]
-    assert first.startswith(f"model          {folder} · float32 · fp8 · ")
-    assert re.search(r" · \d+(\.\d+)?KiB of weights · cpu$", first)
-    record = json.loads(run(*base, "--dtype", "bfloat16", "--json")[1])
-    assert (record["dtype"], record["formats"], record["device"]) == ("bfloat16", [], "cpu")
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])

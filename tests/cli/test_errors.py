@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, caller, refused
+from support.cli import CACHE, refused
 from support.tiny import add_tokenizer
 
 import minirt
@@ -21,21 +21,6 @@ from minirt.cli import files
 from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sizes import format_size, parse_count, parse_size
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 def test_usage(run, folder, monkeypatch):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import CACHE, LONG, caller, refused, start
+from support.cli import CACHE, LONG, refused, start
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -24,11 +24,6 @@ from minirt.cli import generate_many
 from minirt.cli.request_file import read_prompt_lines
 from minirt.errors import InputError
 from minirt.generator import Generator as Loaded
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +36,6 @@ def expected(folder):
             return generator.generate(prompt, SamplingParams(**values))
 
         yield complete
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 @pytest.fixture
@@ -350,12 +340,6 @@ def test_an_error_that_ends_the_run_leaves_what_is_finished(run, folder, file, m
     assert "unfinished: line 1\nleft out: line 3" in err
 
 
-@pytest.fixture(scope="module")
-def endless(hf_folder):
-    """A model with so many positions that generation does not end during a test."""
-    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_prints_what_there_is(number, endless, file):
     path = file({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "id": "long"}, {"prompt": "c", "max_tokens": 3}, "d")
@@ -435,15 +419,3 @@ def test_system_message_of_all_lines(run, folder, file, expected):
     assert (code, json.loads(out)["prompt_token_ids"]) == (0, expected(CHAT, max_tokens=3).prompt_token_ids)
     for line in ({"messages": CHAT}, {"prompt_token_ids": [5]}):
         refused(run(*base, file("hello", line)), "p.jsonl line 2", "--system is for prompts that are texts")
-
-
-def test_a_prompt_that_is_only_scored(run, folder, file):
-    """Nothing is generated, and the prompt counts in the summary."""
-    path = file({"prompt": "hello", "max_tokens": 0, "prompt_logprobs": 1})
-    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "--prompts", path)
-    record = json.loads(out)
-    assert (code, record["token_ids"], record["text"], record["finish_reason"]) == (0, [], "", "length")
-    assert len(record["prompt_logprobs"]) == len(record["prompt_token_ids"])
-    assert f"1 prompt of {len(record['prompt_token_ids'])} tokens" in err
-    path = file({"prompt": "x", "max_tokens": 0})
-    refused(run("generate", "-m", folder, "--json", "--prompts", path), '"max_tokens"', "line 1")

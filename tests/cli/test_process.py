@@ -14,30 +14,13 @@ import threading
 import warnings
 
 import pytest
-from support.cli import CACHE, LONG, caller, refused, start
-from support.tiny import add_tokenizer
+from support.cli import CACHE, LONG, refused, start
 
 from minirt.cli import process as process_module
 from minirt.cli.output import one_line, printable_lines
 from minirt.generator import Generator
 
 FULL = b"minirt: stdout: cannot write the output: No space left on device\n"
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture(scope="module")
-def endless(hf_folder):
-    """A model with so many positions that generation does not end during a test."""
-    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 # streams

@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine.test_engine import IDS, PAGE, VOCAB, following
 
-from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes, draft_sizes
+from minirt.engine.draft_lengths import DraftLengths, OnlineStepTimes
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.slots import HostSlots
@@ -275,12 +275,6 @@ def test_the_time_of_a_step_counts_the_drafts_that_slots_have():
     for slot in range(8):
         read(own, slot, [1], [7] * 4 if slot == 3 else [7])
     assert own.choose(np.arange(8), 99).tolist() == [2, 2, 2, 5, 2, 2, 2, 2]
-
-
-def test_sizes():
-    assert [draft_sizes(most) for most in (0, 1, 2, 3, 4, 5, 7)] == [
-        [], [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 7]
-    ]  # fmt: skip
 
 
 def test_step_times_of_a_cpu():

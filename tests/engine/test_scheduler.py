@@ -443,6 +443,21 @@ def test_others_pass_a_prompt_without_pages_until_they_have_computed_as_many_tok
     assert own.ends[1] < own.ends[max(passed) + 1] + 20
 
 
+def test_nobody_passes_a_preempted_sequence():
+    """Those that pass would be preempted in their turn."""
+    own = Prompts(64, 40)
+    own.stays = {0}
+    sequence = own.add(0, 4 * 24 - 1, new=2)
+    while 0 not in own.ends:
+        own.step()
+    own.it._preempt(sequence)
+    taken = own.it._cache.allocator.allocate(20)  # by others that decode
+    own.add(1, 2)
+    assert [own.step() for _ in range(3)] == [{}] * 3
+    own.it._cache.allocator.release(taken)
+    assert 0 in own.step()
+
+
 def test_a_prompt_has_its_pages_from_the_beginning():
     """Others that come while it is computed do not take them, and are not preempted for them."""
     own = Prompts(8, 10)

@@ -1,9 +1,8 @@
 """Damaged model folders: each gives a model or a `MinirtError`, in bounded time and memory; none contradicts itself silently.
 
 A tiny folder is changed in a seeded way: values and bytes of its JSON files, headers and bytes of its shards, and the files
-themselves (links, pipes, sparse files). Contradictions must be refused or warned about, and other forms of a good folder must
-load. A folder that loads computes what transformers computes from the same files, or from the weights that quantized files stand
-for. MINIRT_FUZZ sets the number of cases.
+themselves (links, pipes, sparse files). Other forms of a good folder must load. A folder that loads computes what transformers
+computes from the same files, or from the weights that quantized files stand for. MINIRT_FUZZ sets the number of cases.
 """
 
 import json
@@ -26,7 +25,7 @@ import torch
 import transformers
 from safetensors.torch import load, load_file, save, save_file
 from support import quantized_int4
-from support.mutate import BYTE_MUTATORS, JSON_MUTATORS, budget, dump, mutated, repeat_key
+from support.mutate import BYTE_MUTATORS, JSON_MUTATORS, budget, dump, mutated
 from support.quantized import STYLES, write
 
 from minirt import Generator, SamplingParams
@@ -121,11 +120,6 @@ def quantized(style: str) -> Folder:
 
 QUANTIZED = {style: quantized(style) for style in (*STYLES, *quantized_int4.STYLES)}
 Case = tuple[str, Folder, Callable[[Path], object] | None, str]  # what it is, files, what happens to them on disk, outcome
-
-
-def edited(name: str, **changes: Any) -> Folder:
-    """The files with changed fields of one JSON file."""
-    return BASE | {name: json.dumps(json.loads(BASE[name]) | changes).encode()}
 
 
 # --- random damage: any outcome but a silent contradiction ---
@@ -261,119 +255,6 @@ def damaged_file(random: Random) -> Case:
     return f"{name}: {what}", BASE, apply, outcome
 
 
-# --- contradictions: refused, or warned about ---
-
-
-def contradiction(random: Random) -> Case:
-    name = random.choice(list(CONTRADICTIONS))
-    files, outcome = CONTRADICTIONS[name](random)
-    return name, files, None, outcome
-
-
-def _token_id(field: str) -> Callable[[Random], tuple[Folder, str]]:
-    def change(random: Random) -> tuple[Folder, str]:
-        token = random.choice([VOCAB, VOCAB + 1, 10**30, -2, "1", 1.5, True, {}])
-        several = field == "eos_token_id" and random.random() < 0.5
-        if field == "pad_token_id" and token == VOCAB:
-            token = -(10**30)
-        outcome = "warned" if field == "pad_token_id" and token == VOCAB + 1 else "refused"
-        return edited(random.choice((CONFIG, GENERATION)), **{field: [2, token] if several else token}), outcome
-
-    return change
-
-
-def _repeated_key(random: Random) -> tuple[Folder, str]:
-    name = random.choice(JSON_FILES)
-    return BASE | {name: dump(repeat_key(random, json.loads(BASE[name]))).encode()}, "refused"
-
-
-def _rope_theta(random: Random) -> tuple[Folder, str]:
-    return edited(CONFIG, rope_theta=random.choice([500.5, 10000, 1e6])), "refused"
-
-
-def _layer_types(random: Random) -> tuple[Folder, str]:
-    return edited(CONFIG, layer_types=["full_attention"] * random.choice([0, 1, 3, 40])), "refused"
-
-
-def _dtypes(random: Random) -> tuple[Folder, str]:
-    return edited(CONFIG, **{random.choice(("dtype", "torch_dtype")): random.choice(("bfloat16", "float16"))}), "refused"
-
-
-def _classes(random: Random) -> tuple[Folder, str]:
-    others = ("LlamaForSequenceClassification", "LlamaModel", "Qwen2ForCausalLM", "", "LlamaForCausalLMEagle")
-    return edited(CONFIG, architectures=[random.choice(others)]), "refused"
-
-
-def _other_kind(random: Random) -> tuple[Folder, str]:
-    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}]
-    fields += [{"quantization_config": {"quant_method": name}} for name in ("awq", "fp8")]
-    fields += [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_hidden_layers": LAYERS - 1}]
-    fields += [{"layer_types": None, "num_hidden_layers": LAYERS + 1}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
-    fields += [{"no_rope_layers": [1, 0]}, {"final_logit_softcapping": 30.0}, {"attn_output_gate": True}]
-    return edited(CONFIG, **random.choice(fields)), "refused"
-
-
-def _total_size(random: Random) -> tuple[Folder, str]:
-    total = json.loads(BASE[INDEX])["metadata"]["total_size"]
-    wrong = random.choice([0, -1, total + 1, total // 2, total + 0.5, 10**30, 1e300])
-    return edited(INDEX, metadata={"total_size": wrong}), "warned"
-
-
-def _unread_shard(random: Random) -> tuple[Folder, str]:
-    name = random.choice(("model-00003-of-00002.safetensors", "model-00001-of-00003.safetensors"))
-    return BASE | {name: random.choice([b"", BASE[SHARDS[0]]])}, "warned"
-
-
-def _single_beside_shards(random: Random) -> tuple[Folder, str]:
-    index = random.choice([BASE[INDEX], b"damaged"])
-    (one, data), (two, more) = split(BASE[SHARDS[0]]), split(BASE[SHARDS[1]])
-    for entry in two.values():
-        if "data_offsets" in entry:
-            entry["data_offsets"] = [offset + len(data) for offset in entry["data_offsets"]]
-    text = json.dumps(one | two).encode()
-    return BASE | {"model.safetensors": len(text).to_bytes(8, "little") + text + data + more, INDEX: index}, "warned"
-
-
-def _swapped_shards(random: Random) -> tuple[Folder, str]:
-    one, two = SHARDS
-    return BASE | random.choice([{one: BASE[two], two: BASE[one]}, {one: BASE[two]}, {two: BASE[one]}]), "refused"
-
-
-def _index_entry(random: Random) -> tuple[Folder, str]:
-    index = json.loads(BASE[INDEX])["weight_map"]
-    name = random.choice(sorted(index))
-    shard = index.pop(name)
-    change = random.choice(({}, {name: SHARDS[shard == SHARDS[0]]}, {name + "x": shard}, {name: shard, "another": shard}))
-    change = random.choice((change, {name: "é" * 200 + ".safetensors"}, {name: "../" + shard}, {name: shard + "\x1b[2J"}))
-    return edited(INDEX, weight_map=index | change), "refused"
-
-
-def _tensor_twice(random: Random) -> tuple[Folder, str]:
-    shard = random.choice(SHARDS)
-    header, data = split(BASE[shard])
-    name = random.choice([key for key, entry in header.items() if "shape" in entry and len(entry["shape"]) == 2])
-    twin = json.dumps({name: header[name] | random.choice([{"shape": header[name]["shape"][::-1]}, {"dtype": "I32"}])})
-    text = (twin[:-1] + ", " + json.dumps(header)[1:]).encode()
-    return BASE | {shard: len(text).to_bytes(8, "little") + text + data}, "refused"
-
-
-CONTRADICTIONS: dict[str, Callable[[Random], tuple[Folder, str]]] = {
-    **{name: _token_id(name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")},
-    "repeated key": _repeated_key,
-    "rope_theta at two places": _rope_theta,
-    "length of layer_types": _layer_types,
-    "dtype and torch_dtype": _dtypes,
-    "architectures": _classes,
-    "another kind of model": _other_kind,
-    "total_size": _total_size,
-    "unread shard": _unread_shard,
-    "single file beside shards": _single_beside_shards,
-    "swapped shards": _swapped_shards,
-    "entry of the index": _index_entry,
-    "tensor described twice": _tensor_twice,
-}
-
-
 # --- running a case ---
 
 
@@ -448,8 +329,7 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
     assert error <= 1e-4 * size, f"logits of norm {size:.1e} differ from transformers' by {error:.1e}"
 
 
-KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [damaged_quantized] * 3
-KINDS += [contradiction] * 3 + [harmless] * 2
+KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [damaged_quantized] * 3 + [harmless] * 2
 
 
 def check(seed: int, folder: Path) -> str | None:
@@ -494,25 +374,13 @@ def test_the_folder_is_good(tmp_path: Path) -> None:
     assert run(tmp_path) == ("loaded", "")
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_contradictions(name: str, tmp_path: Path) -> None:
-    """Each in several variants, whatever the budget is."""
-    for seed in range(8):
-        files, expected = CONTRADICTIONS[name](Random(seed))
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        assert run(folder)[0] == expected, files
-
-
 def test_damaged_folders(tmp_path: Path) -> None:
     COUNTS.clear()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cases = budget(1300)
+    cases = budget(1000)
     wrong = {seed: fault for seed in range(cases) if (fault := check(seed, tmp_path / str(seed))) is not None}
     assert not wrong, f"{len(wrong)} of {cases} cases, by seed:\n" + "\n".join(f"{k}: {v}" for k, v in list(wrong.items())[:20])
-    assert all(COUNTS[outcome] > cases / 50 for outcome in ("loaded", "warned", "refused")), COUNTS
+    assert all(COUNTS[outcome] > cases / 50 for outcome in ("loaded", "refused")), COUNTS
     assert COUNTS["compared"] > 0.8 * COUNTS["loaded"], COUNTS
     assert COUNTS["4 bits"] > cases / 50, COUNTS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20, "more than 1 GiB"

@@ -64,6 +64,13 @@ def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
+def on_hopper() -> None:
+    """Skips the test on other GPUs. Without a GPU, the tests that have it can be emulated."""
+    if not EMULATES and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+
+
+@pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 

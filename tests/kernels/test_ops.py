@@ -271,23 +271,6 @@ def test_compiled_whole_with_a_dynamic_size(make):
     assert counter.frame_count == 1
 
 
-def test_exported(make):
-    """The exported program has the ops, and computes the same for another number of tokens."""
-    T = torch.export.Dim("T", min=2, max=64)
-
-    class Block(torch.nn.Module):
-        def forward(self, *args):
-            return block(*args)
-
-    shapes = ({0: T}, None, None, None, {1: T}, {1: T})
-    program = torch.export.export(Block(), block_arguments(make, 4), dynamic_shapes=(shapes,))
-    targets = {str(node.target) for node in program.graph.nodes}
-    assert {f"minirt.{name}.default" for name in ("norm_gate_up", "linear_residual", "qk_norm_rope")} <= targets
-    args = block_arguments(make, 9)
-    for found, expected in zip(program.module()(*args), block(*args), strict=True):
-        assert torch.equal(found, expected)
-
-
 def test_fake_tensors_and_tracing_take_the_ops():
     """No kernel and no reference runs for a fake tensor, and `make_fx` records the op of real tensors."""
     with FakeTensorMode():
@@ -469,14 +452,3 @@ def test_inductor_is_told_that_an_op_has_no_lowering(monkeypatch):
     assert op in lowering.lowerings
     exact = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
     assert lowering.maybe_layout_constraints(op) is exact
-
-
-def test_inductor_that_finds_it_out_cheaply_is_not_told(monkeypatch):
-    from torch._inductor import lowering
-
-    op = torch.ops.minirt.rms_norm.default
-    monkeypatch.setattr(ops, "WRITES_GRAPHS", False)
-    monkeypatch.delitem(lowering.lowerings, op, raising=False)
-    with FakeTensorMode():
-        torch.ops.minirt.rms_norm(torch.empty(3, 16), torch.empty(16), 1e-5)
-    assert op not in lowering.lowerings

@@ -6,17 +6,15 @@ interpreter, and a model that runs without CUDA graphs while its plan does not s
 
 import ast
 import importlib
-import json
 import pkgutil
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from support.cli import caller
 from support.package import ROOT
 
-from minirt import Generator, device, kernels, models
+from minirt import device, kernels, models
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels import launch
 from minirt.layers import base, has_implementation, implementation, register
@@ -125,12 +123,6 @@ def test_bfloat16_in_the_interpreter(value, monkeypatch):
     assert planned("eager", CPU, torch.bfloat16).plan.rows[0].implementation == "eager"
 
 
-def test_bfloat16_in_the_interpreter_from_the_outside(hf_folder, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(UnsupportedError, match="interpreter gives wrong bfloat16 products"):
-        Generator.from_pretrained(hf_folder("Llama", head_dim=64), device="cpu", impl="triton", dtype="bfloat16")
-
-
 def test_the_interpreter_is_no_gpu(hopper, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" in planned("auto").plan.rows[0].reason
@@ -155,32 +147,6 @@ def test_which_models_cuda_graphs_can_hold(hopper):
         register(kind, "own", capturable=True)(eager(kind))
     assert planned("own").plan.not_capturable == "no layer runs on Triton"
     assert planned("own", CPU).plan.not_capturable == "the device is cpu"
-
-
-def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
-    run = caller(capfd, monkeypatch)
-    monkeypatch.setattr("minirt.loading.load.pick_device", lambda name: GPU)
-    for name, value in (("free_memory", 80 << 30), ("total_memory", 100 << 30), ("held_by_others", 0)):
-        monkeypatch.setattr(f"minirt.loading.memory.{name}", lambda device, value=value: value)
-    register("mlp", "plain")(eager("mlp"))
-    code, out, err = run("plan")
-    assert code == 0, err
-    assert "CUDA graphs: small steps" in out.splitlines()
-    assert out.splitlines()[-1] == "Fits."
-    assert "other processes" not in out.lower()
-    monkeypatch.setattr("minirt.loading.memory.held_by_others", lambda device: 19 << 30)
-    lines = run("plan")[1].splitlines()
-    start = "Memory: 80GiB free now; minirt takes at most 72GiB of it, 90%"
-    (memory,) = (i for i, line in enumerate(lines) if line.startswith(start))
-    held = "  About 19GiB of 100GiB are held by other processes and CUDA contexts, which lowers the budget."
-    assert lines[memory + 2] == held
-    out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
-    assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
-    record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])
-    assert record["not_capturable"].startswith("head is eager")
-    assert json.loads(run("plan", "--json", "--impl", "eager")[1])["not_capturable"] == "every layer is eager"
-    assert [row["capturable"] for row in record["layers"]].count(False) == 1
-    assert (record["memory"]["total"], record["memory"]["held_by_others"]) == (100 << 30, 19 << 30)
 
 
 def test_a_head_that_does_not_know_of_static_logits():

@@ -179,15 +179,6 @@ def test_joined_projections_are_one_matrix() -> None:
     assert size == joined.nbytes
 
 
-def test_state_bytes() -> None:
-    """The convolution's inputs are in the model's dtype, the matrices in fp32. A step reads the matrices and writes them."""
-    model = model_of()
-    assert [spec.state_bytes for spec in model.cache_specs] == [4 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
-    model.allocate(DEVICE, torch.bfloat16, 64)
-    assert [spec.state_bytes for spec in model.cache_specs] == [2 * 4 * (2 * HK * DK + HV * DV) + 4 * HV * DK * DV]
-    assert model.step_state_bytes == 2 * 4 * (2 * HK * DK + HV * DV) + 2 * 4 * HV * DK * DV
-
-
 def test_refusals() -> None:
     """Uneven heads, a missing state, and head sizes that no kernel takes (said, not computed otherwise)."""
     with pytest.raises(ConfigError, match="cannot be divided evenly"):

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minirt import models
-from minirt.bench.compare.truth import settled
 from minirt.bench.read_bytes import expected_experts, layer_read_bytes
 from minirt.errors import ConfigError
 from minirt.kernels import reference
@@ -88,35 +86,6 @@ def test_eager_is_the_definition(options: dict[str, Any], T: int) -> None:
     truth = one_by_one(layer, x)
     assert (layer(x, NO_BATCH) - truth).norm() < 3e-6 * truth.norm()
     assert (layer(x, NO_BATCH) - x).norm() > 0.1 * x.norm()
-
-
-def test_no_rows() -> None:
-    assert mixture()(values(0, 48), NO_BATCH).shape == (0, 48)
-
-
-def test_all_tokens_on_the_same_experts() -> None:
-    """The others have no token, and are not read: they hold NaN."""
-    layer = mixture()
-    layer.router.weight.zero_()
-    layer.router.weight[4:7] = 10 * values(1, 48)
-    x = values(1, 48).abs() * values(1, 48).sign() + 0.01 * values(9, 48, seed=2)
-    for weights in (layer.gate_up, layer.down):
-        weights.stacked[0][[0, 1, 2, 3, 7, 8, 9, 10]] = torch.nan
-    out = layer(x, NO_BATCH)
-    assert out.isfinite().all()
-    truth = one_by_one(layer, x)
-    assert (out - truth).norm() < 3e-6 * truth.norm()
-
-
-def test_nan_of_an_expert_stays_with_its_tokens() -> None:
-    layer = mixture()
-    x = values(40, 48)
-    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
-    _, experts = reference.route(F.linear(h, layer.router.weight), 3, False)
-    layer.down.stacked[0][5] = torch.nan
-    users = (experts == 5).any(1)
-    assert 0 < users.sum() < 40
-    assert torch.equal(layer(x, NO_BATCH).isnan().any(1), users)
 
 
 def test_router_takes_the_lower_of_equal_experts() -> None:
@@ -223,32 +192,6 @@ def test_a_shared_expert_is_named_if_and_only_if_there_is_one() -> None:
         MoE(parsed(model_type="qwen3_moe"), **names, shared="s", shared_gate="g")
 
 
-def test_an_implementation_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minirt.layers import base
-
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    seen = []
-
-    @register("moe", "watched")
-    def watched(layer: MoE) -> Any:
-        inner = implementation("moe", "eager").factory(layer)
-
-        def forward(x: torch.Tensor, batch: Batch, kv: None) -> torch.Tensor:
-            seen.append(layer.name)
-            return inner(x, batch, kv)
-
-        return forward
-
-    config = models.parse_config(SIZES | {"num_hidden_layers": 2})
-    model = Model(config, models.build(config))
-    model.allocate(torch.device("cpu"), torch.float32, 64)
-    plan = model.resolve(["eager", "layers.1.moe=watched"])
-    checkpoint.randomize(model)
-    assert [row.implementation for row in plan.rows if row.kind == "moe"] == ["eager", "watched"]
-    model.layers[-2](values(2, 48), NO_BATCH)
-    assert seen == ["layers.1.moe"]
-
-
 class InBlocks(FormatChoice):
     """FP8 with a scale for each block of 128 × 128."""
 
@@ -345,47 +288,6 @@ def test_triton_is_in_the_plan_and_capturable() -> None:
     assert [(row.implementation, row.capturable) for row in plan.rows if row.kind == "moe"] == [("triton", True)]
 
 
-def test_compare_with_triton(hf_folder: Any) -> None:
-    """`minirt compare` measures the layer like any other: errors, bytes of the experts that are read, operations."""
-    from minirt import Generator
-    from minirt.bench.compare import layers as compare
-
-    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
-    folder = hf_folder("Qwen3Moe", seed=3, **sizes)
-    options = {"device": DEVICE.type, "impl": ["eager", "*.moe=triton"], "kv_cache_memory": 1 << 22}
-    with Generator.from_pretrained(folder, **options) as generator:
-        model = generator.model
-        places = compare.places(model)
-        place = next(place for place in places if place.layer.kind == "moe")
-        tokens = [(7 * i * i + 3) % 211 for i in range(27)]
-        steps = compare.prefill(model, places, tokens[:9]), compare.decode(model, places, [tokens[9:14]] * 3)
-        for step, rows in zip(steps, (1, 3), strict=True):
-            found = compare.compare(place, step)
-            assert found.faults == []
-            assert 0 < found.found["added"].relative < 1e-5
-            work = compare.work(place, step)
-            assert work.flops == place.layer.flops(rows)
-            assert work.bytes == layer_read_bytes(place.layer, torch.float32, rows) + 2 * rows * 64 * 4
-
-
-def test_rows_with_a_near_tie_are_not_settled() -> None:
-    """Two experts with equal logits, one of them chosen, the other the first that is not."""
-    layer = mixture(num_experts_per_tok=2)
-    x = values(50, 48)
-    found = settled(layer, x)
-    assert found is not None
-    assert found.all(), "in fp32 there is no near-tie"
-    layer.router.weight[7] = layer.router.weight[3] * (1 + 1e-8)
-    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
-    ranks = F.linear(h, layer.router.weight).argsort(dim=-1, descending=True, stable=True).tolist()
-    border = torch.tensor([rank[1] in (3, 7) and rank[2] in (3, 7) for rank in ranks])
-    assert 0 < border.sum() < 50
-    found = settled(layer, x)
-    assert found is not None
-    assert torch.equal(found, ~border)
-    assert settled(mixture(num_experts_per_tok=11), x) is None
-
-
 def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert chosen otherwise breaks the bound in a settled row only; NaN breaks it everywhere."""
     from minirt import Generator
@@ -424,34 +326,3 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
         monkeypatch.setattr(compare, "settled", lambda layer, x: torch.zeros(3, dtype=torch.bool))
         wrong.clear()
         assert compare.compare(place, step).found == {}
-
-
-def test_random_weights_route_about_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks with random weights read about as many experts as `expected_experts` says, in every layer."""
-    from minirt.step.batch import Chunk
-    from minirt.step.kv_cache import KVCache
-
-    chosen: list[torch.Tensor] = []
-    route = reference.route
-
-    def watched(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, experts = route(logits, top_k, normalize)
-        chosen.append(experts)
-        return weights, experts
-
-    monkeypatch.setattr(reference, "route", watched)
-    sizes = {"model_type": "qwen3_moe", "hidden_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
-    sizes |= {"num_hidden_layers": 12, "vocab_size": 997}
-    config = parsed(**sizes)
-    model = Model(config, models.build(config))
-    model.allocate(CPU, torch.float32, 256)
-    model.resolve("eager")
-    checkpoint.randomize(model)
-    cache = KVCache(model.cache_specs, 4, model.device, model.kv_dtype)
-    tokens = torch.randint(0, 997, (192,), generator=torch.Generator().manual_seed(0)).tolist()
-    with torch.inference_mode():
-        model(Batch.build([Chunk(tokens, 0, [0, 1, 2], num_logits=192)], cache.page_size), cache)
-    assert len(chosen) == 12
-    for experts in chosen:
-        touched = [group.unique().numel() for group in experts.split(8)]
-        assert sum(touched) / len(touched) > 0.85 * expected_experts(32, 4, 8)

@@ -4,7 +4,6 @@ Catches a switch on built-in classes or kinds, a state that leaks from a slot's 
 a prefix cache that skips tokens which a state needs, and a comparison that starts with the state after the step.
 """
 
-import functools
 from dataclasses import dataclass
 
 import pytest
@@ -18,20 +17,16 @@ from minirt.bench.compare import compare
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.caches import CacheView, copy_tensor, view
-from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
 from minirt.engine.limits import EngineLimits
 from minirt.errors import ConfigError, InputError
-from minirt.kernels.compile.tuning import Case, Family
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
-from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
 from minirt.sampling_params import resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DECAY = 0.75
 
 
@@ -109,33 +104,6 @@ class LooseSpec(SumsSpec):
         return self is other
 
 
-class Coded(Memory):
-    """A `Memory` whose state has another dtype: SCALE · s, rounded at the end of each step."""
-
-    kind = "coded"
-    SCALE = 8.0
-
-
-def coded(layer, fault=None):
-    def forward(x, batch, state):
-        out, values, start = torch.empty_like(x), state["sum"], 0
-        for slot, count, length in zip(batch.seq_slots.tolist(), batch.query_lens, batch.seq_lens, strict=True):
-            now = values[slot].to(x.dtype) / layer.SCALE if length > count else torch.zeros_like(x[0])
-            for t in range(start, start + count):
-                now = DECAY * now + x[t]
-                out[t] = x[t] + layer.gain.weight * now
-            start += count
-            now = layer.SCALE * now
-            if fault == "late" and length > count:
-                now = 0.5 * now
-            values[slot] = (now if values.is_floating_point() else now.round()).to(values.dtype)
-        if fault == "beside":
-            values[-1, 3] = 5
-        return out
-
-    return forward
-
-
 def both(layer, name="eager"):
     attention, memory = implementation("attention", name).factory(layer), forward_of(layer)
 
@@ -189,9 +157,6 @@ def registered():
     register("both", "eager")(both)
     register("both", "own")(both)
     register("both", "graphed", capturable=True)(lambda layer: both(layer, "triton"))
-    register("coded", "eager")(coded)
-    for name in ("own", "late", "beside"):
-        register("coded", name)(functools.partial(coded, fault=name))
     for kind in ("embedding", "select", "head"):
         register(f"own-{kind}", "eager")(implementation(kind, "eager").factory)
     yield
@@ -224,13 +189,6 @@ def compose_sums(config):
         if layer.kind == "memory":
             layer.cache_spec = SumsSpec(config.hidden_size)
     return layers
-
-
-def compose_coded(dtype, config):
-    layers = decoder.decoder_layers(config)
-    own = Coded(config, name="coded", gain=layers[2].norm.name)
-    own.cache_spec = StateSpec((("sum", (config.hidden_size,), dtype),))
-    return [layers[0], own, *layers[1:]]
 
 
 def load(folder, layers=compose, **options):
@@ -492,25 +450,6 @@ def test_an_own_cache_runs_and_is_compared(hf_folder):
     assert any("1 values of the cache" in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, FP8], ids=str)
-def test_a_state_of_any_dtype_is_compared(dtype, hf_folder):
-    """The truth begins with the state before the step, whatever its dtype: PyTorch's error is that of a rounding."""
-    with load(hf_folder("Llama", seed=3), layers=functools.partial(compose_coded, dtype)) as generator:
-        model = generator.model
-        filled = [tensor for layer in compare_layers.empty_cache(model, 1).layers for tensor in layer.tensors()]
-        assert all(bool((t == 1).all() if t.dtype == torch.int32 else t.float().isnan().all()) for t in filled)
-        found = {name: compare.run(model, TOKENS, SHAPE, impl=["eager", f"coded={name}"], layer="coded")
-                 for name in ("own", "late", "beside")}  # fmt: skip
-    assert found["own"].faults == []
-    for row in found["own"].rows:
-        assert row["out"]["torch"]["relative"] < 1e-6
-        assert row["state.sum"]["torch"]["relative"] < {FP8: 2**-4, torch.bfloat16: 2**-8}.get(dtype, 1e-6)
-    (fault,) = found["late"].faults
-    assert fault.startswith("coded, decode b2 @ 5: state.sum: ")
-    assert len(found["beside"].faults) == 2
-    assert all("1 values of the cache" in fault for fault in found["beside"].faults)
-
-
 FOUND = {
     "unwritten": ("layers.1.memory, prefill 9: state.sum: ", "layers.1.memory, decode b2 @ 5: state.sum: "),
     "not-reset": ("layers.1.memory, prefill 9: output: relative error nan",),
@@ -527,30 +466,13 @@ def test_faults_of_a_state_are_found(hf_folder, name):
         assert any(fault.startswith(words) for fault in result.faults), result.faults
 
 
-@pytest.mark.parametrize("layers", [compose, functools.partial(compose_coded, FP8)], ids=["fp32", "fp8"])
-def test_a_comparison_starts_with_the_state_before_the_step(layers, hf_folder):
-    with load(hf_folder("Llama", seed=3), layers=layers) as generator:
+def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
+    with load(hf_folder("Llama", seed=3)) as generator:
         places = compare_layers.places(generator.model)
         step = compare_layers.decode(generator.model, places, [TOKENS[:11], TOKENS[5:16]])
         for place in places[:-1]:
             out = compare_layers.run(place, place.eager, step).out
             assert torch.equal(out, step.inputs[place.index + 1]), place.layer.name
-
-
-def test_whole_steps_give_each_sequence_a_slot(hf_folder, monkeypatch):
-    def captured(work, device):
-        states = [layer["sum"] for layer in steps._cache.layers if isinstance(layer, dict)]
-        before = [state.clone() for state in states]
-        assert bool(work().isfinite().all())
-        seen.extend((now != then).any(1).tolist() for now, then in zip(states, before, strict=True))
-
-    monkeypatch.setattr(whole_steps, "captured", captured)
-    monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
-    seen, case = [], Case(Family("mine", object, (), (), lambda facts, gpu: None), "a bucket", None, (), lambda: None, tokens=3)
-    with load(hf_folder("Llama", seed=3)) as generator:
-        steps = whole_steps.Steps(generator.model)
-        steps.seconds(case, [None])
-    assert seen == [[True] * 3] * 3 * whole_steps.CAPTURES, "each sequence changes its own state, in each of three layers"
 
 
 @pytest.mark.gpu

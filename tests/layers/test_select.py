@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, Request
-from minirt.engine.limits import EngineLimits
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
-from minirt.sampling_params import SamplingParams, resolve
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import PAGE_SIZE, KVCache
 
@@ -199,37 +196,6 @@ def test_a_step_without_logits(impl, quantization):
             start += size
         results.append(out.cpu())
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-def test_what_comes_behind_computes_the_rows_that_are_wanted():
-    model = build()
-    rows = {layer.name: watch(layer) for layer in model.layers}
-    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], num_logits=0), Chunk([3] * 2, 0, [2])]
-    model(Batch.build(chunks, PAGE_SIZE), KVCache(model.cache_specs, 3, DEVICE))
-    before, behind = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "select"), ("layers.1.mlp", "head")
-    assert [rows[name] for name in before] == [[16]] * 4
-    assert [rows[name] for name in behind] == [[2]] * 2
-
-
-def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
-    """The tokens are the same as with whole prompts in one step. Some of the steps have no logits."""
-    results = []
-    for budget in (64, 7):
-        model = build()
-        rows = watch(model.layers[-1])
-        cache = KVCache(model.cache_specs, 4, DEVICE)
-        engine = Engine(model, cache, EngineLimits(128, 64, budget), vocab_size=211, device=DEVICE)
-        sampling = resolve(SamplingParams(max_tokens=6, temperature=0.0), None)
-        for number, prompt in enumerate((TOKENS[:30], TOKENS[30:55])):
-            engine.add(Request(number, prompt, sampling))
-        tokens = {0: [], 1: []}
-        while engine.has_work:
-            for output in engine.step():
-                tokens[output.request_id] += output.token_ids
-        results.append(tokens)
-        assert (0 in rows) == (budget == 7)
-    assert results[0] == results[1]
-    assert [len(own) for own in results[0].values()] == [6, 6]
 
 
 class Gather(Layer):

@@ -239,36 +239,6 @@ def test_links_to_files_are_taken(tmp_path: Path) -> None:
     assert files.generation_config == {}
 
 
-@pytest.mark.parametrize("name", [*JSON_FILES, "model.safetensors", SHARDS[0]])
-def test_special_files_neither_hang_nor_fill_the_memory(name: str, tmp_path: Path) -> None:
-    folder = fill(tmp_path, SHARDED)
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises((ConfigError, CheckpointError), match=r"not a regular file|not a file|are no files"):
-        resolve(folder)
-    replace_by_link(tmp_path / name, "/dev/zero")
-    with pytest.raises((ConfigError, CheckpointError), match=r"not a regular file|not a file|are no files"):
-        resolve(folder)
-
-
-@pytest.mark.parametrize("name", JSON_FILES)
-def test_sparse_files_are_not_read(name: str, tmp_path: Path) -> None:
-    folder = fill(tmp_path, SHARDED)
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(3 << 30)
-    with pytest.raises(ConfigError, match=rf"{name}: is too large; expected at most [\d,]+ bytes; found 3,221,225,472"):
-        resolve(folder)
-
-
-@pytest.mark.parametrize("name", JSON_FILES)
-def test_repeated_keys(name: str, tmp_path: Path) -> None:
-    content = {"config.json": '{"a": 1, "a": 2}', "generation_config.json": '{"a": [{"b": 1, "b": 1}]}'}
-    index = INDEX.replace('"weight_map": {', f'"weight_map": {{"a": "{SHARDS[1]}", ')
-    folder = fill(tmp_path, SHARDED | {name: content.get(name, index)})
-    with pytest.raises(ConfigError, match=f"{name}: a key is repeated"):
-        resolve(folder)
-
-
 def test_links_in_place_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never looked up on the Hub, even if the path has the form of a Hub id."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError("asked the Hub")))

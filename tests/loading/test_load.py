@@ -1,13 +1,11 @@
 """Load options are checked before anything is allocated: memory, length, device, dtype, implementation, name."""
 
 import json
-import shutil
 import warnings
 
 import pytest
 import torch
 import transformers
-from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
@@ -18,16 +16,6 @@ from minirt.models import parse_config
 
 def load(folder, **options):
     return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
-
-
-@pytest.fixture(scope="module")
-def folder(hf_folder):
-    return add_tokenizer(hf_folder("Llama", seed=3))
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 @pytest.fixture

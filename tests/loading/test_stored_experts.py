@@ -265,30 +265,6 @@ def test_one_tensor_in_two_files(hf_folder):
         checkpoint.read_headers([whole, folder / "model-2.safetensors"])
 
 
-def test_a_header_of_any_length(hf_folder):
-    """Tensors then begin at odd places of the file. safetensors allows it, and old files have it."""
-    name, sizes = FAMILIES["qwen3-moe"]
-    folder = hf_folder(name, fused=True, **sizes)
-    expected, path = logits(folder), folder / "model.safetensors"
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little") + 3
-    path.write_bytes(size.to_bytes(8, "little") + data[8 : size + 5] + b"   " + data[size + 5 :])
-    assert torch.equal(logits(folder), expected)
-
-
-def test_a_file_that_shrinks_after_its_header_was_read(hf_folder):
-    """It has no bytes where the header says: an error, where reading would be a bus error."""
-    name, sizes = FAMILIES["qwen3-moe"]
-    path = hf_folder(name, fused=True, **sizes) / "model.safetensors"
-    entries = checkpoint.read_headers([path])
-    last = max(entries.values(), key=lambda entry: entry.start)
-    assert last.start + last.nbytes == path.stat().st_size
-    with path.open("r+b") as file:
-        file.truncate(last.start + last.nbytes - 4)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: .*the file has changed"):
-        checkpoint._read(list(checkpoint._pieces(last)), lambda piece, tensor: None)
-
-
 def test_parameters_of_a_layer(hf_folder):
     """Which tensors a mixture expects, before and after the loader has seen the headers."""
     name, sizes = FAMILIES["qwen3-moe"]

@@ -214,7 +214,7 @@ OTHERS = Path(__file__).with_name("packed_by_others")
 
 @pytest.mark.parametrize("packer", sorted(folder.name for folder in OTHERS.iterdir()))
 def test_files_that_other_projects_packed(packer):
-    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back; see tests/tools/pack_with_others.py."""
+    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back, by tests/tools/pack_with_others.py of 8517f301."""
     folder = OTHERS / packer
     right = {module: torch.from_numpy(weight) for module, weight in np.load(folder / "weights.npz").items()}
     assert len(right) == 7
@@ -253,7 +253,6 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "no scale": ("packed 128", lambda t: t.pop(f"{DOWN}.weight_scale"), CheckpointError, f"{DOWN}.weight_packed: .*no scale"),
     "no AWQ scale": ("awq 128", lambda t: t.pop(f"{K}.scales"), CheckpointError, f"{K}.qweight: .*no scale"),
     "no zero points": ("awq 128", lambda t: t.pop(f"{K}.qzeros"), CheckpointError, f"missing; expected {K}.qzeros"),
-    "no packed zero points": ("packed zeros", lambda t: t.pop(f"{K}.weight_zero_point"), CheckpointError, "missing.*zero_point"),
     "zero points of symmetric weights": (
         "packed 128", lambda t: t.update({f"{K}.weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}), CheckpointError,
         f"{K}.weight_zero_point: zero points of symmetric weights",
@@ -303,41 +302,11 @@ TENSORS = {  # what: style, change of the tensors, error, words
         for style, scale in (("packed 128", "weight_scale"), ("gptq zeros", "scales"), ("awq 64", "scales"))
         for value in (0.0, math.nan, math.inf, *([] if style == "packed 128" else [-0.5]))
     },
-    "scales of integers": ("awq 128", change(f"{K}.scales", lambda s: s.int()), CheckpointError, rf"{K}\.scales: wrong dtype"),
-    "scales of E4M3": (
-        "packed 128", change(f"{K}.weight_scale", lambda s: s.float().to(torch.float8_e4m3fn)), CheckpointError,
-        rf"{K}\.weight_scale: wrong dtype",
-    ),
-    "fewer words": (
-        "packed 128", change(f"{K}.weight_packed", lambda w: w[:, :-1].contiguous()), CheckpointError,
-        rf"{K}\.weight_packed: wrong shape; expected \[96, 18\]; found \[96, 17\]",
-    ),
-    "words in bytes": (
-        "packed 128", change(f"{K}.weight_packed", lambda w: w.view(torch.uint8)), CheckpointError, f"{K}.weight_packed: wrong",
-    ),
     "no shape": ("packed 128", lambda t: t.pop(f"{K}.weight_shape"), CheckpointError, rf"missing.*{K}\.weight_shape"),
-    "a transposed shape": (
-        "packed 128", change(f"{K}.weight_shape", lambda s: s.flip(0)), CheckpointError, rf"{K}\.weight_shape: wrong values",
-    ),
-    "a shape of floats": (
-        "packed 128", change(f"{K}.weight_shape", lambda s: s.float()), CheckpointError, "weight_shape: wrong dtype",
-    ),
     "words of AWQ as GPTQ's": (
         "gptq zeros", change(f"{K}.qweight", lambda w: w.view(-1).resize_(144, 12)), CheckpointError,
         rf"{K}\.qweight: wrong shape; expected \[18, 96\]; found \[144, 12\]",
     ),
-    "too many groups": (
-        "gptq 128", change(f"{K}.scales", lambda s: s.repeat(2, 1)), CheckpointError, rf"{K}\.scales: wrong shape.*\[4, 96\]",
-    ),
-    "no GPTQ zero points": ("gptq 128", lambda t: t.pop(f"{K}.qzeros"), CheckpointError, rf"missing.*{K}\.qzeros"),
-    "zero points of other rows": (
-        "gptq 128", change(f"{K}.qzeros", lambda z: z[:, :-1].contiguous()), CheckpointError, rf"{K}\.qzeros: wrong shape",
-    ),
-    "zero points of 64 bits": (
-        "awq 128", change(f"{K}.qzeros", lambda z: z.long()), CheckpointError, rf"{K}\.qzeros: wrong dtype",
-    ),
-    "a short g_idx": ("gptq 128", change(f"{K}.g_idx", lambda g: g[:-1].clone()), CheckpointError, rf"{K}\.g_idx: wrong shape"),
-    "a g_idx of floats": ("gptq 128", change(f"{K}.g_idx", lambda g: g.float()), CheckpointError, rf"{K}\.g_idx: wrong dtype"),
     "a negative g_idx": (
         "gptq 128", change(f"{K}.g_idx", lambda g: g - 1), CheckpointError, rf"{K}\.g_idx: columns in the order",
     ),

@@ -11,12 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minirt import Generator, LoadOptions, SamplingParams
+from minirt import Generator, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import base
-from minirt.loading.load import load as load_model
-from minirt.step.batch import Batch, Chunk
-from minirt.step.kv_cache import KVCache
 
 CACHE = 1 << 24
 PROMPT = [5, 17, 99, 3, 42, 42, 180]
@@ -106,19 +103,6 @@ def test_a_shared_layer_has_its_weights_once(hf_folder):
         assert shared.plan.weight_bytes == plain.plan.weight_bytes
         assert shared.decode_read_bytes > plain.decode_read_bytes
         assert shared.kv_cache_bytes // 5 <= plain.kv_cache_bytes // 3 + 1
-
-
-def test_half_blocks_and_sublayers(hf_folder):
-    """Attention and MLP are separate layers, so a model may have any number of each, in any order."""
-    from minirt import models
-
-    def compose(config):
-        embedding, a0, m0, a1, m1, _, m2, head = models.build(config)
-        return [embedding, a0, a1, m0, m2, m1, head]
-
-    with load(hf_folder("Llama"), layers=compose) as generator:
-        assert len(generator.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
-        assert {name.split(".")[3] for name in generator.unused_tensors} == {"input_layernorm", "self_attn"}
 
 
 def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
@@ -231,35 +215,3 @@ def test_impossible_compositions(hf_folder):
     for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
         with pytest.raises(ConfigError, match="one embedding"):
             load(folder, layers=wrong)
-
-
-def test_few_tokens_of_each_sequence_by_the_kernels(hf_folder, monkeypatch):
-    """Compared with the eager model, on the same cached tokens. Catches a layer that does not say how many new tokens a sequence
-    may have, and K and V that are written after they are read. Sequences have different numbers of tokens, over a split's end."""
-    pytest.importorskip("triton")
-    from minirt.kernels.attention import dispatch
-
-    ran = []
-    monkeypatch.setattr(dispatch, "_few", lambda a, own=dispatch._few: ran.append(a.max_query_len) or own(a))
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    folder, logits, pages = hf_folder("Qwen2", max_position_embeddings=512, **sizes), {}, [range(5), [6], [5]]
-    contexts, new, tokens = (253, 0, 9), (5, 2, 8), torch.randint(3, 211, (3, 300), generator=torch.Generator().manual_seed(3))
-    for impl in ("eager", "triton"):
-        model = load_model(LoadOptions(model=folder, impl=impl, dtype="float32", device="cpu")).model
-        cache = KVCache(model.cache_specs, 8, torch.device("cpu"))
-        if impl == "eager":
-            prompts = [Chunk(own[:n].tolist(), 0, at) for own, n, at in zip(tokens, contexts, pages, strict=True) if n]
-            model(Batch.build(prompts, cache.page_size), cache)
-            cached = [[pages.clone() for pages in kv[:2]] for kv in cache.layers if kv is not None]
-        for kv, own in zip((kv for kv in cache.layers if kv is not None), cached, strict=True):
-            kv.k.copy_(own[0])
-            kv.v.copy_(own[1])
-        chunks = [
-            Chunk(own[n : n + m].tolist(), n, at, num_logits=m)
-            for own, n, m, at in zip(tokens, contexts, new, pages, strict=True)
-        ]
-        model.reserve_splits(4)
-        logits[impl] = model(Batch.build(chunks, cache.page_size), cache)
-    assert ran == [8, 8], "one kernel in each layer"
-    assert logits["eager"].shape == (15, 211)
-    torch.testing.assert_close(logits["triton"], logits["eager"], rtol=1e-4, atol=1e-4)

@@ -4,7 +4,6 @@ import copy
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -228,54 +227,6 @@ def test_query_scales_equal_transformers() -> None:
     theirs = get_llama_4_attn_scale(torch.arange(50)[None], 0.3, 7).flatten()
     assert torch.equal(query_scales(rope, 50), theirs)
     assert query_scales(rope, 8).tolist()[:7] == [1.0] * 7
-
-
-def exact_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The papers' formulas in fp64, in scalar loops, independent of our code and of transformers."""
-    out = []
-    for pair in range(head_dim // 2):
-        plain = rope.theta ** (-2 * pair / head_dim)
-        turns = rope.original_max_position * plain / (2 * math.pi)  # over the original context
-        if rope.kind == "linear":
-            plain /= rope.factor
-        elif rope.kind == "llama3":
-            keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-            keep = min(max(keep, 0.0), 1.0)
-            plain = keep * plain + (1 - keep) * plain / rope.factor
-        elif rope.kind == "yarn":
-            ends = []
-            for beta in (rope.beta_fast, rope.beta_slow):  # the pair that makes beta turns
-                ratio = rope.original_max_position / (2 * math.pi * beta)
-                ends.append(head_dim / 2 * math.log(ratio, rope.theta))
-            low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
-            keep = 1 - min(max((pair - low) / (high - low), 0.0), 1.0)
-            plain = keep * plain + (1 - keep) * plain / rope.factor
-        out.append(plain)
-    return np.array(out)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    "rope",
-    [
-        RopeConfig("default", 1e6),
-        RopeConfig("linear", 1e4, 3.0),
-        RopeConfig("llama3", 5e5, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-        RopeConfig("yarn", 1e6, 4.0, 32768, attention_factor=1.25),
-        RopeConfig("yarn", 1e6, 4.0, 32768, truncate=False, beta_fast=20.0, beta_slow=2.0),
-    ],
-)
-def test_against_fp64(rope: RopeConfig, head_dim: int) -> None:
-    exact = exact_frequencies(rope, head_dim)
-    frequencies = inverse_frequencies(rope, head_dim)
-    np.testing.assert_allclose(frequencies.double().numpy(), exact, rtol=1e-5)
-    length = 4097
-    angles = np.arange(length)[:, None] * exact
-    wanted = rope.attention_factor * np.concatenate((np.cos(angles), np.sin(angles)), axis=1)
-    # fp32 angles near 4096 have a spacing of 2^-11. The frequency has a relative error of about 2^-21.
-    np.testing.assert_allclose(rope_table(rope, head_dim, length).double().numpy(), wanted, rtol=0, atol=6e-3)
-    near = rope_table(rope, head_dim, 8).double().numpy()
-    np.testing.assert_allclose(near, wanted[:8], rtol=0, atol=2e-5)
 
 
 def test_table_starts_at_position_zero_and_may_be_empty() -> None:

@@ -20,7 +20,7 @@ from support.mtp import DENSE
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
-from minirt.errors import ContextLengthError, OutOfMemoryError
+from minirt.errors import ContextLengthError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXT: dict[str, Any] = DENSE | {"num_hidden_layers": 4, "max_position_embeddings": 4096}
@@ -87,48 +87,6 @@ def test_shorter_and_shorter_beginnings(folder: Path, plain: Generator) -> None:
             assert found.cached_tokens >= (261 - shift) // 64 * 64 - 1
 
 
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-def test_drafts(folder: Path, plain: Generator, right: float) -> None:
-    """Turns that go on from answers whose drafts were right, wrong or both."""
-    (first,) = prompts(70)
-    proposer: Any = Mixed(most=3, right=right)
-    proposer.adaptive = False  # each draft is verified
-    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
-    with Generator.from_pretrained(folder, speculative=proposer, **OPTIONS) as generator:
-        prompt = first
-        for turn in range(3):
-            expected = plain.generate(prompt, params)
-            proposer.known = {len(prompt): expected.token_ids}
-            found = generator.generate(prompt, params)
-            assert found.token_ids == expected.token_ids
-            assert found.cached_tokens >= len(prompt) - 4 if turn else not found.cached_tokens
-            prompt = [*prompt, *expected.token_ids, 7, 9]
-        stats = generator._live.stats.drafts
-    assert stats.num_draft_tokens > 100
-    accepted = stats.num_accepted_tokens / stats.num_draft_tokens
-    assert accepted == 1 if right == 1 else accepted < 0.1 if right == 0 else 0.2 < accepted < 0.9
-
-
-def test_preemption_samples_and_evictions(folder: Path, plain: Generator) -> None:
-    """Few pages and few states, for prompts that share beginnings."""
-    texts = prompts(100, 130, 40)
-    many = [[*texts[i % 3], *texts[(i + 1) % 3][: 17 * i % 90], i + 3] for i in range(14)]
-    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
-    expected = [done.token_ids for done in plain.generate(many, params)]
-    page = 64 * plain.kv_bytes_per_token
-    options = OPTIONS | {"kv_cache_memory": 9 * page, "max_num_seqs": 4, "max_model_len": 500}
-    with Generator.from_pretrained(folder, state_cache_memory=4 * plain.memory.state, **options) as generator:
-        for _ in range(2):
-            assert [done.token_ids for done in generator.generate(many, params)] == expected
-        stats = generator.prefix_cache_stats
-        assert stats is not None
-        assert stats.snapshots == 4
-        assert min(stats.hits, stats.evictions, stats.snapshot_evictions, generator._live.stats.num_preemptions) > 0
-        sampled = SamplingParams(max_tokens=5, temperature=1.0, seed=4, n=3)
-        found, wanted = (own.generate([many[5]], sampled)[0] for own in (generator, plain))
-        assert [own.token_ids for own in found.outputs] == [own.token_ids for own in wanted.outputs]
-
-
 def test_scores_begin_from_the_state_of_their_prompt(folder: Path, plain: Generator) -> None:
     """The first of four completions computes the prompt for all. The logits of the prompt's last token score the first one."""
     context, *tails = prompts(139, 5, 90, 1, 70)
@@ -174,11 +132,6 @@ def test_warm_prompts_keep_their_state(folder: Path, plain: Generator) -> None:
     check(found, plain.generate(warm + tail, GREEDY))
 
 
-def test_too_much_memory_for_states_is_refused_before_loading(folder: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"state cache 900TiB.*lower --state-cache-memory"):
-        Generator.from_pretrained(folder, state_cache_memory="900TiB", **OPTIONS)
-
-
 def test_a_prompt_of_2048_tokens_is_one_step(folder: Path, plain: Generator) -> None:
     """It was two: the second read all weights again for the few tokens behind the kept state. The state is the same."""
     (prompt, tail) = prompts(2048, 9)
@@ -194,18 +147,6 @@ def test_a_prompt_of_2048_tokens_is_one_step(folder: Path, plain: Generator) -> 
     check(found, plain.generate(prompt[:2047] + tail, GREEDY))
 
 
-def test_prompts_of_561_tokens_are_found(folder: Path, plain: Generator) -> None:
-    """vllm#51250: with blocks of 528 tokens and more, none of 561 shared tokens were."""
-    (shared, *tails) = prompts(561, 20, 20)
-    with Generator.from_pretrained(folder, **OPTIONS) as generator:
-        generator.generate(shared, GREEDY)
-        assert generator.generate(shared, GREEDY).cached_tokens == 512
-        for tail in tails:
-            found = generator.generate(shared + tail, GREEDY)
-            assert found.cached_tokens == 512
-            check(found, plain.generate(shared + tail, GREEDY))
-
-
 @pytest.mark.parametrize("shift", [0, 100, 300])
 def test_a_shorter_shared_beginning_is_found_by_64_of_64(folder: Path, shift: int) -> None:
     """vllm#45238: the only kept state lay in what prompts did not share, and 52 of 64 hits became none."""
@@ -218,37 +159,3 @@ def test_a_shorter_shared_beginning_is_found_by_64_of_64(folder: Path, shift: in
     shared_pages = (661 - shift) // 64 * 64
     assert all(count >= shared_pages for count in found[1:]), "all after the first that leaves the known path"
     assert (found[0] >= 512) == (shift <= 100), "the end of the first chunk"
-
-
-def test_twenty_turns_whose_reasoning_is_left_out(folder: Path) -> None:
-    """Each turn computes what its prompt has more than the one before, without that one's generation prompt, and up to 63 tokens.
-
-    It does so in one step, as does the first one. The answers are made up, since the model writes noise: what it generates is
-    never a part of the next prompt.
-    """
-    words = random.Random(3)
-    messages: list[dict[str, str]] = [{"role": "system", "content": "abc " * 70}]
-    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    options = OPTIONS | {"max_model_len": 4096, "max_num_batched_tokens": 512}
-    history = 0
-    with (
-        Generator.from_pretrained(folder, **options) as generator,
-        Generator.from_pretrained(folder, prefix_cache=False, **options) as plain,
-    ):
-        runner: Any = generator._engine.engine._runner
-        started, start = list[Any](), runner.start
-        runner.start = lambda plan: started.append(plan) or start(plan)
-        for turn in range(20):
-            messages.append({"role": "user", "content": "".join(words.choices("abcdefgh ", k=66))})
-            tokens = generator.encode_chat(messages)
-            found = generator.chat(messages, params)
-            assert found.cached_tokens == history // 64 * 64, f"turn {turn}"
-            assert [len(plan.tokens) for plan in started if len(plan.tokens)] == [len(tokens) - found.cached_tokens]
-            started.clear()
-            history = len(tokens) - len(generator.encode("[assistant]<t>")) + 1  # (encode adds a token at the beginning)
-            if turn % 5 == 4:
-                assert found.token_ids == plain.chat(messages, params).token_ids
-            messages.append({"role": "assistant", "reasoning": "hm " * 20, "content": "".join(words.choices("ijkl ", k=30))})
-        stats = generator.prefix_cache_stats
-    assert stats is not None
-    assert stats.recomputed <= 20 * 64, "at most a page of each turn was there without its state"

@@ -122,43 +122,22 @@ def test_order_and_names_of_layers(kind: str) -> None:
 
 # From the model cards, in units of 10^9: parameters, and parameters without embeddings if published.
 PUBLISHED = {
-    "Qwen2.5-0.5B": (0.49, 0.36),
-    "Qwen2.5-1.5B": (1.54, 1.31),
-    "Qwen2.5-3B": (3.09, 2.77),
-    "Qwen2.5-7B": (7.62, 6.53),
+    "Qwen2.5-0.5B": (0.49, 0.36), "Qwen2.5-1.5B": (1.54, 1.31), "Qwen2.5-3B": (3.09, 2.77), "Qwen2.5-7B": (7.62, 6.53),
     "Qwen2.5-14B": (14.8, 13.2),  # the card says 14.7 and 13.1, the safetensors index 14.77
     "Qwen2.5-32B": (32.8, 31.2),  # the card says 32.5 and 31.0, the safetensors index 32.76
     "Qwen2.5-72B": (72.7, 70.2),  # the card says 70.0
-    "Qwen3-0.6B": (0.60, 0.44),
-    "Qwen3-1.7B": (1.72, 1.41),
-    "Qwen3-4B": (4.02, 3.63),
-    "Qwen3-8B": (8.19, 6.95),
-    "Qwen3-14B": (14.77, 13.21),
-    "Qwen3-32B": (32.76, 31.21),
-    "Qwen3-30B-A3B": (30.5, 29.9),
-    "Qwen3-Coder-30B-A3B": (30.5, 29.9),
-    "Qwen3-235B-A22B": (235.0, 234.0),
-    "Qwen3.5-0.8B": (0.752, None),  # the cards' numbers have the vision encoder and the multi-token prediction, too
-    "Qwen3.5-4B": (4.206, None),
-    "Qwen3.5-9B": (8.954, None),
-    "Qwen3.5-27B": (26.896, None),  # 53.8 GB in bf16
-    "Qwen3.5-35B-A3B": (34.66, None),
-    "Qwen3.5-122B-A10B": (122.1, None),
-    "Qwen3.6-27B": (26.896, None),
-    "Qwen3.6-35B-A3B": (34.66, None),
-    "Qwen3.8-27B": (26.896, None),
-    "Qwen3-Next-80B-A3B": (79.7, 79.0),
-    "Llama-3.1-8B": (8.03, None),
-    "Llama-3.1-70B": (70.55, None),
-    "Llama-3.2-1B": (1.236, None),
-    "Llama-3.2-3B": (3.213, None),
-    "SmolLM2-135M": (0.1345, None),
-    "SmolLM2-360M": (0.3618, None),
-    "SmolLM2-1.7B": (1.711, None),
-    "SmolLM3-3B": (3.075, None),
+    "Qwen3-0.6B": (0.60, 0.44), "Qwen3-1.7B": (1.72, 1.41), "Qwen3-4B": (4.02, 3.63), "Qwen3-8B": (8.19, 6.95),
+    "Qwen3-14B": (14.77, 13.21), "Qwen3-32B": (32.76, 31.21), "Qwen3-30B-A3B": (30.5, 29.9),
+    "Qwen3-Coder-30B-A3B": (30.5, 29.9), "Qwen3-235B-A22B": (235.0, 234.0),
+    # The cards' numbers have the vision encoder and the multi-token prediction, too; 27B is 53.8 GB in bf16.
+    "Qwen3.5-0.8B": (0.752, None), "Qwen3.5-4B": (4.206, None), "Qwen3.5-9B": (8.954, None), "Qwen3.5-27B": (26.896, None),
+    "Qwen3.5-35B-A3B": (34.66, None), "Qwen3.5-122B-A10B": (122.1, None), "Qwen3.6-27B": (26.896, None),
+    "Qwen3.6-35B-A3B": (34.66, None), "Qwen3.8-27B": (26.896, None), "Qwen3-Next-80B-A3B": (79.7, 79.0),
+    "Llama-3.1-8B": (8.03, None), "Llama-3.1-70B": (70.55, None), "Llama-3.2-1B": (1.236, None), "Llama-3.2-3B": (3.213, None),
+    "SmolLM2-135M": (0.1345, None), "SmolLM2-360M": (0.3618, None), "SmolLM2-1.7B": (1.711, None), "SmolLM3-3B": (3.075, None),
     "Ministral-3-8B": (8.49, None),  # 8.4 on the card, and the vision encoder's 0.4 apart
     "Mistral-7B": (7.248, None),
-}
+}  # fmt: skip
 
 
 def test_every_preset_has_a_published_size() -> None:

@@ -5,7 +5,6 @@ with a token too many or too few. Catches copies of pages without the draft mode
 (`gates`, `folded`), a snapshot of a token that was only drafted, pages of drafts that another sequence has by then.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -118,79 +117,6 @@ def test_few_pages_few_states_and_requests_that_are_dropped(lookahead: int, fold
             check(found, wanted)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_memory_that_runs_out(lookahead: int, folder: Path, plain: Generator) -> None:
-    """Large steps fail when states, pages and copies are made already. Their sequences begin again from kept states."""
-    (base, *tails) = prompts(150, 5, 9, 30, 2, 17)
-    texts = [[*base[: 150 - 13 * i], *tail] for i, tail in enumerate(tails)]
-    expected = plain.generate(texts, params(20))
-    with both(folder, lookahead) as generator:
-        runner: Any = generator._engine.engine._runner
-        model, draw = runner._model, random.Random(3)
-
-        def breaking(batch: Any, cache: Any) -> Any:
-            logits = model(batch, cache)
-            if batch.num_tokens > 60 or (batch.num_tokens > 4 and draw.random() < 0.3):
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return logits
-
-        runner._model = breaking
-        for _ in range(2):
-            for found, wanted in zip(generator.generate(texts, params(20)), expected, strict=True):
-                check(found, wanted)
-        stats = generator.prefix_cache_stats
-        assert stats is not None
-        assert stats.hits > 0
-        assert generator._live.stats.num_preemptions > 0
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_answers_that_end_in_the_middle_of_a_step(lookahead: int, folder: Path, plain: Generator) -> None:
-    """Where the answer stops behind a right draft, the device has gone on. The next turn goes on from what is kept."""
-    (text,) = prompts(60, seed=9)  # below a page, so that the first state is kept at the end of the answer
-    found = 0
-    with both(folder, lookahead) as generator:
-        for count in range(7, 40, 4):
-            prompt = [count, *text[1:]]
-            answer = plain.generate(prompt, params(count)).token_ids
-            stop = params(40, stop_token_ids=[answer[-1]])
-            check(generator.generate(prompt, stop), plain.generate(prompt, stop))
-            answer = answer[: answer.index(answer[-1]) + 1]
-            for turn in ([*prompt, *answer, 8, 9], [*prompt, *answer], [*prompt, *answer[:-1], 9]):
-                done = generator.generate(turn, params(3))
-                check(done, plain.generate(turn, params(3)))
-                found += done.cached_tokens >= 64
-        stats = generator._live.stats.drafts
-    assert found > 9
-    assert stats.num_accepted_tokens > 20
-
-
-def test_scores_salts_and_kept_prompts(folder: Path, plain: Generator) -> None:
-    """Prompts whose tokens are scored, that share nothing by their salt, or that are pinned, with drafts in between."""
-    text, tail, *others = prompts(150, 7, *[140] * 8)
-    options = {"kv_cache_memory": 14 * 64 * (plain.kv_bytes_per_token * 3 // 2 + 1), "max_model_len": 300, "max_num_seqs": 2}
-    with both(folder, 1, state_cache_memory=plain.memory.state * 12, **options) as generator:
-        assert generator.warm_prompt(text) == 128
-        generator.generate(others, params(3))
-        found = generator.generate([*text, *tail], params())
-        assert found.cached_tokens == 128
-        check(found, plain.generate([*text, *tail], params()))
-        for salt, cached in (("a", 0), ("a", 128), ("b", 0)):
-            call = generator._processor.prepare(text, params(), single=True, cache_salt=salt)
-            list(generator._run(call))
-            found = call.results[0]
-            assert found.cached_tokens == cached
-            check(found, plain.generate(text, params()))
-        scored = params(prompt_logprobs=0)
-        for _ in range(2):
-            found, expected = (own.generate([*text[:130], *tail], scored) for own in (generator, plain))
-            check(found, expected)
-            for own, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
-                assert abs(own.logprob - other.logprob) < 2e-4
-        for own, other in zip(*(each.score(text, [tail, others[0][:80]]) for each in (generator, plain)), strict=True):
-            assert all(abs(a.logprob - b.logprob) < 2e-4 for a, b in zip(own.logprobs, other.logprobs, strict=True))
-
-
 def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> None:
     """The pages of the draft model, and in each snapshot what undoes drafts."""
     with load(folder, mtp(), state_cache_memory="1MiB") as generator:
@@ -202,22 +128,3 @@ def test_the_memory_plan_counts_all_of_it(folder: Path, plain: Generator) -> Non
         assert cache.nbytes == memory.pages * memory.page + (memory.max_num_seqs + memory.snapshots) * memory.state
         assert len(cache._states) == 2 * 4
         assert len(cache._pages) == 2 * 2
-
-
-def test_with_experts_of_4_bits(tmp_path: Path) -> None:
-    """The draft model's experts and head are quantized as the others."""
-    make(tmp_path, "qwen3_5_moe")
-    agree(tmp_path, 0.12)
-    texts, options = prompts(30, 70, 100), {"quantization": "int4", "quantize_head": True}
-    with load(tmp_path, prefix_cache=False, **options) as generator:
-        expected = generator.generate(texts, params(20))
-    with load(tmp_path, mtp(draft_vocab_size=97), lookahead=1, **options) as generator:
-        formats = {row.layer: row.formats for row in generator.plan.rows}
-        assert formats["mtp.moe"] == formats["mtp.head"] == formats["mtp.attention"] == ("int4",)
-        for _ in range(2):
-            for found, wanted in zip(generator.generate(texts, params(20)), expected, strict=True):
-                check(found, wanted)
-        stats = generator.prefix_cache_stats
-        assert stats is not None
-        assert stats.hits == 64 + 64
-        assert generator._live.stats.drafts.num_accepted_tokens > 0

@@ -3,10 +3,7 @@
 import gc
 import json
 import re
-import shutil
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,8 @@ from engine.test_drafts import Mixed
 from safetensors.torch import load_file, save_file
 from support.cli import caller
 from support.hybrids import prompts, randomize
-from support.tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams, StructuredOutputsParams
-from minirt.bench.fp8_error import format_errors
+from minirt import Generator, SamplingParams
 from minirt.cli.output import load_summary
 from minirt.errors import ConfigError, NumericsError, UnsupportedError
 from minirt.kernels import reference
@@ -165,42 +160,6 @@ def test_drafts_change_no_token(folders: dict[str, Path]) -> None:
             stats = generator._live.stats
             assert 0 < stats.drafts.num_accepted_tokens < stats.drafts.num_draft_tokens
             assert (stats.num_preemptions > 0) == (memory < 1 << 24)
-
-
-def test_sixteen_threads(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Whole answers, streams, closed streams and structured output at once, in five slots and too few pages: each as alone.
-
-    Catches a state that a request leaves to another one, one that is lost with a preemption, and a slot that is not given back.
-    """
-    folder = add_tokenizer(Path(shutil.copytree(folders["3-to-1-bias"], tmp_path / "model")))
-    random, greedy_ = prompts(*([5, 70, 33, 64] * 4), seed=11), SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
-    word = SamplingParams(max_tokens=24, seed=1, structured_outputs=StructuredOutputsParams(regex="[abc]{3,5}x"))
-    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 5, "max_model_len": 128}
-    with Generator.from_pretrained(folder, kv_cache_memory=1 << 24, **options) as generator:
-        expected = [generator.generate(text, greedy_).token_ids for text in random]
-        words = [generator.generate(text, word).text if i % 4 == 3 else "" for i, text in enumerate(random)]
-        page = generator.memory.page
-
-    def one(i: int) -> None:
-        kind = i % 4
-        if kind == 0:
-            found = generator.generate(random[i], greedy_).token_ids
-        elif kind == 1:
-            found = [token for piece in generator.stream(random[i], greedy_) for token in piece.token_ids]
-        elif kind == 2:
-            with closing(generator.stream(random[i], greedy_)) as pieces:
-                found = [token for _, piece in zip(range(3), pieces, strict=False) for token in piece.token_ids]
-            found += expected[i][len(found) :] if found == expected[i][: len(found)] else []
-        else:
-            assert generator.generate(random[i], word).text == words[i]
-            found = generator.generate(random[i], greedy_).token_ids
-        assert found == expected[i], (i, kind)
-
-    with Generator.from_pretrained(folder, kv_cache_memory=6 * page, **options) as generator, ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(16), timeout=120))
-        again = generator.generate(random, greedy_)
-        assert [done.token_ids for done in again] == expected
-        assert generator._live.stats.num_preemptions > 0
 
 
 def official(folder: Path, source: Path) -> dict[str, torch.Tensor]:
@@ -369,16 +328,3 @@ def test_the_plan_says_what_states_take(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert f"{format_size(matrices + ring)} are states of recurrent layers, whatever the length" in text
     assert f"moves {format_size(2 * matrices + ring)} for each sequence" in text
     assert "are states" not in run("plan", "--model", "Qwen2.5-0.5B", "--gpu", "H100")[1]
-
-
-def test_errors_of_fp8(folders: dict[str, Path]) -> None:
-    """Catches a prompt without a slot, whose recurrent layers have no state to write to, and a projection that is left out."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24}
-    with (
-        Generator.from_pretrained(folders["2-to-1"], **options) as plain,
-        Generator.from_pretrained(folders["2-to-1"], quantization="fp8", **options) as rounded,
-    ):
-        found = format_errors(plain.model, rounded.model, prompts(70)[0])
-    recurrent, attention, mlp = ["in_proj", "out_proj"], ["qkv", "gate", "o"], ["gate_up", "down"]
-    assert [e.linear for e in found] == 3 * (recurrent + mlp) + attention + mlp + recurrent + mlp + ["lm_head"]
-    assert all(0 < e.one < e.many < 0.06 for e in found)

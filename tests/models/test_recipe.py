@@ -101,45 +101,6 @@ def test_accepted(outline, good):
     assert outline.written > 0
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "sad and she cried.", "like Elfspiran.", "like Lily.", "happy happy.", "sad, so sad, sad.", "a special joy.",
-        "that 3 were few.", "he had a red hat.", "no end", "the moral: be kind.", "fine (really).",
-        "it" + " x" * 30 + ".",
-    ],
-)  # fmt: skip
-def test_refused_twice_then_left_out(outline, bad):
-    """Refused: unknown or not yet introduced characters, repetition, comments on the story, digits, too long, unfinished."""
-    before = outline.text
-    for _ in range(2):
-        assert outline.advance().endswith("Pip felt")
-        assert not outline.fill(bad)
-    assert outline.text == before
-    assert outline.advance().endswith('Pip said, "')
-    assert outline.fill('Let us go home now." He')
-    assert outline.advance() is None
-    assert outline.text == before + ' Pip said, "Let us go home now."'
-
-
-def test_clean(recipe):
-    rng = random.Random(3)
-    vocabulary = [a + b + c for a in "bdfgk" for b in "aeiou" for c in "lmnrs"]
-    good = [" ".join(rng.choices(vocabulary, k=90)) + "." for _ in range(60)]
-    near = good[0].replace(good[0].split()[40], good[0].split()[41])
-    texts = [*good, near, good[1], good[2] + " zebra.", "too short.", "again and again. " * 40]
-    kept, dropped = recipe.clean.clean(texts, workers=1, min_count=2)
-    assert dropped == {"length or repetition": 2, "rare words": 1, "near duplicates": 2}
-    assert set(kept) <= {*good, near}
-    assert len(kept) == len(good)
-    assert recipe.clean.clean(texts[::-1], workers=1, min_count=2)[0] == kept
-
-
-def test_repeated_trigrams(recipe):
-    assert recipe.clean.repeated_trigrams(list("abcde")) == 0
-    assert recipe.clean.repeated_trigrams(list("ababab")) == 0.5  # aba bab aba bab
-
-
 def test_packing(recipe):
     """Every row begins with a whole story, and every story appears whole."""
     import numpy as np
@@ -217,16 +178,6 @@ def test_the_tokenizer(recipe, tmp_path):
     assert ids.tolist() == [*tokenizer.encode(texts[0]), 0]
 
 
-def test_the_learning_rate(recipe):
-    rates = [recipe.train.rate(i / 1000) for i in range(1001)]
-    peak = rates.index(max(rates))
-    assert rates[peak] == pytest.approx(recipe.train.PEAK_RATE, rel=1e-3)
-    assert 10 <= peak <= 30
-    assert rates[:peak] == sorted(rates[:peak])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] == pytest.approx(recipe.train.PEAK_RATE / 100)
-
-
 @pytest.fixture
 def tiny(recipe, tmp_path):
     """A tiny model and draft layers, with biases and norms that are not trivial, written to `tmp_path` in fp32 values of bf16."""
@@ -272,72 +223,3 @@ def test_the_draft_layers_are_trained_on_what_they_get_at_inference(recipe, tiny
             checked.add(number)
     assert checked == {0, 1, 2}
     assert len(seen) > 30
-
-
-def test_texts_that_the_model_writes(recipe, tiny):
-    """Greedy tokens are those of the whole network, prompts stay, and a temperature is obeyed."""
-    model = recipe.train_mtp.load(tiny[2], "cpu")[0]
-    starts = [[3, 4, 5], [9], [11, 0], list(range(1, 21))]
-    torch.manual_seed(0)
-    rows = recipe.train_mtp.write_texts(model, starts, torch.tensor([0.0, 0.0, 0.0, 3.0]), 40)
-    with torch.no_grad():
-        logits = model(rows)[:, :-1]
-    short = logits.max(-1).values - logits.gather(-1, rows[:, 1:, None]).squeeze(-1)
-    for row, start, gap in zip(rows.tolist(), starts, short, strict=True):
-        assert row[: len(start)] == start
-        assert (gap[len(start) - 1 :].max() < 1e-4) == (len(start) < 20)
-
-
-def test_losses_and_figures_of_drafts(recipe):
-    """Layers that know the model's distribution have no divergence, and all of their drafts are right. Wrong ones count as such.
-
-    The rows of a further draft that have no earlier draft must not count.
-    """
-    shape = recipe.network.Shape(vocab_size=31, hidden_size=14, num_hidden_layers=1, intermediate_size=8)
-    torch.manual_seed(2)
-    model = recipe.network.Qwen2(shape)
-    torch.nn.init.normal_(model.lm_head.weight)
-    texts = torch.randint(0, 31, (5, 20))
-
-    def oracle(_, tokens, states):
-        logits, found = model.lm_head(states[:, 1:]), []
-        for draft in range(3):
-            found.append(logits.clone())
-            found[-1][:, :draft] = float("nan")
-        return found
-
-    logits, wanted = recipe.train_mtp.run(oracle, model, texts)
-    for loss in recipe.train_mtp.divergences(logits, wanted):
-        assert loss.abs() < 1e-5
-    for loss in recipe.train_mtp.divergences([own.roll(1, -1) for own in logits], wanted):
-        assert loss > 0.1
-    figures = recipe.train_mtp.evaluate(oracle, model, texts, 2)
-    assert figures["agreement"] == pytest.approx([1, 18 / 19, 17 / 18]), "of 19 rows, 18 have a second draft"
-    assert figures["overlap"] == pytest.approx([1, 1, 1])
-    assert figures["tokens a step"] == pytest.approx((19 + 19 + 18 + 17) / 19)
-
-    def first_alone(*given):
-        first, *others = oracle(*given)
-        return [first, *(own.roll(1, -1) for own in others)]
-
-    figures = recipe.train_mtp.evaluate(first_alone, model, texts, 5)
-    assert figures["agreement"] == [1, 0, 0]
-    assert figures["tokens a step"] == 2
-    assert 0 < figures["overlap"][1] < 0.99 < figures["overlap"][0]
-
-
-def test_writing_again_replaces_the_layers(recipe, tiny):
-    """The index states each tensor once, with the size of all of them, and the files hold what it states."""
-    from safetensors.torch import load_file
-
-    model, _, folder = tiny
-    mtp = recipe.train_mtp.MTP(recipe.network.Shape(vocab_size=97, hidden_size=56), 40)
-    recipe.train_mtp.write(mtp, model, folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    held = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
-    assert index["weight_map"] == held
-    sizes = [tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
-    assert index["metadata"]["total_size"] == sum(sizes)
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["mtp_num_hidden_layers"], config["mtp_intermediate_size"]) == (1, 40)
-    assert load_file(folder / "model-mtp.safetensors")["mtp.layers.0.mlp.down_proj.weight"].shape == (56, 40)

@@ -102,28 +102,3 @@ def test_frequencies_that_depend_on_the_length_are_refused():
         mn.RotaryEmbedding.from_module(theirs)
     with pytest.raises(InputError, match=r"module: not a rotary embedding with inv_freq \[D / 2\]; found Linear"):
         mn.RotaryEmbedding.from_module(torch.nn.Linear(2, 3))
-
-
-def test_wrong_arguments_are_named(t):
-    q, k, (cos, sin) = t(2, 4, 5, 8), t(2, 2, 5, 8), tables(t, 2, 5, 8, torch.float32)
-    for args, message in (
-        ((q, k[:, :, :4], cos, sin), "k: wrong shape"),
-        ((q[0], k, cos, sin), "q: wrong shape"),
-        ((q, k, cos[0], sin), "cos: wrong shape"),
-        ((q, k, cos, sin[:1]), "sin: wrong shape"),
-        ((q, k, cos.mT.contiguous().mT, sin), "cos: not contiguous"),
-        ((q, k.half(), cos, sin), "k: wrong dtype"),
-        ((q, k, cos, sin.half()), "sin: wrong dtype"),
-        ((q.double(), k.double(), cos, sin), "q: unsupported dtype"),
-        ((q[..., :7], k[..., :7], cos, sin), "q: unsupported head size"),
-        ((q, k, cos, sin, 3), "unsqueeze_dim: unsupported"),
-        ((q[0], k[0], cos, sin, 2), "q: wrong shape"),
-    ):
-        with pytest.raises(InputError, match=message):
-            mn.apply_rotary(*args)
-    with pytest.raises(InputError, match="q_norm, k_norm: a norm of one of q and k only"):
-        functional.qk_norm_rope(q, k, cos, sin, t(8))
-    with pytest.raises(InputError, match="norm_weight: wrong shape"):
-        mn.fused_rmsnorm_rope(q, t(7), 1e-6, cos, sin)
-    with pytest.raises(InputError, match="position_ids: wrong shape"):
-        mn.RotaryEmbedding(8)(q, torch.arange(3))

@@ -799,20 +799,3 @@ def test_the_table(make):
     plain = json.loads(json.dumps(table.as_dict()))
     assert plain["changes"][1]["module"] == "model.layers.0"
     assert (plain["fp8"], plain["fp8_bytes"], plain["original_bytes"]) == (False, 0, 0)
-
-
-def test_smollm2(smollm2):
-    """Tokens of a real model, of 30 layers with trained weights."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    prompt = tokenizer("The three most important things about kernels are", return_tensors="pt")
-
-    def tokens():
-        with torch.inference_mode():
-            return model.generate(**prompt, max_new_tokens=24, do_sample=False)
-
-    expected = tokens()
-    minirt.patch(model)
-    assert torch.equal(tokens(), expected)

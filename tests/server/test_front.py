@@ -183,21 +183,6 @@ def test_several_choices():
     run(scenario)
 
 
-def test_usage_in_every_event():
-    async def scenario(this, engine, ask):
-        reader, _ = await ask(stream(stream_options={"continuous_usage_stats": True}))
-        await engine.until(lambda e: e.requests)
-        for i in range(3):
-            engine.send(TokenOutput(engine.requests[0].id, (ids_of("a")[0],), "length" if i == 2 else None))
-            await asyncio.sleep(0.01)
-        _, _, body = await answer(reader)
-        counts = [event["usage"]["completion_tokens"] for event in events(body)[:-1]]
-        assert counts[-1] == 3
-        assert counts == sorted(counts)
-
-    run(scenario)
-
-
 ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(300, 320)))
 
 
@@ -485,20 +470,6 @@ def test_tokens_do_not_wait_for_acknowledgements():
         (own,) = this.exchanges
         connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-    run(scenario)
-
-
-def test_several_requests_on_one_connection():
-    async def scenario(this, engine, ask):
-        reader, writer = await ask(stream(stream=False))
-        for i in range(3):
-            await engine.until(lambda e, i=i: len(e.requests) > i)
-            engine.send(TokenOutput(engine.requests[i].id, (ROW.token_id,), "length"))
-            assert (await answer(reader))[0] == 200
-            writer.write(stream(stream=False, seed=i))
-        await engine.until(lambda e: len(e.requests) == 4)
-        assert not engine.aborted
 
     run(scenario)
 

@@ -14,7 +14,7 @@ from support.server import answer, message
 
 from minirt import Generator, SamplingParams
 from minirt.engine.request import TokenOutput
-from minirt.errors import EngineError, NumericsError, QueueFullError
+from minirt.errors import NumericsError
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 SHOWN = (  # a template that shows all parts of a conversation
@@ -383,26 +383,6 @@ def test_tokens_are_counted_as_they_are_sent(folders):
 # --- errors ---
 
 
-@pytest.mark.parametrize(("error", "status", "kind"), [
-    (QueueFullError("too many requests wait"), 429, "rate_limit_error"), (NumericsError("NaN"), 500, "api_error"),
-    (EngineError("it has ended"), 503, "overloaded_error"),
-])  # fmt: skip
-def test_errors_of_the_engine(folders, error, status, kind):
-    async def scenario(model):
-        for streams in (True, False):
-            asked = asyncio.create_task(model.client.messages.create(**_body({"stream": streams})))
-            count = len(model.engine.requests)
-            await model.engine.until(lambda e, count=count: len(e.requests) > count)
-            model.engine.send(TokenOutput(model.last.id, (), "error", error))
-            with pytest.raises(anthropic.APIStatusError) as found:
-                await asked
-            assert (found.value.status_code, found.value.type, found.value.api_message) == (status, kind, str(error))
-            assert found.value.request_id == found.value.body["request_id"]
-            assert ("retry-after" in found.value.response.headers) == (status == 429)
-
-    run(folders["plain"], scenario)
-
-
 def test_an_error_later_is_an_event_that_the_client_raises(folders):
     async def scenario(model):
         stream = asyncio.create_task(model.client.messages.create(**_body({"stream": True})))
@@ -463,24 +443,6 @@ def test_errors_before_the_endpoint(folders):
     run(folders["plain"], scenario, api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_goes_aborts_its_request(folders, begun):
-    async def scenario(model):
-        reader, writer = await model.ask(message(_body({"stream": True}), PATH))
-        await model.engine.until(lambda e: e.requests)
-        if begun:
-            model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("a")), None))
-            await reader.readuntil(b"text_delta")
-        writer.transport.abort()
-        await model.engine.until(lambda e: e.aborted)
-        assert model.engine.aborted == [model.last.id]
-        while model.front.exchanges:
-            await asyncio.sleep(0.01)
-        assert not model.front.generations
-
-    run(folders["plain"], scenario)
-
-
 # --- a real server ---
 
 
@@ -522,17 +484,6 @@ def test_the_client_and_a_real_model(tiny, expected):
             own.messages.create(**STORY | {"model": "other"})
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             own.messages.create(**STORY | {"messages": [{"role": "user", "content": "word " * 600}]})
-
-
-def test_the_asyncio_client(tiny, expected):
-    async def main():
-        async with client(tiny, anthropic.AsyncAnthropic) as own:
-            found = await asyncio.gather(*(own.messages.create(**STORY) for _ in range(4)))
-            assert [blocks(message) for message in found] == [[expected.text]] * 4
-            async with own.messages.stream(**STORY) as stream:
-                assert "".join([text async for text in stream.text_stream]) == expected.text
-
-    asyncio.run(main())
 
 
 def test_a_call_that_a_grammar_forces(tiny):

@@ -12,7 +12,6 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from support.chats import Model, model_folders
-from support.server import answer, message
 
 from minirt import Generator, SamplingParams
 from minirt.engine.request import TokenOutput
@@ -465,29 +464,6 @@ def test_an_error_within_a_stream(folders):
 
     run(folders["plain"], scenario)
     run(folders["plain"], before_the_first_token)
-
-
-def test_a_client_that_goes_aborts_its_request(folders):
-    async def scenario(model):
-        stream = asyncio.create_task(model._create(stream=True))
-        await model.engine.until(lambda e: e.requests)
-        model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("Well")), None))
-        async for event in await stream:
-            if event.type == "response.output_text.delta":
-                break
-        await (await stream).close()
-        await model.engine.until(lambda e: e.aborted == [model.last.id])
-        assert not model.front.generations
-
-    run(folders["plain"], scenario)
-
-
-def test_a_time_limit(folders):
-    async def scenario(model):
-        reader, _ = await model.ask(message({"input": "a"}, "/v1/responses"))
-        assert (await answer(reader))[0] == 504
-
-    run(folders["plain"], scenario, request_timeout=0.1)
 
 
 def test_the_embedded_model(tiny, folder):

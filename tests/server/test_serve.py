@@ -72,13 +72,6 @@ def test_a_streamed_completion_is_the_same(tiny, generator):
     assert pieces[-1].choices == []
 
 
-def test_several_samples(tiny, generator):
-    expected = generator.generate(STORY, SamplingParams(max_tokens=12, n=3, seed=11, temperature=0.9))
-    found = client(tiny).completions.create(model="tiny", prompt=STORY, max_tokens=12, n=3, seed=11, temperature=0.9)
-    assert [choice.text for choice in found.choices] == [own.text for own in expected.outputs]
-    assert found.usage.prompt_tokens == len(expected.prompt_token_ids)
-
-
 def test_logprobs_of_prompt_and_completion(tiny, generator):
     """The form that lm-eval reads: echo, and log-probabilities of all tokens."""
     prompt = "Once upon a time there was a dog"
@@ -209,38 +202,6 @@ def test_structured_output(tiny):
         assert (status, found["error"]["param"]) == (400, param)
 
 
-def test_calls_that_a_grammar_forces(tiny):
-    """The embedded model knows no tools, so only the grammar makes it call them."""
-    closed = {"type": "object", "additionalProperties": False}
-    heat = closed | {"properties": {"level": {"enum": [1, 2, 30]}, "on": {"type": "boolean"}}, "required": ["level", "on"]}
-    functions = [{"name": "heat", "parameters": heat}, {"name": "stop", "parameters": closed}]
-    tools = [{"type": "function", "function": function} for function in functions]
-    request = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 300}
-    lines = tiny.post("/tokenize", {"prompt": "\n", "add_special_tokens": False})[1]["tokens"]
-    request["logit_bias"] = {str(token): -100 for token in lines}  # else most of it is white space between JSON tokens
-    named = {"type": "function", "function": {"name": "heat"}}
-    for choice, seeds in (("required", (1, 2)), (named, (3,))):
-        for seed in seeds:
-            own = request | {"tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
-            (answer,) = client(tiny).chat.completions.create(**own).choices
-            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
-            (call,) = answer.message.tool_calls
-            arguments = json.loads(call.function.arguments)
-            if choice == named or call.function.name == "heat":
-                assert set(arguments) == {"level", "on"}
-                assert arguments["level"] in (1, 2, 30)
-                assert isinstance(arguments["on"], bool)
-            else:
-                assert (call.function.name, arguments) == ("stop", {})
-            deltas = [chunk.choices[0].delta for chunk in client(tiny).chat.completions.create(**own, stream=True)]
-            parts = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
-            assert parts[0].name == call.function.name
-            assert "".join(part.arguments for part in parts) == call.function.arguments
-    for wrong in ({"tool_choice": "auto"}, {"tools": [{}]}):
-        with pytest.raises(openai.BadRequestError, match="tools"):
-            client(tiny).chat.completions.create(**request | wrong)
-
-
 def test_errors_of_the_client(tiny):
     own = client(tiny)
     with pytest.raises(openai.NotFoundError, match="no such model") as found:
@@ -350,31 +311,6 @@ def test_a_warm_prompt_is_kept_from_the_start(tiny, generator):
     assert f"king.txt: {kept} tokens are kept" in tiny.log
     (stated,) = json.loads(tiny.request("GET", "/server_info")[2])["warm_prompts"]
     assert stated == kept
-
-
-def test_a_disconnect_frees_the_engine(tiny):
-    body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "n": 4, "seed": 1, "stream": True}
-    before = tiny.metric("vllm:request_success_total")
-    with tiny.connect() as own:
-        own.sendall(message(body, "/v1/completions"))
-        assert own.recv(100).startswith(b"HTTP/1.1 200")
-        assert tiny.metric("vllm:num_requests_running") == 4
-    tiny.until(lambda: tiny.metric("vllm:num_requests_running") == 0)
-    assert tiny.metric("vllm:request_success_total") - before == 4
-    tiny.until(lambda: any(line["status"] == 499 and line.get("completion_tokens", 1600) < 1600 for line in tiny.lines))
-
-
-def test_the_log_has_the_tokens_of_an_answer_that_nobody_waited_for(tiny):
-    """Without a stream, tokens come to the front with the end: the log of an aborted answer said that there were none."""
-    body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "seed": 3}
-    before, logged = tiny.metric("vllm:generation_tokens_total"), len(tiny.lines)
-    with tiny.connect() as own:
-        own.sendall(message(body, "/v1/completions"))
-        tiny.until(lambda: tiny.metric("vllm:generation_tokens_total") - before >= 3)
-    tiny.until(lambda: len(tiny.lines) > logged)
-    line = tiny.lines[-1]
-    assert (line["status"], line["finish"]) == (499, "abort")
-    assert 3 <= line["completion_tokens"] < 400
 
 
 @pytest.mark.parametrize("serves", [False, True], ids=["while it loads", "while it serves"])

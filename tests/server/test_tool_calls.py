@@ -190,18 +190,6 @@ def test_every_token_has_its_log_probability(folders):
     run(folders["hermes"], scenario)
 
 
-def test_the_usage_in_every_event(folders):
-    async def scenario(chats):
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        chunks = await chats.complete(f"a {CALL}", streams=True, tools=TOOLS, stream_options=options)
-        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
-        assert counts == sorted(counts)
-        assert counts[-1] == len(chats.tokens(f"a {CALL}", "stop"))
-        assert joined(chunks)[2] == [ZURICH]
-
-    run(folders["hermes"], scenario)
-
-
 def test_without_tools_or_with_none_there_are_no_calls(folders):
     async def scenario(chats):
         for fields, has_tools in (({}, False), ({"tools": []}, False), ({"tools": TOOLS, "tool_choice": "none"}, True)):

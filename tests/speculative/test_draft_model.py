@@ -188,24 +188,6 @@ def test_a_draft_model_without_memory(kind: str, folders: dict[str, Path]) -> No
         assert generator._live.stats.drafts.num_draft_tokens > 0
 
 
-def test_drafts_that_are_always_wrong(folders: dict[str, Path]) -> None:
-    """Every draft is undone, in pages and in recurrent layers."""
-    texts = prompts(50, 3, 64)
-    with load(folders["hybrid"]) as generator:
-        expected = [generator.generate(text, greedy(40)).token_ids for text in texts]
-    with load(folders["hybrid"], mtp()) as generator:
-        proposer = generator._engine.engine._runner._proposer
-        propose = proposer.propose
-
-        def wrong(table: Any, *rest: Any) -> None:
-            propose(table, *rest)
-            table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 4] = (table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 4] + 1).clamp(0, 210)
-
-        proposer.propose = wrong  # type: ignore[method-assign]
-        assert [own.token_ids for own in generator.generate(texts, greedy(40))] == expected
-        assert generator._live.stats.drafts.num_accepted_tokens < generator._live.stats.drafts.num_draft_tokens / 4
-
-
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_the_end_of_a_prompt_has_as_many_tokens_as_a_step_with_drafts(lookahead: int, folders: dict[str, Path]) -> None:
     """vllm#55766: a prompt's last chunk of 1 + k tokens went to the CUDA graph that verifies drafts, with stale buffers.
@@ -233,32 +215,6 @@ def test_slots_change_hands(lookahead: int, folders: dict[str, Path]) -> None:
     with load(folders["hybrid"], mtp(), lookahead, max_num_seqs=3) as generator:
         assert [own.token_ids for own in generator.generate(texts, params)] == expected
         assert generator._live.stats.drafts.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_texts_that_begin_alike(kind: str, lookahead: int, folders: dict[str, Path]) -> None:
-    """vllm#53912 and #43559: with a prefix cache, drafts led to other text.
-
-    Prompts of lengths around pages, each twice, and with another end at and beside the boundary of a page; then what was
-    generated is a prompt, too.
-    """
-    (base,) = prompts(140, seed=8)
-    texts = [base[:n] for n in (63, 64, 65, 66, 127, 128, 129, 140)]
-    texts += [[*base[:n], *prompts(9, seed=n)[0]] for n in (63, 64, 65, 127, 128)] + [base]
-    with load(folders[kind], prefix_cache=False) as generator:
-        expected = [generator.generate(text, greedy(20)).token_ids for text in texts]
-        longer = [text + own for text, own in zip(texts, expected, strict=True)]
-        after = [generator.generate(text, greedy(12)).token_ids for text in longer]
-    with load(folders[kind], mtp(), lookahead) as generator:
-        hits = 0
-        for _ in range(2):
-            done = [generator.generate(text, greedy(20)) for text in texts]
-            assert [own.token_ids for own in done] == expected
-            hits += sum(own.cached_tokens for own in done)
-        assert [own.token_ids for own in generator.generate(texts, greedy(20))] == expected
-        assert [own.token_ids for own in generator.generate(longer, greedy(12))] == after
-        assert hits > 1000
 
 
 def test_a_grammar_beside_drafts(folders: dict[str, Path], tmp_path: Path) -> None:

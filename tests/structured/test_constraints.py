@@ -389,24 +389,6 @@ def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     assert torch.equal(masks[1:], expected)
 
 
-def test_masks_of_many_rows_are_computed_by_several_threads(monkeypatch):
-    """In one call, each into its own row. A free row in between allows all tokens."""
-    monkeypatch.setattr(grammar, "usable_cpus", lambda: 3)
-    made, inner = [], llguidance.LLExecutor
-    monkeypatch.setattr(llguidance, "LLExecutor", lambda threads: made.append(threads) or inner(threads))
-    own = constraints()
-    rows = [compiled(own, regex=letter * 3).start((EOS,), 0) for letter in "abcdefgh"]
-    rows.insert(5, None)
-    expected = torch.zeros(9, -(-VOCAB // 32), dtype=torch.int32)
-    for row, constraint in enumerate(rows):
-        own.fill(expected[row : row + 1], [ConstrainedRows(constraint)])
-    masks = torch.full_like(expected, 0x55555555)
-    assert not own.fill(masks, [ConstrainedRows(constraint) for constraint in rows])
-    assert torch.equal(masks, expected)
-    assert bool((masks[5] == -1).all())
-    assert made == [3]
-
-
 def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):
     made, inner = [], module.Grammar
     monkeypatch.setattr(module, "Grammar", lambda spec, tools: made.append(spec) or inner(spec, tools))

@@ -11,13 +11,11 @@ import re
 
 import jsonschema
 import pytest
-from support.cli import caller, refused
+from support.cli import refused
 from support.structured import EOS, TEXTS
 
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
-from minirt.engine.scheduler import Scheduler
 from minirt.errors import InputError, TokenizerError, UnsupportedError
-from minirt.step.kv_cache import PAGE_SIZE
 
 SCHEMA = {
     "type": "object",
@@ -68,17 +66,6 @@ def key(completion):
 
 def test_mixed_batches_are_their_solo_runs(generator, solo):
     assert [key(c) for c in generator.generate(PROMPTS, MIXED)] == [key(c) for c in solo]
-
-
-def test_in_a_tiny_pool_too(generator, solo, monkeypatch):
-    """With two pages for ten sequences, of which some grow beyond one: they are preempted and computed again."""
-    preempted, inner = [], Scheduler._preempt_last
-    monkeypatch.setattr(Scheduler, "_preempt_last", lambda self: preempted.append(1) or inner(self))
-    options = {"device": "cpu", "max_model_len": 128, "max_num_batched_tokens": 7}
-    with Generator.from_pretrained(kv_cache_memory=2 * PAGE_SIZE * generator.kv_bytes_per_token, **options) as tiny:
-        found = tiny.generate(PROMPTS, MIXED)
-    assert [key(c) for c in found] == [key(c) for c in solo]
-    assert preempted
 
 
 def test_outputs_fit(solo):
@@ -214,11 +201,6 @@ def test_a_model_without_a_tokenizer(generator):
 # the command line
 
 
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
-
-
 BASE = ("generate", "--device", "cpu", "-q", "--kv-cache-memory", "8MiB", "--temperature", 1, "--seed", 1, "--max-tokens", 60)
 
 
@@ -243,19 +225,6 @@ def test_options(run, tmp_path):
     record = json.loads(run(*BASE, "--json", "-v", "--json-object", STORY)[1])
     assert record["sampling"]["structured_outputs"] == {"json_object": True}
     assert record["sampling_sources"]["structured_outputs"] == "user"
-
-
-def test_errors_name_the_option(run, tmp_path):
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"properties": {"a": {"minimum": 2, "maximum": 1}}}')
-    refused(run(*BASE, "--json-schema", schema, STORY), "--json-schema, /properties/a: ", "minimum 2 and maximum 1", code=2)
-    schema.write_text("{")
-    refused(run(*BASE, "--json-schema", schema, STORY), "--json-schema: ", "not JSON", code=2)
-    refused(run(*BASE, "--json-schema", tmp_path / "none", STORY), "none", "cannot be read", code=1)
-    refused(run(*BASE, "--regex", "(?=a)", STORY), "--regex: ", "look-around", code=2)
-    refused(run(*BASE, "--choice", "", STORY), "--choice: ", "none empty", code=2)
-    refused(run(*BASE, "--regex", "a", "--ignore-eos", STORY), "--ignore-eos: ", code=2)
-    refused(run(*BASE, "--reasoning-end", "x", STORY), "--reasoning-end needs --json-schema", code=2)
 
 
 def test_prompt_lines(run, tmp_path):

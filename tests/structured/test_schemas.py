@@ -18,7 +18,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.structured import contradictions
 from minirt.structured import grammar as grammar_module
 from minirt.structured.enforceable import enforceable
-from minirt.structured.schema import FORMATS, check_schema, parse_schema
+from minirt.structured.schema import check_schema, parse_schema
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 ACCEPTED = [entry for entry in SCHEMAS if "refused" not in entry]
@@ -30,13 +30,6 @@ def validator(schema):
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
     return kind(schema, format_checker=kind.FORMAT_CHECKER)
-
-
-def test_the_list_is_long_and_has_no_repetition():
-    assert len(SCHEMAS) >= 300
-    assert len(ACCEPTED) >= 250
-    assert len({json.dumps(entry["schema"], sort_keys=True) for entry in SCHEMAS}) == len(SCHEMAS)
-    assert {schema.get("format") for schema in (entry["schema"] for entry in ACCEPTED) if schema is not True} >= set(FORMATS)
 
 
 @pytest.mark.parametrize("group", sorted({entry["group"] for entry in ACCEPTED}))
@@ -171,19 +164,6 @@ def test_numbers_whose_multiples_take_minutes_to_compile_are_refused(schema):
         compiled(OWN, **spec)
 
 
-def test_a_number_with_too_many_digits_is_refused():
-    with pytest.raises(InputError, match="'multipleOf' has too many digits"):
-        compiled(OWN, json={"multipleOf": 10**300})
-
-
-def test_numbers_whose_multiples_are_quick_to_compile():
-    """Of the decimals, only digits count, unless a number must be a multiple of both."""
-    schema = {"prefixItems": [{"multipleOf": 0.001}, {"multipleOf": 86_400}, {"enum": [{"multipleOf": 999_999}]}]}
-    compiled(OWN, json=schema)
-    compiled(OWN, json={"type": "number", "multipleOf": 0.01, "anyOf": [{"multipleOf": 15}, {"multipleOf": 25}]})
-    compiled(OWN, grammar='start: "%json " %json {"multipleOf": 7}')
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -211,18 +191,6 @@ def test_large_and_small_bounds(schema):
     own = compiled(OWN, json=schema)
     for seed in range(4):
         validator(schema).validate(json.loads(text_of(draw(OWN, own.start((0,), 0), seed, push=3)[0])))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"const": "\\ud800"}', '{"minimum": 1e999}', '{"const": 1' + "0" * 400 + "}", '{"const": ' + "[" * 200 + "]" * 200 + "}",
-     '{"enum": [' + ",".join(f'"{i}"' for i in range(20_000)) + ', "\\u0001"]}', '{"pattern": "' + "[^" * 50_000 + '"}',
-     '{"properties": {' + ",".join(f'"{i}": {{"type": "string"}}' for i in range(5_000)) + ', "x": {"oneOf": [{}, {}]}}}'],
-    ids=["surrogate", "infinity", "large number", "deep", "many values", "brackets", "many properties"],
-)  # fmt: skip
-def test_extreme_schemas_are_refused(text):
-    with pytest.raises((InputError, UnsupportedError), match=r"^(structured_outputs|StructuredOutputsParams)\.json"):
-        compiled(OWN, json=text)
 
 
 @pytest.mark.parametrize("start", ['"' + '\\"' * 20_000, "/" + "\\/" * 20_000, '"a' * 20_000, "%json " * 9_000], ids=ascii)
@@ -283,6 +251,7 @@ def test_what_only_looks_like_a_contradiction(schema):
     "schema",
     [
         {"minimum": 1, "exclusiveMinimum": 1, "maximum": 1}, {"minimum": 1, "exclusiveMaximum": 1, "maximum": 1},
+        {"type": "integer", "minimum": 0.5, "exclusiveMaximum": 1},
         {"type": "number", "allOf": [{"multipleOf": 0.5}, {"multipleOf": 0.75}, {"minimum": 0.6, "maximum": 1.4}]},
         {"const": True, "enum": [1]}, {"const": [1], "enum": [[True]]}, {"allOf": [{"enum": [1, 2]}, {"enum": ["1", 3]}]},
         {"type": "array", "minItems": 2, "items": [{"type": "null"}], "additionalItems": {"$ref": "#"},

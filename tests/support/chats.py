@@ -17,34 +17,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
 REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
 # In the style of Ministral 3's: its reasoning is a part of the content.
-MISTRAL = """
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]
-{%- else %}[SYSTEM_PROMPT]Draft first: [THINK]your draft[/THINK]your answer[/SYSTEM_PROMPT]
-{%- endif %}
-{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
-{%- for m in (messages[1:] if messages[0].role == 'system' else messages) %}
-    {%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
-    {%- elif m.role == 'assistant' %}
-        {%- if not m.content and not m.tool_calls %}{{ raise_exception('An answer needs a content or calls.') }}{% endif %}
-        {%- if m.content is string %}{{ m.content }}
-        {%- else %}
-            {%- for part in m.content %}
-                {%- if part.type == 'text' %}{{ part.text }}
-                {%- elif part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}
-                {%- else %}{{ raise_exception('Only texts and thinking.') }}
-                {%- endif %}
-            {%- endfor %}
-        {%- endif %}
-        {%- for call in m.tool_calls or [] %}
-            {%- set arguments = call.function.arguments %}
-            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (arguments if arguments is string else arguments | tojson) }}
-        {%- endfor %}
-        {{- eos_token }}
-    {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
-    {%- else %}{{ raise_exception('Only user, assistant and tool, not ' + m.role) }}
-    {%- endif %}
-{%- endfor %}"""
+MISTRAL = Path(__file__).with_name("templates").joinpath("mistral.jinja").read_text(encoding="utf-8")[:-1]
 TEMPLATES = {
     "plain": PLAIN,
     "unknown": WITH_TOOLS,

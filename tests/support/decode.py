@@ -1,4 +1,4 @@
-"""Helpers of the tests of decode attention, on 16-bit and on FP8 pages."""
+"""Helpers of the tests of attention, on 16-bit and on FP8 pages."""
 
 import torch
 
@@ -28,6 +28,15 @@ def decode64(q, k, v, scale):
     """Attention of one sequence in fp64: q [Nq, D], k, v [total, Nkv, D]."""
     k, v = (x.double().repeat_interleave(q.shape[0] // x.shape[1], 1) for x in (k, v))
     return torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", q.double(), k) * scale).softmax(-1), v)
+
+
+def attention64(q, k, v, scale):
+    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
+    n, total = q.shape[0], k.shape[0]
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def plan(lens, split, Nq, D, device, spare=0):

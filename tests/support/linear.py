@@ -9,6 +9,16 @@ from minirt.kernels.linear.gemv import gemv as launch_gemv
 from minirt.kernels.linear.product import Epilogue, Norm, Product
 
 
+def norm64(x, weight, eps=1e-6):
+    x = x.double()
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def linear64(x, weight, bias=None):
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
 def product(
     x, weight, out, bias=None, residual=None, activation=None, scale=None, x_scale=None, *, norm=None, row_maxima=None, **rest
 ):  # fmt: skip

@@ -19,30 +19,7 @@ from minirt.text.messages import checked_messages
 from minirt.text.tokenizer import Tokenizer
 
 # In the style of Qwen's: tools in the system message, JSON calls, earlier reasoning left out, a block that can be opened.
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-# Tools
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{%- if message.role == 'tool' %}
-<tool_response>{{ message.content }}</tool_response>
-{%- elif message.role == 'assistant' %}
-{%- set reasoning = message.reasoning_content if loop.last else none %}
-{{ '<think>' ~ reasoning ~ '</think>\n' if reasoning }}{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-{%- for key, value in call.function.arguments | items %} {{ key }}={{ value }}{% endfor %}</tool_call>
-{%- endfor %}
-{%- else %}
-{{ message.content }}
-{%- endif %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{{ '<think>\n' if enable_thinking is defined and enable_thinking else '' }}
-{%- endif %}"""
+TEMPLATE = (Path(__file__).parents[1] / "support" / "templates" / "qwen.jinja").read_text(encoding="utf-8")[:-1]
 TOOLS = [
     {
         "type": "function",
@@ -310,14 +287,3 @@ def test_the_older_file_of_processors_is_the_last_one(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChatTemplate(tmp_path, {"chat_template": "old {{ messages[0].content }}\n"})
-
-
-def test_the_tokenizer_passes_options_on(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(add_tokenizer(tmp_path, TEMPLATE)) or pytest.fail("no tokenizer")
-    options: dict[str, Any] = {"tools": TOOLS, "variables": {"enable_thinking": True}}
-    text = tokenizer.render_chat(CHAT, **options)
-    assert text == ours(CHAT, tools=TOOLS, variables={"enable_thinking": True})
-    assert tokenizer.encode_chat(CHAT, None, **options) == tokenizer.encode_plain(text)
-    assert tokenizer.tool_template == TEMPLATE
-    assert tokenizer.response_template is None
-    assert tokenizer.special_tokens == {"<pad>", "<s>", "</s>"}

@@ -97,7 +97,6 @@ KINDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
@@ -272,18 +271,6 @@ def test_damaged_file_is_named(name: str, content: str | bytes, tmp_path: Path) 
     assert caught.value.where == folder / name
 
 
-def both_agree(ours: Tokenizer, theirs: Any) -> None:
-    for chat in CHATS:
-        text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert ours.render_chat(chat) == text
-        assert ours.encode_chat(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-
-
-def test_chat_of_the_real_model_agrees_with_transformers(smollm2: Path, tokenizers: dict[str, Tokenizer]) -> None:
-    assert tokenizers["smollm2"].has_chat_template
-    both_agree(tokenizers["smollm2"], hf(smollm2))
-
-
 @pytest.mark.parametrize(("template", "history"), [
     ("{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[a]<t>{% endif %}", True),
     ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", True),  # it adds nothing
@@ -303,39 +290,6 @@ def test_where_the_history_of_a_conversation_ends(library: Any, template: str, h
             assert tokens[: tokens.history_len] == tokenizer.encode_plain(text)
         else:
             assert tokens.history_len == 0
-
-
-TEMPLATES = [
-    # Block trimming, indentation, special tokens, an undefined name, and a None.
-    "{% for m in messages %}\n    {% if not loop.first %}\n  - {% endif %}\n{{ m.role }}: {{ m['content'] | trim }}\n"
-    "{% endfor %}\n{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ nothing }}|{{ tools is none }}",
-    # tojson as in transformers: without HTML escapes, not limited to ASCII.
-    "{{ messages | tojson }}{{ {'b': '<&>', 'a': ['é', 1]} | tojson(indent=2) }}"
-    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}{{ strftime_now('%Y') }}",
-    # Loop controls, namespaces, string methods, macros, dict().
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
-    "{% set ns.n = ns.n + 1 %}{{ m.content.strip().split(' ')[0] }}{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}"
-    "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(ns.n) }}{{ dict(a=1) }}",
-    # {% generation %} is a block with its own scope.
-    "{% set x = 'out' %}{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}{{ loop.index }}"
-    "{% endgeneration %}{% endfor %}{{ x }}{% if add_generation_prompt %}A:{% endif %}",
-]
-
-
-@pytest.mark.parametrize("form", ["jinja", "string", "list"])
-@pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_templates_agree_with_transformers(template: str, form: str, tmp_path: Path) -> None:
-    folder = save(sentencepiece_like(), tmp_path)
-    config: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS, "chat_template": template}
-    if form == "jinja":
-        write(folder, "chat_template.jinja", template)
-        del config["chat_template"]
-    elif form == "list":
-        named = {"rag": "not this one", "default": template, "tool_use": "nor this"}
-        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
-    write(folder, "tokenizer_config.json", config)
-    both_agree(load(folder), hf(folder))
-    assert load(folder).encode_chat(CHATS[0]).count(1) == template.count("bos_token")  # encode_chat adds no BOS of its own
 
 
 FAILING = [
@@ -370,12 +324,6 @@ BAD_CHATS: list[Any] = [
     *([], "hello", None, ONE, ["hello"], [ONE, {"role": "user"}], [{"role": 1, "content": "a"}]),
     *([ONE | {"content": None}], [ONE | {"content": [{"type": "image", "url": "a"}]}], [ONE | {"nam": "b"}]),
 ]
-
-
-@pytest.mark.parametrize("messages", BAD_CHATS, ids=range(len(BAD_CHATS)))
-def test_messages_are_checked(messages: Any, tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(InputError, match="^messages: the conversation is empty; expected" if messages == [] else "messages"):
-        tokenizers["smollm2"].render_chat(messages)
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> list[str]:

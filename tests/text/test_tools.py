@@ -7,7 +7,6 @@ Catches values of a wrong type in calls, references that break when schemas are 
 import json
 import random
 
-import jiter
 import pytest
 from support.structured import compiled, constraints
 
@@ -155,62 +154,6 @@ def test_a_schema_without_end_has_no_types():
     assert types(schema) == ()
 
 
-def valid(value, schema, root):
-    """Whether a value follows a schema, as far as JSON schema is used here. References are JSON pointers into `root`."""
-    if "$ref" in schema:
-        target = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            target = target[part.replace("~1", "/").replace("~0", "~")]
-        return valid(value, target, root)
-    kinds = {"object": dict, "array": list, "string": str, "integer": int}
-    if not isinstance(value, kinds[schema["type"]] if "type" in schema else object):
-        return False
-    checks = [value == schema["const"]] if "const" in schema else []
-    if isinstance(value, dict):
-        known = schema.get("properties", {})
-        checks += [key in value for key in schema.get("required", [])]
-        checks += [valid(own, known[key], root) for key, own in value.items() if key in known]
-        checks.append(schema.get("additionalProperties", True) or value.keys() <= known.keys())
-    if isinstance(value, list):
-        checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 99))
-        checks += [valid(item, schema.get("items", {}), root) for item in value]
-    return all(checks) and ("anyOf" not in schema or any(valid(value, choice, root) for choice in schema["anyOf"]))
-
-
-def test_the_schema_of_a_list_of_calls():
-    """References of each tool's schema must still lead where they did."""
-    first = tool(
-        "a/b", properties={"x": {"$ref": "#/$defs/n"}}, required=["x"], **{"$defs": {"n": {"type": "integer"}}}
-    )
-    second = tool(
-        "c", properties={"x": {"$ref": "#/definitions/n"}, "self": {"$ref": "#"}}, definitions={"n": {"type": "string"}}
-    )
-    schema = call_schema(read_tools([first, second]), parallel=True)
-    before = json.dumps([first, second])
-    good = [
-        [{"name": "a/b", "arguments": {"x": 1}}],
-        [{"name": "c", "arguments": {"x": "s", "self": {"x": "t"}}}, {"name": "a/b", "arguments": {"x": 2}}],
-    ]
-    bad = [
-        [],
-        {},
-        [{"name": "a/b", "arguments": {"x": "s"}}],
-        [{"name": "c", "arguments": {"x": 1}}],
-        [{"name": "d", "arguments": {}}],
-        [{"name": "c", "arguments": {"self": {"x": 1}}}],
-        [{"name": "c"}],
-        [{"name": "c", "arguments": {}, "more": 1}],
-    ]
-    for value in good:
-        assert valid(value, schema, schema), value
-    for value in bad:
-        assert not valid(value, schema, schema), value
-    assert json.dumps([first, second]) == before
-    single = call_schema(read_tools([first, second]), parallel=False)
-    assert valid(good[0], single, single)
-    assert not valid(good[1], single, single)
-
-
 def test_schemas_that_cannot_be_put_together():
     with pytest.raises(InputError, match="needs tools"):
         call_schema([], True)
@@ -317,24 +260,3 @@ def test_control_characters_in_strings_are_escaped():
     assert not accepts("[" * 201 + "]" * 201)
     assert accepts("[" * 200 + "]" * 200)
     assert not accepts("[" + "1" * 501 + "]")
-
-
-def test_an_object_that_is_cut_off_against_another_parser():
-    """Like jiter's partial mode, except that a number or a literal at the end of the text does not count."""
-    value = {"a": 12, "b": [1.5e3, True, None, {"c": "x\\,}", "é": [[]]}, [2, 3]], "": {}, "d": {"e": {"f": "end"}}, "g": -0.5}
-    for indent in (None, 1):
-        text = json.dumps(value, indent=indent)
-        kept = 0
-        for end in range(1, len(text)):
-            if text[end - 1] not in "0123456789.-truefalsn" or text[:end].count('"') % 2:
-                assert json.loads(completed(text[:end])) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
-                kept += 1
-        assert kept > len(text) // 2
-        assert json.loads(completed(text)) == value
-    for text, expected in (
-        ("", "{}"), ('"a"', "{}"), ("[1, 2]", "{}"), ('{"a": 1', "{}"), ('{"a": tru, "b": 1}', "{}"),
-        (' {"a": 1}, {"b": 2}', '{"a": 1}'),
-        ('{"a": 12345678901234567890123, "b": 1e999}', '{"a": 12345678901234567890123, "b": 1e999}'),
-        (r'{"a": "x\\\"y", "b": "', r'{"a": "x\\\"y"}'), ('{"a": "b" "c"}', '{"a": "b" }'),
-    ):  # fmt: skip
-        assert completed(text) == expected

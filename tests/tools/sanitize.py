@@ -8,10 +8,10 @@ its pools memcheck would miss an access just past the end of a tensor. The tools
 the cuBLAS kernels that have clusters of blocks: if they run without being followed, it ends in hardware exceptions. A large test
 under racecheck takes up to 90 GB of GPU memory. A call with fewer --jobs runs the tests again that did not get enough.
 
-racecheck reports two kinds of accesses that `racecheck_probe.py` shows to be no races. One is the dispatch of warps in kernels
-with `warp_specialize`. The other is reads of data that a `cp.async` overwrites later, where one thread's arrival at an mbarrier
-allows that for all readers. It also reports cuBLAS kernels. Reports with all accesses in one of these places are counted
-separately. The exit status is 1 if there is any other report, a failed test, or a test that has not ended.
+racecheck reports two kinds of accesses that are no races, as `racecheck_probe.py` of 1219e088 shows. One is the dispatch of
+warps in kernels with `warp_specialize`. The other is reads of data that a `cp.async` overwrites later, where one thread's
+arrival at an mbarrier allows that for all readers. It also reports cuBLAS kernels. Reports with all accesses in one of these
+places are counted separately. The exit status is 1 if there is any other report, a failed test, or a test that has not ended.
 """
 
 import argparse

@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from tools.sanitize import IN_A_PROCESS, ROOT, Job, findings, finds_planted_fault, jobs_of, outcomes, run
+from tools.sanitize import IN_A_PROCESS, ROOT, Job, findings, jobs_of, run
 
 SOURCE = (ROOT / "kernels" / "linear" / "gemm_sm90.py").read_text().splitlines()
 NAME = next(i for i, line in enumerate(SOURCE, 1) if line.startswith("def _gemm_sm90_kernel("))
 ROLES = next(i for i, line in enumerate(SOURCE, 1) if "gl.warp_specialize(" in line)
-COPIES = "decode_fp8_sm90"
 END = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
 NO_PLACE = "========= Error: Race reported between Write access at {}\n=========     and Read access at {}\n========= \n"
 OURS, CUBLAS = "f_kernel+0xa0", "nvjet_sm90_bz_TNN+0xb00"
@@ -37,16 +36,6 @@ def test_races():
     assert findings("========= COMPUTE-SANITIZER\n" + race(NAME, ROLES)) == (1, 0, 0, [], False, False)
 
 
-def test_races_with_asynchronous_copies():
-    lines = [line.strip() for line in (ROOT / "kernels" / "attention" / f"{COPIES}.py").read_text().splitlines()]
-    copy, read = (next(i for i, line in enumerate(lines, 1) if part in line) for part in ("cp_async(slots", ".load(PRODUCTS)"))
-    for places in ((read, copy), (read, copy, copy + 1)):
-        assert findings(race(*places, file=COPIES) + END) == (0, 1, 0, [], True, False)
-    for places in ((read, read), (copy, copy), (read, copy + 9)):
-        found = findings(race(*places, file=COPIES) + END)
-        assert (found.copies, len(found.others)) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("line", "others", "blind"),
     [
@@ -61,12 +50,6 @@ def test_other_reports(line, others, blind):
     log = f"========= COMPUTE-SANITIZER\n========= {line}\n=========     at k+0x10\n========= \n"
     found = findings(log + "========= ERROR SUMMARY: 1 error\n")
     assert (found.roles, len(found.others), found.ended, found.blind) == (0, others, True, blind)
-
-
-def test_outcomes():
-    b, c, d, e = (f"tests/kernels/test_a.py::test_{x}" for x in ("b[{'T': 1, 'N': (2, 3)}]", "c", "d[PASSED]", "e"))
-    output = f"{b} PASSED [ 25%]\n{c} SKIPPED (why) [ 50%]\n{d} FAILED [75%]\n{e} \n"
-    assert outcomes(output) == {b: "PASSED", c: "SKIPPED", d: "FAILED"}
 
 
 @pytest.mark.parametrize(
@@ -88,15 +71,6 @@ def test_only_what_a_clean_process_passed_is_not_run_again(log, passed, tmp_path
     assert left == [test for test in tests if test not in passed]
     for at_once, processes in ((1, -(-40 // IN_A_PROCESS["small"])), (5, 5), (100, 40)):
         assert len(jobs_of(tests * 20, ["memcheck"], tmp_path, "small", at_once)) == processes
-
-
-@pytest.mark.parametrize(("log", "found"), [("========= Invalid write of size 4 bytes\n========= \n", True), ("", False)])
-def test_a_planted_fault_is_found(log, found, tmp_path, monkeypatch):
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\nprintf "{log}" > "$4"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert finds_planted_fault("memcheck", "0", tmp_path) is found
 
 
 def test_no_test_begins_after_the_end():

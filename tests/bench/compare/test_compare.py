@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import compare_faults  # noqa: F401  (registers the faults)
-from support.cli import caller, refused
+from support.cli import refused
 
 from minirt import Generator
 from minirt.bench import bounds, picture
@@ -38,11 +38,6 @@ TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
 def folder(hf_folder):
     """A model without a tokenizer. Its head size is 64, because the Triton attention kernels support only 64 and 128."""
     return hf_folder("Qwen2", seed=5, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 @pytest.fixture

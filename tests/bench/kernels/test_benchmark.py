@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.cli import caller, refused
+from support.cli import refused
 
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.kernels import attention_operations, operations, report
@@ -279,11 +279,6 @@ def test_regressions_and_noise():
 
 
 # ── the command ──
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    return caller(capfd, monkeypatch)
 
 
 @pytest.fixture(scope="module")

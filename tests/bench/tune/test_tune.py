@@ -12,14 +12,12 @@ import pytest
 import torch
 from support.cli import caller, refused
 
-from minirt.bench.report import machine
 from minirt.bench.tune import tune, whole_steps
 from minirt.cli.tune import fixed_kernels, linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile import tuning
 from minirt.kernels.compile.tuning import Case, Family, LinearShape
 from minirt.kernels.launch import Gpu
-from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear import tuning as tuning_cases
 from minirt.loading.load import plan_model
 from minirt.loading.options import LoadOptions
@@ -135,25 +133,6 @@ def test_a_broken_rule_is_an_error():
     assert Bench(Config(10), []).tune().config is None
 
 
-def test_what_is_printed():
-    kept = Bench(Config(10), [Config(8), Config(1, "check")]).tune()
-    rule = Bench(Config(10), []).tune()
-    rows = [tune.row("a", kept), tune.row("b", rule)]
-    assert rows[0] | {"failed": None} == {
-        "kernel": "a", "bucket": "a bucket", "config": repr(Config(8)), "rule_s": pytest.approx(1e-5),
-        "best_s": pytest.approx(8e-6), "rule_step_s": None, "best_step_s": None, "tried": 2, "failed": None,
-    }  # fmt: skip
-    assert list(rows[0]["failed"]) == [repr(Config(1, "check"))]
-    assert (rows[1]["config"], rows[1]["best_s"]) == (None, rows[1]["rule_s"])
-    shared = machine("tune", torch.device("cpu"), ["minirt", "tune"], None)
-    rows.append(rows[0] | {"kernel": "c", "config": None, "rule_step_s": 4e-3, "best_step_s": 4.1e-3})
-    text = tune.TuneReport(shared, rows).render("md")
-    assert f"| `a` | a bucket | `{Config(8)!r}` | 10.0 | 8.0 | – | – | 2 | 1 |" in text
-    assert "| `b` | a bucket | the rule's | 10.0 | 10.0 | – | – | 0 | 0 |" in text
-    assert "| `c` | a bucket | the rule's | 10.0 | 8.0 | 4.000 | 4.100 | 2 | 1 |" in text
-    assert json.loads(tune.TuneReport(shared, rows).render("json"))["results"] == rows
-
-
 def test_shapes_of_a_model():
     """Each shape appears once, with its fused operations."""
     graph = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu", dtype="bfloat16"))
@@ -165,16 +144,6 @@ def test_shapes_of_a_model():
     assert {s.dtype for s in linear_shapes(graph)} == {torch.bfloat16}
     assert [s.N for s in linear_shapes(graph) if s.logits] == [152064]
     assert len(linear_shapes(graph)) == 5
-
-
-def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
-    """The LM head has fp32 outputs, for which `gemm_sm90` always takes the rule's configuration."""
-    monkeypatch.setattr(tuning_cases, "capability", lambda device: 90)
-    monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(90, 132))
-    shapes = [LinearShape(4096, 512, False, False, torch.bfloat16, False, logits) for logits in (False, True)]
-    family = gemm_sm90.FAMILY
-    buckets = [case.bucket for case in tuning_cases.cases(family, shapes, [128, 512], torch.device("cpu"))]
-    assert buckets == [f"T={T} N=4096 K=512 itemsize=2 gated=False residual=False blocks=False" for T in (128, 512)]
 
 
 def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
@@ -258,31 +227,6 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
     assert seen == [(Config(10), (3, vocabulary)), (Config(7), (3, vocabulary))] * whole_steps.CAPTURES
     assert times == [10 * 4, 7 * 4]  # the median of three rounds, after two, four and six captures
     assert override() is None
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_the_cache_of_whole_steps_grows(kv_cache_dtype, monkeypatch):
-    """Three sequences, then a prompt of more pages: no size shrinks. All values are finite, and scales are positive."""
-    from minirt import Generator
-    from minirt.step.kv_cache import LayerKV
-
-    monkeypatch.setattr(whole_steps, "captured", lambda work, device: None)
-    monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
-    monkeypatch.setattr(whole_steps, "CONTEXT", 64)  # a page
-    family, sizes = Family("mine", Config, (), (), lambda facts, gpu: None), []
-    case = replace(Bench(Config(10), []).case, family=family, tokens=3)
-    options = {"device": "cpu", "random_weights": True, "max_num_seqs": 1, "max_model_len": 512}
-    with Generator.from_pretrained(**options, kv_cache_dtype=kv_cache_dtype) as generator:
-        steps = whole_steps.Steps(generator.model)
-        for tokens in (3, 512, 5, 3):
-            steps.seconds(replace(case, tokens=tokens), [Config(10)])
-            sizes.append((steps._cache.num_pages, steps._cache.num_slots))
-            for layer in steps._cache.layers:
-                assert isinstance(layer, LayerKV)
-                assert all(bool(tensor.float().isfinite().all()) for tensor in layer.tensors())
-                assert bool((layer.v.float() < 0).any())
-                assert layer.k_scale is None or bool((layer.k_scale > 0).all() & (layer.v_scale > 0).all())
-    assert sizes == [(3, 3), (8, 3), (8, 5), (8, 5)]
 
 
 @pytest.fixture

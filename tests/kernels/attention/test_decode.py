@@ -132,26 +132,6 @@ def test_large_batches(sms, make, cache, nan, agrees, device, monkeypatch):
     check_fused({**case, "seq_lens": lens[::-1][:33]}, True, torch.float32, make, cache, nan, agrees, device)
 
 
-def test_a_sequence_does_not_feel_its_batch(make, cache, device, monkeypatch):
-    """The same bits alone, anywhere in batches of any size, and whatever program gets which item."""
-    lens = [300, 900, 0, 64, 65] + [30] * 31
-    pages = cache(lens, 1, 64, 16, torch.float32)
-    q = make(len(lens), 3, 64, dtype=torch.float32)
-
-    def run(rows, sms):
-        use_sms(sms, monkeypatch)
-        starts, most, workspace = plan([lens[i] for i in rows], 64, 3, 64, device)
-        return dispatch.paged_attention_decode(
-            q[rows], pages.k, pages.v, pages.tables[rows], pages.lens[rows], starts, most, 0.2, workspace, split=64
-        )
-
-    together = run(list(range(len(lens))), 132)
-    assert together.isfinite().all()
-    for rows in ([0], [1], [3, 4], [4, 2, 1, 0], list(range(len(lens)))[::-1]):
-        for sms in SM_COUNTS:
-            assert torch.equal(run(rows, sms), together[rows])
-
-
 def test_split_starts():
     assert kernel.splits_before([0, 1, 256, 257, 0, 1000]) == [0, 0, 1, 2, 4, 4, 8]
     assert kernel.splits_before([65], 64) == [0, 2]

@@ -6,22 +6,13 @@ import itertools
 
 import pytest
 import torch
-from support.decode import SM_COUNTS, plan, use_sms
+from support.decode import SM_COUNTS, attention64, plan, use_sms
 
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import decode_few as kernel
 from minirt.kernels.attention import dispatch
 from minirt.kernels.launch import Workspace
-
-
-def attention64(q, k, v, scale):
-    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
-    n, total = q.shape[0], k.shape[0]
-    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def run(q, pages, lens, new, split, scale, out, rows=None, **options):
@@ -71,27 +62,6 @@ def test_few_new_tokens(case, dtype, make, cache, nan, agrees, monkeypatch):
 @pytest.mark.parametrize("case", kernel.CASES[::2], ids=str)
 def test_few_new_tokens_on_fp8_pages(case, make, cache8, nan, agrees):
     check(case, torch.float16, True, make, None, cache8, nan, agrees)
-
-
-def test_a_token_depends_on_no_other_sequence_and_no_later_token(make, cache, nan, device, monkeypatch):
-    """The same bits alone, anywhere in a batch, with fewer new tokens after it, and whatever program gets which item."""
-    lens, new = [130, 67, 0, 9, 64], [5, 1, 0, 8, 2]
-    pages, q = cache(lens, 1, 64, 16, torch.float32), make(sum(new), 3, 64, dtype=torch.float32)
-    rows = q.split(new)
-
-    def result(chosen, sms=132):
-        use_sms(sms, monkeypatch)
-        given = torch.cat([rows[b] for b in chosen])
-        return run(given, pages, lens, new, 64, 0.2, nan(*given.shape, dtype=q.dtype), chosen).split([new[b] for b in chosen])
-
-    together = result(range(5))
-    for chosen in ([0], [3, 4], [4, 2, 1, 0]):
-        for b, own in zip(chosen, result(chosen, 1), strict=True):
-            assert torch.equal(own, together[b])
-    for kept in (1, 2, 4):  # the first of its five new tokens; the last split begins with the fourth
-        fewer = [130 - 5 + kept]
-        own = pages._replace(tables=pages.tables[:1], lens=torch.tensor(fewer, dtype=torch.int32, device=device))
-        assert torch.equal(run(rows[0][:kept], own, fewer, [kept], 64, 0.2, nan(kept, 3, 64, dtype=q.dtype)), together[0][:kept])
 
 
 def test_nan_stays_in_its_sequence(make, cache, nan):

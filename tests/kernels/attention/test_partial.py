@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from support.decode import attention64
 
 from minirt.kernels import reference
 from minirt.kernels.attention import dispatch, partial
@@ -22,15 +23,6 @@ LARGE = [
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "lens": (16,), "contexts": (32752,)},
     {"Nq": 8, "Nkv": 2, "D": 64, "page_size": 16, "lens": (256, 1, 7, 900, 64), "contexts": (33000, 500, 5000, 100, 9001)},
 ]
-
-
-def attention64(q, k, v, scale):
-    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
-    n, total = q.shape[0], k.shape[0]
-    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def check(case, dtype, make, cache, nan, agrees, device, fp8=False):

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from support.decode import attention64
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -23,15 +24,6 @@ def prefill_on_hopper(q, k, v, tables, starts, lens, scale, out, shortest=1):
     sequences = Sequences(tables, lens, query_starts=starts)
     prefill_sm90.launch(AttentionInput(q, KVPages(k, v), sequences, Scores(scale), out, shortest=shortest))
     return out
-
-
-def attention64(q, k, v, scale):
-    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
-    n, total = q.shape[0], k.shape[0]
-    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def check(case, dtype, make, cache, nan, agrees, device, prefill=dispatch.paged_attention_prefill):

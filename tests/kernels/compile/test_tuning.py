@@ -177,39 +177,6 @@ def test_nothing_is_written_through_a_link(family, file, tmp_path):
     assert tuning.load(family, file) == {"a": Config(64)}
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "device", "folder", "loop", "large", "deep", "shape"])
-def test_what_is_no_file_of_configurations(kind, family, file):
-    """Ignored at once, with a warning: no wait for a FIFO's writer, no end of memory."""
-    file.parent.mkdir()
-    if kind == "FIFO":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "loop":
-        file.symlink_to(file)
-    elif kind == "large":
-        with file.open("wb") as sparse:
-            sparse.truncate(1 << 36)
-    elif kind == "deep":
-        file.write_text("[" * 200_000)
-    elif kind == "shape":
-        own = {"source": tuning.source_hash(family.sources), "configs": [1]}
-        file.write_text(json.dumps({"schema": tuning.SCHEMA, "kernels": {"mine": own}}))
-    with pytest.warns(RuntimeWarning, match="no usable tuned configurations"):
-        assert tuning.load(family, file) == {}
-    if kind == "folder":
-        with pytest.raises(MinirtError, match="cannot store tuned configurations"), pytest.warns(RuntimeWarning):
-            tuning.store(family, file, {"a": Config(64)})
-        assert [found.name for found in file.parent.iterdir()] == [file.name], "a temporary file was left"
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tuning.store(family, file, {"a": Config(64)})
-        assert tuning.load(family, file) == {"a": Config(64)}
-
-
 def test_a_folder_that_cannot_be_written(family, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(MinirtError, match="cannot store tuned configurations"):

@@ -354,17 +354,6 @@ def test_warm_up_launches_every_width_of_programs(Hv, sms, drafts, seqs, monkeyp
     assert config(64 * 90, 90).num_stages == 1
 
 
-@pytest.mark.parametrize("Dv", [16, 32, 64, 128])
-def test_programs_are_no_wider_than_a_head(Dv, monkeypatch):
-    """Catches a launch of no programs, which computes nothing and says nothing, for any number of prompts."""
-    monkeypatch.setattr(chunk, "capability", lambda device: 90)
-    monkeypatch.setattr(chunk, "sm_count", lambda device: 132)
-    for prompts in (1, 2, 9, 64):
-        x = torch.empty(prompts * 90, 1, dtype=torch.bfloat16, device="meta")
-        config = chunk._state_config(SimpleNamespace(head_shape=(4, 16, 128, Dv), qkvz=x, max_query_len=90))
-        assert Dv % config.block_v == 0
-
-
 @pytest.mark.parametrize("count", [1, 70])
 def test_a_sequence_without_a_slot_is_not_touched(count, make, device):
     """Slot −1: nothing is written, neither outputs nor a state."""
@@ -460,15 +449,6 @@ def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, devi
                 torch.testing.assert_close(found, outs[0][i][offset:], rtol=1e-5, atol=1e-6)
             elif not kernels or len(found) > 3:  # others are computed by another kernel
                 assert torch.equal(found, outs[0][i][offset:])
-
-
-def test_drafts_keep_no_matrix_for_each_token(make, device):
-    """The layout of a 27B layer, with three drafts: a tenth more than without, where a matrix for each token would be four."""
-    own = Net(16, 48, 128, 128, None)
-    plain, drafts = (own.state(1, torch.bfloat16, torch.device("meta"), n) for n in (0, 4))
-    sizes = [sum(t.nbytes for t in state if t is not None) for state in (plain, drafts)]
-    assert (drafts.drafts, plain.drafts) == (4, 0)
-    assert sizes[0] < sizes[1] < 1.1 * sizes[0]
 
 
 def test_wrong_operands_are_named(make, device):

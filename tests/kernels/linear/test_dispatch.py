@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.linear import gemm_small
+from support.linear import gemm_small, linear64, norm64
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -19,16 +19,6 @@ from minirt.kernels.quantize import quantize
 
 EPS = 1e-6
 LARGE = [(4608, 3584), (3584, 18944)]
-
-
-def norm64(x, weight):
-    x = x.double()
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
-
-
-def linear64(x, weight, bias=None):
-    y = x.double() @ weight.double().T
-    return y if bias is None else y + bias.double()
 
 
 def inputs(make, T, N, K, dtype, rows=1):
@@ -172,35 +162,6 @@ def test_fp8_weights(T, N, K, dtype, make, nan, agrees, device):
     assert clean(workspace)
 
 
-@pytest.mark.parametrize("T", [1, 5])
-def test_fp8_is_what_the_reference_says(T, make, agrees, device):
-    """One token in 16 or 32 bits, several quantized: the eager layers do the same."""
-    x, (weight, scale, wide) = make(T, 208, dtype=torch.float32), quantized(make, 40, 208)
-    out = kernel.norm_linear(x, None, EPS, weight, scale=scale)
-    expected = reference.linear(x, weight, None, scale)
-    exact = linear64(x, wide)
-    error = ((expected - exact).norm() / exact.norm()).item()
-    assert error < 1e-5 if T == 1 else 5e-3 < error < 0.06
-    agrees(out, expected.to(torch.bfloat16 if T > 1 and weight.is_cuda else torch.float32), expected.double())
-
-
-@pytest.mark.parametrize("T", [2, 40])
-def test_every_fp8_value(T, dtype, make, device):
-    """Also subnormal ones; NaN stays NaN, and in its row."""
-    codes = torch.arange(256, device=device).to(torch.uint8).view(64, 4)
-    if device.type == "cpu":
-        codes[codes % 128 == 127] = 0  # the interpreter takes NaN for 480
-    weight = torch.zeros(64, 16, device=device).to(torch.float8_e4m3fn)
-    weight[:, :4] = codes.view(torch.float8_e4m3fn)
-    has_nan = weight.float().isnan().any(1)
-    for i in range(4):
-        x = torch.zeros(T, 16, dtype=dtype, device=device)
-        x[i % T, i] = 1
-        out = kernel.norm_linear(x, None, EPS, weight, scale=torch.ones(64, device=device), out_dtype=torch.float32)
-        assert torch.equal(out[i % T].isnan(), has_nan)
-        torch.testing.assert_close(out[i % T][~has_nan], weight[:, i].float()[~has_nan], rtol=1e-6, atol=0)
-
-
 def test_a_token_that_is_not_finite_shows_and_spares_the_others(make, device):
     x, (weight, scale, _) = make(5, 64, dtype=torch.float32), quantized(make, 24, 64)
     expected = kernel.norm_linear(x, None, EPS, weight, scale=scale)
@@ -221,47 +182,12 @@ def test_fp8_gate_up(T, dtype, make, nan, agrees):
     agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
 
 
-def test_fp8_weights_and_many_tokens(dtype, make, agrees, device):
-    """More than 128: the tiled GEMMs."""
-    x, norm_weight = make(150, 96, dtype=dtype), make(96, dtype=dtype)
-    residual, (weight, scale, _) = make(150, 48, dtype=dtype), quantized(make, 48, 96)
-    expected, truth = linear8(quantize(x), weight, scale, dtype)
-    expected = (expected.double() + residual.double()).to(expected.dtype)
-    agrees(kernel.linear_residual(x, weight, residual, scale=scale), expected, truth + residual.double())
-    expected, truth = linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, dtype)
-    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", scale=scale)
-    agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
-
-
-def test_logits_in_fp32(make, agrees):
-    """Rounding logits to 16 bits would make ties."""
-    x, norm_weight, weight, _ = inputs(make, 1, 50, 64, torch.float16)
-    out = kernel.norm_linear(x, norm_weight, EPS, weight, out_dtype=torch.float32)
-    assert out.dtype == torch.float32
-    assert not torch.equal(out, out.half().float())
-    h = reference.rms_norm(x, norm_weight, EPS)
-    agrees(out, reference.linear(h, weight), linear64(norm64(x, norm_weight), weight))
-
-
-def test_no_tokens(make):
-    x, norm_weight, weight, _ = inputs(make, 1, 16, 32, torch.float32)
-    assert kernel.norm_linear(x[:0], norm_weight, EPS, weight).shape == (0, 16)
-
-
 def test_the_configuration_knows_regimes_not_token_counts():
     """A kernel compiled for each token count would stall serving."""
     for shape in ((4608, 3584), (3584, 18944), (96, 576)):
         for regime in (range(2, 17), range(17, 33), range(33, 65), range(65, 129)):
             for itemsize in (1, 2):
                 assert len({rule(ProductFacts(T, *shape, itemsize), Gpu(90, 132)) for T in regime}) == 1
-
-
-def test_programs_that_run_at_once_share_the_work():
-    """Shapes of Qwen2.5-7B on an H200: no second round of programs for a small rest of them."""
-    for T in (8, 24, 64, 128):
-        for N, K in ((4608, 3584), (3584, 3584), (3584, 18944)):
-            c = rule(ProductFacts(T, N, K, 2), Gpu(90, 132))
-            assert 66 * c.programs <= -(-N // c.block_n) * c.split <= 132 * c.programs
 
 
 def test_wrong_arguments_are_named(make, device):

@@ -4,23 +4,17 @@ fp8 on the wrong side, and its sums left too long in the tensor cores' few bits.
 
 import pytest
 import torch
-from support.linear import gemm, gemm_gated, product
+from support.linear import gemm, gemm_gated, linear64
 
-from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import ACTIVATIONS
 from minirt.kernels.launch import Gpu, Workspace
-from minirt.kernels.linear import dispatch, gemm_sm90
 from minirt.kernels.linear import gemm as kernel
+from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear.product import ProductFacts, RowMaxima
 
 LARGE = [(4608, 3584), (3584, 18944)]
 CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
-
-
-def linear64(x, weight, bias=None):
-    y = x.double() @ weight.double().T
-    return y if bias is None else y + bias.double()
 
 
 def check(T, N, K, dtype, make, nan, agrees, config=None):
@@ -86,22 +80,6 @@ def test_last_round_in_parts(T, N, rest, sms, whole, tma, dtype, make, nan, agre
     check_gated(T, N, 104, "silu", dtype, make, nan, agrees, config)
 
 
-def test_parts_fill_the_last_round():
-    """On 132 SMs."""
-    for tiles, block_n, rest in (
-        (296, 128, 4), (592, 128, 2), (56, 128, 2), (144, 64, 2),  # no narrower than 32 columns
-        (72, 128, 1), (264, 128, 1), (2000, 128, 1),  # too few idle SMs, none, many rounds
-    ):  # fmt: skip
-        assert kernel.parts_of_rest(tiles, 132, block_n) == rest
-
-
-def test_the_configuration_knows_regimes_not_token_counts():
-    """A kernel compiled for each token count would stall serving."""
-    for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
-        for regime in (range(129, 257), range(257, 513), range(1025, 2049)):
-            assert len({kernel.rule(ProductFacts(T, N, K, 2, gated), Gpu(90, 132)) for T in regime}) == 1
-
-
 @pytest.mark.parametrize("T", [129, 256, 512, 2048])
 def test_configurations_fit_the_device(T):
     for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
@@ -111,30 +89,6 @@ def test_configurations_fit_the_device(T):
             assert c.tma == (cc >= 90)
     assert not kernel.rule(ProductFacts(T, 4608, 3583, 2), Gpu(90, 132)).tma
     assert kernel.rule(ProductFacts(8192, 4608, 3584, 2), Gpu(90, 132)).block_n == 256
-
-
-def test_no_tokens_and_wrong_arguments(make):
-    x, weight = make(3, 32, dtype=torch.float32), make(6, 32, dtype=torch.float32)
-
-    def linear(x, weight, **rest):
-        return dispatch.norm_linear(x, None, 0.0, weight, **rest)
-
-    def gated(weight, activation):
-        return dispatch.norm_gate_up(x, None, 0.0, weight, activation)
-
-    assert linear(x[:0], weight).shape == (0, 6)
-    with pytest.raises(InputError, match="weight: wrong shape"):
-        linear(x, weight.t().contiguous())
-    with pytest.raises(InputError, match="out: unsupported dtype"):
-        linear(x, weight, out=make(3, 6, dtype=torch.float64))
-    with pytest.raises(InputError, match="residual: wrong shape"):
-        dispatch.linear_residual(x, weight, x)
-    with pytest.raises(InputError, match=r"activation: unknown.*tanh"):
-        gated(weight, "tanh")
-    with pytest.raises(InputError, match="weight: odd number of rows"):
-        gated(weight[:5], "silu")
-    with pytest.raises(InputError, match=r"epilogue\.x_scale: x is quantized later"):
-        dispatch.linear(product(x, weight, make(3, 6, dtype=torch.float32), x_scale=make(3, dtype=torch.float32)))
 
 
 def eight(tensor):

@@ -4,29 +4,18 @@ PDL puts before what it depends on."""
 
 import pytest
 import torch
-from support.linear import gemv
+from support.linear import gemv, norm64
 
 from minirt.errors import UnsupportedError
 from minirt.kernels import launch, reference
 from minirt.kernels.checks import ACTIVATIONS
-from minirt.kernels.launch import Gpu
-from minirt.kernels.linear.gemv import GemvConfig, chunk_size, rule
-from minirt.kernels.linear.product import ProductFacts
+from minirt.kernels.linear.gemv import GemvConfig
 
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn
 # Ragged and whole rows; fewer tiles in a row than are kept in flight; more rows in a program than there are.
 CONFIGS = [GemvConfig(1, 1, 1), GemvConfig(4, 1, 3), GemvConfig(2, 2, 9), GemvConfig(8, 4, 2, 64)]
 SHAPES = [(13, 577), (3, 1024), (9, 97)]
-MODELS = [  # hidden size, heads' rows, KV heads' rows, intermediate size
-    (896, 896, 128, 4864), (2048, 2048, 2048, 8192), (2560, 4096, 1024, 9728), (3584, 3584, 512, 18944),
-    (4096, 4096, 1024, 14336), (5120, 5120, 1024, 27648), (8192, 8192, 1024, 29568), (576, 576, 192, 1536),
-]  # fmt: skip
-
-
-def norm64(x, weight):
-    x = x.double()
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 def quantized(weight):
@@ -110,27 +99,6 @@ def test_norm_of_small_and_large_rows(magnitude, make, nan, agrees):
     agrees(out, *expected(x, norm, weight.double(), None, None, None))
 
 
-def test_not_a_number_stays_in_its_row_or_spreads_from_x(make, nan):
-    x, weight = make(1, 300, dtype=torch.float32), make(9, 300, dtype=torch.float32)
-    weight[4, 299] = float("inf")
-    out = run(x, None, weight, None, None, None, nan)
-    assert out.isfinite().sum() == 8
-    assert not out[0, 4].isfinite()
-    x[0, 7] = float("nan")
-    assert run(x, None, weight, None, None, None, nan).isnan().all()
-
-
-def test_a_row_does_not_feel_the_others(make, nan):
-    x, norm, weight = (
-        make(1, 577, dtype=torch.float16),
-        make(577, dtype=torch.float16),
-        make(21, 577, dtype=torch.float16),
-    )
-    out = run(x, norm, weight, None, None, None, nan)
-    for rows in (slice(0, 5), slice(20, 21), slice(3, 17)):
-        assert torch.equal(run(x, norm, weight[rows].contiguous(), None, None, None, nan), out[:, rows])
-
-
 def test_fp8_where_the_gpu_has_none(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda device: 80)
     with pytest.raises(
@@ -140,24 +108,6 @@ def test_fp8_where_the_gpu_has_none(monkeypatch):
     launch.require_fp8(torch.device("cpu"))  # the interpreter
     monkeypatch.setattr(launch, "capability", lambda device: 89)
     launch.require_fp8(torch.device("cuda"))
-
-
-@pytest.mark.parametrize("sms", [132, 108, 20])
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
-def test_the_configurations_of_well_known_shapes(itemsize, sms):
-    """Each SM has 30 KB on their way (5 TB/s for a microsecond on 132), or a fifth of all that it reads, and no thread
-    more than its registers hold: of 64 it has 32 warps, else 16 for sure."""
-    for hidden, q, kv, inter in MODELS:
-        shapes = [(q + 2 * kv, hidden), (hidden, q), (inter, hidden), (hidden, inter), (150_000, hidden)]
-        for i, (N, K) in enumerate(shapes):
-            gated = i == 2
-            config = rule(ProductFacts(1, N, K, itemsize, gated), Gpu(90, sms))
-            tile = 32 * config.num_warps * chunk_size(itemsize)
-            loads = config.block_n * (1 + gated) * min(config.tiles, -(-K // tile))
-            assert loads * chunk_size(itemsize) * itemsize / 4 <= (40 if config.registers else 80), (N, K, config)
-            at_once = min(-(-N // config.block_n) / sms, (32 if config.registers else 16) // config.num_warps)
-            everything = N * (1 + gated) * K * itemsize / sms
-            assert loads * tile * itemsize * at_once >= min(30e3, everything / 5), (N, K, config)
 
 
 @pytest.mark.gpu

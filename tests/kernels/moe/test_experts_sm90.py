@@ -235,35 +235,6 @@ def test_gather_is_the_order_of_experts(make):
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_the_kernel_says_what_it_accepts(make):
-    def weights(H, inter, dtype=torch.bfloat16):
-        return torch.empty(2, 2 * inter, H, dtype=dtype), torch.empty(2, H, inter, dtype=dtype)
-
-    assert accepts(torch.bfloat16, *weights(64, 24))
-    assert not accepts(torch.bfloat16, *weights(64, 24, torch.float8_e4m3fn))
-    assert not accepts(torch.bfloat16, *weights(66, 24))
-    assert not accepts(torch.float32, *weights(64, 24, torch.float32))
-    gate_up, down = weights(64, 24)
-    assert not accepts(torch.bfloat16, gate_up.flatten()[3:].narrow(0, 0, 64).view(1, 1, 64), down)
-
-
-@pytest.mark.parametrize(("H", "inter", "up_rows", "down_rows", "accepted"), [
-    (272, 192, 64, 128, True),
-    (2048, 768, 128, 128, True),
-    (144, 128, 128, 64, True),
-    (144, 128, 32, 64, False),
-    (144, 128, 64, 32, False),
-    (144, 192, 128, 64, False),  # the second block has rows of gate and of up
-    (144, 80, 64, 64, False),
-    (136, 128, 128, 64, False),  # TMA cannot move such rows
-])  # fmt: skip
-def test_the_blocks_that_the_kernel_accepts(H, inter, up_rows, down_rows, accepted):
-    """64 rows of a strip have one scale."""
-    gate_up, down = (torch.empty(2, *shape, dtype=torch.float8_e4m3fn) for shape in ((2 * inter, H), (H, inter)))
-    scales = torch.empty(2, -(-2 * inter // up_rows), -(-H // 128)), torch.empty(2, -(-H // down_rows), -(-inter // 128))
-    assert accepts(torch.bfloat16, gate_up, down, *scales) == accepted
-
-
 @pytest.mark.parametrize(("itemsize", "blocks"), [(1, False), (1, True), (2, False)])
 def test_configurations_fit_on_an_sm(itemsize, blocks):
     for K in (256, 2048, 4096):

@@ -6,10 +6,9 @@ import torch
 
 from minirt.bench import bounds
 from minirt.kernels import reference
-from minirt.kernels.launch import Gpu
-from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import few_tokens
-from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.few_tokens import CASES, MOST
 from minirt.kernels.moe.mixture import SharedOutput
 
@@ -94,37 +93,6 @@ def test_the_same_experts_as_with_more_tokens(name, T, make):
     torch.testing.assert_close(out[:finite], truth[:finite], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stored", ["", "rows", "blocks"])
-def test_a_token_does_not_depend_on_the_others(stored, make, half_dtype):
-    """Bit by bit, from the router's logits on: alone, and among others, at any place. Two tokens are equal."""
-    E, k, H, inter = 37, 2, 144, 24
-    x, norm, _, _, gate_up, down = operands(make, {"E": E, "k": k, "H": H, "I": inter}, half_dtype, MOST)
-    x[-1] = x[0]
-    router, scales = make(E, H, dtype=half_dtype), {}
-    if stored == "rows":
-        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
-        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-    elif stored == "blocks":
-        (gate_up, up_scale), (down, down_scale) = (
-            tuple(map(torch.stack, zip(*(reference.quantize_fp8_blocks(w, n) for w in weight), strict=True)))
-            for weight, n in ((gate_up, 6), (down, 9))
-        )
-        scales = {"gate_up_scale": up_scale.contiguous(), "down_scale": down_scale.contiguous()}
-    gate_up, down = gate_up.contiguous(), down.contiguous()
-
-    def run(x):
-        logits = router_logits(x, norm, EPS, router, k)
-        out = mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
-        return torch.cat([logits, out], 1)
-
-    alone = torch.cat([run(x[t : t + 1]) for t in range(MOST)])
-    assert alone.isfinite().all()
-    assert torch.equal(alone[-1], alone[0])
-    assert not torch.equal(alone[1], alone[0])
-    for T in (MOST - 1, MOST):
-        assert torch.equal(run(x[:T]), alone[:T])
-
-
 def test_every_configuration_gives_the_same(make, nan, monkeypatch):
     """Rows per program, loads in flight, the step in K, blocks and rounds change no result by more than rounding."""
     monkeypatch.setattr(few_tokens, "sm_count", lambda device: 1)  # several rounds
@@ -137,17 +105,3 @@ def test_every_configuration_gives_the_same(make, nan, monkeypatch):
         few_tokens.down(Product(inner, down, out, None, Epilogue(residual=residual)), logits, 2, True, config=config)
         truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
         torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_of_any_size_runs_at_once(device, monkeypatch):
-    """So no program is left for a second wave. The last step of a regime's part is few tokens, too."""
-    monkeypatch.setattr(few_tokens, "sm_count", lambda device: 132)
-    for N, K, rows, gated in ((768, 2048, 8, True), (512, 2048, 9, True), (2048, 768, 1, False), (7168, 2048, 1, False)):
-        c = few_tokens.rule(ProductFacts(1, N, K, 1, gated, E=256, k=8), Gpu(90, 132))
-        for T in range(2, MOST + 1):
-            rounds = few_tokens._rounds(c, N, T, rows * T, device)
-            programs = -(-N // (c.block_n * c.blocks * rounds)) * rows * T
-            assert 0.6 * 16 * 132 < programs * c.num_warps <= 1.01 * 16 * 132
-        assert few_tokens._rounds(c, N, 1, rows, device) == 1
-    ends = [few_tokens.last_tokens(T) for T in range(1, MOST + 1)]
-    assert all(T <= end <= MOST and few_tokens.last_tokens(end) == end for T, end in enumerate(ends, 1))

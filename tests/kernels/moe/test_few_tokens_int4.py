@@ -12,7 +12,6 @@ from minirt.kernels import reference
 from minirt.kernels.launch import Gpu
 from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
 from minirt.kernels.moe import few_tokens_int4
-from minirt.kernels.moe.dispatch import mixture_residual, router_logits
 from minirt.kernels.moe.few_tokens_int4 import CASES, MOST, FewTokensInt4Config
 from minirt.kernels.moe.mixture import SharedOutput
 
@@ -100,54 +99,6 @@ def test_down(config, k, K, dtype, make, nan, agrees):
         return residual + (rows * shares[:, :, None]).sum(1)
 
     agrees(out, total(x, logits, residual, exact.to(dtype)), total(x.double(), logits.double(), residual.double(), exact))
-
-
-@pytest.mark.parametrize("name", ["ties", "nan", "underflow"])
-def test_the_same_experts_as_with_more_tokens(name, make):
-    """Equal shares, shares that are 0, and NaN, as `route` decides: others' scales are NaN. NaN stays with its token."""
-    case, k, T = {"E": 70, "k": 4, "H": 40, "I": 24, "group": 32}, 4, 2
-    x, norm, residual, logits, *_, up, down = operands(make, case, torch.float32, T)
-    if name == "ties":
-        logits[-1] = 0.0
-        logits[-1, [69, 31]] = 2.0
-    elif name == "nan":
-        logits[-1, 9] = torch.nan
-    else:
-        logits[-1] = torch.arange(70.0, device=x.device) * 60
-    weights, chosen = reference.route(logits, k, True)
-    others = torch.ones(70, dtype=torch.bool, device=x.device)
-    others[chosen.flatten()] = False
-    for words in (up[1], down[1]):
-        words[others] = 0x7FC00000
-    scales = {"gate_up_scale": up[1], "down_scale": down[1]}
-    out = mixture_residual(x, logits, up[0], down[0], residual, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
-    finite = T - 1 if name == "nan" else T
-    assert bool(out[finite:].isnan().all())
-    truth = residual + reference.mixture(
-        reference.rms_norm(x, norm, EPS), weights, chosen, up[2].float(), down[2].float(), "silu"
-    )
-    torch.testing.assert_close(out[:finite], truth[:finite], rtol=1e-4, atol=1e-5)
-
-
-def test_a_token_does_not_depend_on_the_others(make, half_dtype):
-    """Bit by bit, from the router's logits on: alone, and in steps of up to `MOST` tokens, at any place. Two tokens are equal."""
-    case, k = {"E": 37, "k": 2, "H": 136, "I": 24, "group": 64}, 2
-    x, norm, *_, up, down = operands(make, case, half_dtype, MOST)
-    x[-1] = x[0]
-    router = make(37, 136, dtype=half_dtype)
-
-    def rows(x):
-        logits = router_logits(x, norm, EPS, router, k, four_bits=True)
-        scales = {"gate_up_scale": up[1], "down_scale": down[1]}
-        out = mixture_residual(x, logits, up[0], down[0], x, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
-        return torch.cat([logits, out], 1)
-
-    alone = torch.cat([rows(x[t : t + 1]) for t in range(MOST)])
-    assert alone.isfinite().all()
-    assert torch.equal(alone[-1], alone[0])
-    assert not torch.equal(alone[1], alone[0])
-    for T in range(2, MOST + 1):
-        assert torch.equal(rows(x[:T]), alone[:T])
 
 
 @pytest.mark.parametrize("sms", [132, 20])

@@ -8,11 +8,9 @@ twice or not at all; outputs past the end that read scales past the end.
 import pytest
 import torch
 
-from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.launch import Gpu
-from minirt.kernels.linear.product import Epilogue, Norm, Product, ProductFacts
+from minirt.kernels.linear.product import Epilogue, Norm, Product
 from minirt.kernels.moe import few_tokens, products
 from minirt.kernels.moe.dispatch import mixture_residual
 from minirt.kernels.moe.products import ExpertsConfig
@@ -121,26 +119,6 @@ def test_few_tokens(T, sizes, config, make, nan, agrees):
     agrees(out, truth.half(), truth)
 
 
-@pytest.mark.parametrize("T", [1, 3, 9])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_eager_layers_compute_the_same(T, sizes, make):
-    E, k, H, *_ = sizes
-    (gate_up, up_scale, _), (down, down_scale, _) = experts(make, E, *sizes[2:])
-    h, residual, logits = (make(T, n, dtype=torch.float32) for n in (H, H, E))
-    norm = 1 + make(H, dtype=torch.float32, scale=0.3)
-    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-
-    def expected(h, norm, logits, residual):
-        chosen = reference.route(logits, k, True)
-        return residual + reference.mixture(reference.rms_norm(h, norm, EPS), *chosen, gate_up, down, "silu", **scales)
-
-    out = mixture_residual(h, logits, gate_up, down, residual, k, True, "silu", norm_weight=norm, eps=EPS, **scales)
-    same, truth = expected(h, norm, logits, residual), expected(*(t.double() for t in (h, norm, logits, residual)))
-    many = not reference.few_tokens(T, k, E)
-    least = bounds.floor(torch.bfloat16 if out.is_cuda and many else torch.float32, quantized_activations=many)
-    assert bounds.fault(bounds.errors(out, truth), bounds.errors(same, truth), least) is None
-
-
 @pytest.mark.parametrize("T", [1, 30])
 def test_nan_of_an_expert_stays_with_its_tokens(T, make):
     """Of a scale. (The interpreter has no NaN in FP8.)"""
@@ -155,37 +133,6 @@ def test_nan_of_an_expert_stays_with_its_tokens(T, make):
     users = (chosen == broken).any(1)
     assert (0 < users.sum() < T) if T > 1 else not users.any()
     assert torch.equal(out.isnan().any(1), users)
-
-
-def test_nan_of_a_token_stays_with_it(make):
-    """In the tile of an expert that other tokens use; its logits are finite. (The interpreter has no NaN in FP8.)"""
-    (gate_up, up_scale, _), (down, down_scale, _) = experts(make, 3, 144, 32, 32, 16)
-    h, logits = make(12, 144, dtype=torch.float32), make(12, 3, dtype=torch.float32)
-    operands = (logits, gate_up, down, torch.zeros_like(h), 2, True, "silu")
-    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-    expected = mixture_residual(h, *operands, **scales)
-    h[4, 130] = torch.nan
-    out = mixture_residual(h, *operands, **scales)
-    others = torch.arange(12, device=h.device) != 4
-    assert torch.equal(out[others], expected[others])
-    assert out[4].isnan().all() or not out.is_cuda
-
-
-def test_an_outlier_costs_its_own_block_alone(make):
-    """With one scale for each token, such a value would leave nothing of the others."""
-    gate_up, down = experts(make, 2, 256, 64, 64, 64)
-    gate_up[0].view(torch.uint8)[:, :, 5] = 0
-    h, logits = make(3, 256, dtype=torch.float32), make(3, 2, dtype=torch.float32)
-    operands = (logits, gate_up[0], down[0], torch.zeros_like(h), 1, True, "silu")
-    scales = {"gate_up_scale": gate_up[1], "down_scale": down[1]}
-    expected = mixture_residual(h, *operands, **scales)
-    h[1, 5] = 1e7
-    out = mixture_residual(h, *operands, **scales)
-    assert torch.equal(out[[0, 2]], expected[[0, 2]])
-    expert = logits[1].argmax()
-    inner = reference.gated(gate_up[2][expert, :, 128:] @ h[1, 128:].double(), "silu")
-    rest = down[2][expert] @ inner
-    assert (out[1] - rest).norm() < 0.15 * rest.norm()
 
 
 def test_scales_that_fit_no_weight_are_named(make):
@@ -208,10 +155,3 @@ def test_scales_that_fit_no_weight_are_named(make):
     up = Product(values, gate_up, h.new_empty(4, 96), epilogue=Epilogue(up_scale, x_scale, activation="silu"))
     with pytest.raises(InputError, match=r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256"):
         products.launch(up, routing, config)
-
-
-def test_steps_stay_in_one_block():
-    for T in (2, 100, 300, 2000):
-        for cc in (80, 89, 90, 100, 120):
-            facts = (ProductFacts(T, 768, 2048, 1, gated, blocks=True) for gated in (False, True))
-            assert all(128 % products.rule(one, Gpu(cc, 132)).block_k == 0 for one in facts)

@@ -7,11 +7,11 @@ from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Epilogue, Product
-from minirt.kernels.moe import experts_sm90, few_tokens_int4, products
-from minirt.kernels.moe.dispatch import REGIMES, mixture, mixture_residual
+from minirt.kernels.moe import products
+from minirt.kernels.moe.dispatch import mixture, mixture_residual
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.moe.products import CASES
-from minirt.kernels.moe.route import FEW, route
+from minirt.kernels.moe.route import route
 
 
 def weights(make, E, H, inter, dtype):
@@ -95,32 +95,6 @@ def test_nan_of_an_expert_stays_with_its_tokens(make):
     users = (reference.route(logits, 2, True)[1] == 3).any(1)
     assert 0 < users.sum() < T
     assert torch.equal(out.isnan().any(1), users)
-
-
-def test_a_row_does_not_depend_on_the_others(make):
-    """The same bits in a step of 3 tokens and of 66, whose tiles are higher."""
-    E, H, inter = 4, 64, 32
-    gate_up, down = weights(make, E, H, inter, torch.float32)
-    h, logits = make(66, H, dtype=torch.float32), make(66, E, dtype=torch.float32)
-
-    def run(T):
-        return mixture_residual(h[:T], logits[:T], gate_up, down, h[:T], 2, True, "silu")
-
-    assert products.block_t(3) < products.block_t(66)
-    assert torch.equal(run(3), run(66)[:3])
-
-
-def test_regimes_follow_the_tiles():
-    """A step's compiled kernels depend only on its regime and variant."""
-    one, few_int4, sm90, int4, generic = REGIMES
-    assert (one.first, one.last, few_int4.first, few_int4.last) == (1, reference.FEW_TOKENS, 1, few_tokens_int4.MOST)
-    tiles = products.block_t
-    for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (int4, tiles), (generic, tiles)):
-        ends = [regime.variant_end(T) for T in range(2, 1500)]
-        for T, last in enumerate(ends, 2):
-            assert last is None or (last >= T and block_t(last) == block_t(T) and (last <= FEW) == (T <= FEW))
-        assert None in ends
-        assert ends[:-1] == sorted(ends[:-1], key=lambda end: end or 1 << 30)
 
 
 def test_no_tokens_and_wrong_arguments(make):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Norm
 from minirt.kernels.moe import route as module
@@ -92,16 +91,3 @@ def test_gather_quantizes_as_the_other_kernels_do(T, H, k, blocks, dtype, make):
         assert torch.equal(out.view(torch.uint8), alone[0].view(torch.uint8)[token])
         assert torch.equal(scale, alone[1][token])
         assert scale.shape == ((T * k, -(-H // 128)) if blocks else (T * k,))
-
-
-def test_no_tokens(device):
-    routing = route(torch.empty(0, 5, device=device), 2, True, 16)
-    assert [tuple(t.shape) for t in routing[:5]] == [(0, 2), (0, 2), (0,), (0,), (3, 0)]
-
-
-def test_wrong_arguments(make):
-    with pytest.raises(InputError, match=r"top_k.*from 1 to 5; found 6"):
-        route(make(2, 5, dtype=torch.float32), 6, True, 16)
-    with pytest.raises(InputError, match="logits"):
-        route(make(2, 5, dtype=torch.float64), 2, True, 16)
-    assert module.cost(3, 8, 2, 2)[0] > 0

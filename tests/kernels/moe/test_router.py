@@ -5,8 +5,7 @@ import torch
 
 from minirt.kernels import reference
 from minirt.kernels.linear.product import Norm
-from minirt.kernels.moe import dispatch, few_tokens, few_tokens_int4, router
-from minirt.kernels.moe.dispatch import mixture_residual
+from minirt.kernels.moe import dispatch, few_tokens, few_tokens_int4
 from minirt.kernels.moe.route import gather, route
 from minirt.kernels.moe.router import CASES, LogitParts, router_logits
 from minirt.kernels.norm import rms_norm
@@ -94,28 +93,3 @@ def test_few_tokens_have_whole_logits(dtype, make):
         assert isinstance(four_bits, LogitParts) == (n > few_tokens_int4.MOST)
     assert isinstance(dispatch.router_logits(x, norm, EPS, weight, 2), LogitParts)
     assert isinstance(dispatch.router_logits(x[:T], norm, EPS, weight, 5), LogitParts)  # too many experts in common
-
-
-def test_few_tokens_and_more_agree(make):
-    """Tokens alone and in twos, with whole logits and with parts, and among others."""
-    E, H, inter, k = 19, 96, 40, 2
-    x, norm, weight = operands(make, {"T": 6, "E": E, "H": H}, torch.float32)
-    gate_up, down = make(E, 2 * inter, H, dtype=torch.float32, scale=H**-0.5), make(E, H, inter, dtype=torch.float32)
-
-    def whole(*args):
-        return dispatch.router_logits(*args, k)
-
-    def run(x, logits_of=whole):
-        logits = logits_of(x, norm, EPS, weight)
-        return mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS)
-
-    together = run(x)
-    for rows in (slice(0, 1), slice(5, 6), slice(2, 4)):
-        for logits_of in (whole, router_logits):
-            torch.testing.assert_close(run(x[rows], logits_of), together[rows], rtol=1e-4, atol=1e-4)
-
-
-def test_variants_follow_the_split():
-    ends = [router.last_tokens(T) for T in range(2, 3000)]
-    assert all(end is None or (end >= T and router._split(end) == router._split(T)) for T, end in enumerate(ends, 2))
-    assert router.cost(4, 8, 16, 2)[1] == 2 * 4 * 8 * 16

@@ -1,7 +1,6 @@
 """The cases of `minirt tune` for experts: their buckets are those that launches ask for, and a wrong result is noticed."""
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,8 @@ from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
 from minirt.kernels.launch import gpu_of
 from minirt.kernels.linear.product import ProductFacts
-from minirt.kernels.moe import experts_sm90, few_tokens, tuning
+from minirt.kernels.moe import few_tokens, tuning
 from minirt.kernels.moe.dispatch import mixture_residual
-from minirt.kernels.moe.route import token_regime
 from minirt.kernels.reference import SharedExpert, computes_shared
 from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
@@ -45,29 +43,6 @@ def test_cases_of_few_tokens(stored, device, monkeypatch):
     with pytest.raises(NumericsError):
         check(case.default)
     assert not list(tuning.few_tokens_cases(shapes, [few_tokens.MOST], device))
-
-
-def test_cases_on_hopper(device, monkeypatch):
-    """One case for each regime and product; candidates differ only in what both products need not share."""
-    assert not list(tuning.experts_sm90_cases([UP], [64], torch.device("cpu")))
-    monkeypatch.setattr(tuning, "capability", lambda device: 90)
-    cases = list(tuning.experts_sm90_cases([UP, DOWN], [1, few_tokens.MOST, 16, 300, 2048], device))
-    assert len({case.bucket for case in cases}) == len(cases) == 2 * 3
-    for case in cases:
-        assert {c.block_t for c in case.candidates} == {case.default.block_t}
-        assert case.default in case.candidates
-    facts = ProductFacts(16, 12, 24, 2, True, E=35, k=2, rows=8)
-    with override_config(cases[0].family, cases[0].bucket, cases[0].candidates[-1]):
-        found = experts_sm90.FAMILY.lookup(device, facts)
-        assert experts_sm90.FAMILY.lookup(device, facts._replace(rows=16)) == experts_sm90.derive_config(16, 64, 2)
-    assert found == cases[0].candidates[-1]
-    assert experts_sm90.FAMILY.lookup(device, facts) == cases[0].default
-
-
-def test_token_regimes_follow_each_other():
-    ends = [token_regime(T) for T in range(2, 3000)]
-    assert all(a <= b for a, b in pairwise(ends))
-    assert all(token_regime(end) == end for end in set(ends))
 
 
 @pytest.mark.parametrize("shared", [12, 16])

@@ -339,16 +339,6 @@ def test_a_request_draws_the_same_in_any_company(make, device):
         assert run(logits[i : i + 1], alone).tolist() == together[i : i + 1]
 
 
-def test_from_the_sampler(make, device):
-    logits, batch = make(70, 6, dtype=torch.float16).t(), mixed(6, device)
-    tokens = sample(logits, batch, "triton", kernel.SamplingWorkspace(6, 70, device))
-    assert tokens.dtype == torch.int64
-    assert tokens.tolist() == sample(logits, batch, "eager").tolist()
-    assert sample(logits[:0], mixed(0, device), "triton").shape == (0,)
-    with pytest.raises(InputError, match="unknown implementation"):
-        sample(logits, batch, "cuda")
-
-
 def test_wrong_arguments_are_named(make, device):
     logits, batch = make(4, 8, dtype=torch.float32), mixed(4, device)
     for wrong, message in (
@@ -371,20 +361,6 @@ def python(script: str, *arguments: str) -> str:
     if done.returncode:
         pytest.fail(done.stderr[-4000:])
     return done.stdout
-
-
-def test_without_triton_the_error_is_ours():
-    script = """
-import sys; sys.modules["triton"] = None
-import torch
-from minirt.errors import UnsupportedError
-from minirt.engine.sampler import SamplingBatch, sample
-try:
-    sample(torch.empty(0, 3), SamplingBatch.build([]), "triton")
-except UnsupportedError as error:
-    print(error)
-"""
-    assert "the Triton sampler cannot be imported" in python(script)
 
 
 COMPILE = """

@@ -70,27 +70,6 @@ def check(histories, columns, device, sizes=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("history", "result"),
-    [
-        ([5], (0, [])),
-        ([5, 5], (0, [])),
-        ([5, 5, 5], (2, [5, 5, 5, 5])),
-        ([1, 2, 3, 1, 2], (2, [3, 1, 2, 3])),
-        ([1, 2, 1, 2], (2, [1, 2, 1, 2])),
-        ([9, 1, 2, 3, 4, 9, 9, 9, 1, 2, 8, 1, 2], (2, [8, 1, 2, 8])),  # of equally long ones the last
-        ([1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 4, 8, 1, 2, 3, 4], (4, [5, 6, 7, 9])),  # the longest, at the very beginning
-        ([3, 4, 7, 7, 7, 7, 2, 4, 1, 2, 3, 4], (2, [7, 7, 7, 7])),  # it cannot be longer than what is before it
-        ([6, 1, 2, 3, 4, 5, 7, 7, 7, 1, 2, 3, 4, 5], (4, [7, 7, 7, 1])),  # more tokens than the longest match agree
-        ([1, 2, 3, 4], (0, [])),
-        ([4, 1, 4, 2, 4], (0, [])),  # one token is too short
-        ([GARBAGE, 3, 3, GARBAGE], (0, [])),  # words before and behind the history match, and do not count
-    ],
-)  # fmt: skip
-def test_matches_by_hand(history, result, device):
-    assert check([history], Columns(4, 1, 3, 40), device) == [result]
-
-
-@pytest.mark.parametrize(
     ("sizes", "block"), [((1, 1, 1), 64), ((7, 1, 3), 4), ((3, 3, 3), 64), ((4, 2, 16), 8), ((5, 16, 16), 32)]
 )
 def test_random_histories(sizes, block, device, monkeypatch):
