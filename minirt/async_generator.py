@@ -13,7 +13,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, overload
 
-from minirt import models
 from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.request import Request, TokenOutput
@@ -21,7 +20,7 @@ from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
 from minirt.generator import Generator
-from minirt.loading.options import LoadOptions
+from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
@@ -61,7 +60,7 @@ class AsyncGenerator:
     @classmethod
     async def from_pretrained(
         cls,
-        model: str | Path | LoadOptions = models.EMBEDDED,
+        model: str | Path | LoadOptions = EMBEDDED,
         *,
         max_unread: int = MAX_UNREAD,
         progress: Callable[[str, int, int], None] | None = None,

@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 __all__ = [
-    "ARCHITECTURES", "EMBEDDED", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
+    "ARCHITECTURES", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
     "presets",
 ]  # fmt: skip
 
-EMBEDDED = "embedded"  # the name of the model that is part of the package
 ARCHITECTURES: dict[str, ModuleType] = {
     "llama": llama,
     "ministral3": ministral3,

@@ -124,10 +124,9 @@ def _dtype(name: str | None, cuda: bool) -> "torch.dtype":
 
 
 def _config(model: str) -> "ModelConfig":
-    from minirt import models
     from minirt.loading.load import find
 
-    return find(models.EMBEDDED if model == "embedded" else model, None, need_weights=False)[1]
+    return find(model, None, need_weights=False)[1]
 
 
 def _check_folder(folder: str) -> None:

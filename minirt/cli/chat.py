@@ -54,7 +54,7 @@ def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **op
     Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
     Without a terminal, an error or an unknown command ends the program with exit code 1.
     """
-    from minirt.models import EMBEDDED
+    from minirt.loading.options import EMBEDDED
 
     if options["model"] in (None, EMBEDDED):
         hint = f"name a chat model, such as --model {CHAT_MODEL}, or use minirt generate"

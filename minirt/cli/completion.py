@@ -49,7 +49,8 @@ def _begun(values: Iterable[str], context: click.Context, incomplete: str) -> li
 
 def _models(context: click.Context, incomplete: str) -> list[CompletionItem]:
     """Folders, the embedded model, and presets."""
-    from minirt.models import EMBEDDED, presets
+    from minirt.loading.options import EMBEDDED
+    from minirt.models import presets
 
     folders = CompletionItem(incomplete, type="dir")  # first: bash forgets what comes before it
     return [folders, *_begun([EMBEDDED, *(preset.name for preset in presets())], context, incomplete)]

@@ -49,8 +49,9 @@ def models(output_format: str, **options: Any) -> None:
 
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
     from minirt import models as known
+    from minirt.loading.options import EMBEDDED
 
-    rows = [_row(known.EMBEDDED, None, device)]
+    rows = [_row(EMBEDDED, None, device)]
     rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets() if preset.quantization is None]
     releases = {preset.name.removesuffix("-FP8") for preset in known.presets() if preset.quantization is not None}
     return [row | {"fp8_release": row["name"] in releases} for row in rows]
@@ -60,7 +61,8 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     import torch
 
     from minirt.loading.load import find
-    from minirt.loading.memory import MemoryOptions, plan_memory
+    from minirt.loading.memory import plan_memory
+    from minirt.loading.options import LoadOptions
     from minirt.modeling.formats import Quantization
     from minirt.modeling.model import Model
     from minirt.models import build
@@ -71,7 +73,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     fits = None
     for option, model, dtype in _ways(device, plain, quantized, smallest):
         model.dtype = model.kv_dtype = dtype
-        if fits is None and plan_memory(model, config.context_len, device, MemoryOptions(max_num_seqs=1)).fits:
+        if fits is None and plan_memory(model, config.context_len, device, LoadOptions(max_num_seqs=1)).fits:
             fits = option
     return {
         "name": name, "hub_id": hub_id, "parameters": plain.num_parameters,

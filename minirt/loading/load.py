@@ -21,7 +21,8 @@ from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
-from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.options import EMBEDDED, LoadOptions
+from minirt.loading.resolve import pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
 from minirt.loading.unstated import settle
@@ -58,7 +59,7 @@ class Found(NamedTuple):
 
 def find(model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False) -> Found:
     """Look a model up by its name."""
-    name = str(models.embedded()) if model == models.EMBEDDED else str(model)
+    name = str(models.embedded()) if model == EMBEDDED else str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
     try:
@@ -115,7 +116,7 @@ def build(
 ) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
     model = _build(options, found, entries, device)
-    if drafts := options.memory.max_drafts:  # states are larger, which plans count
+    if drafts := options.drafts[0]:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
@@ -268,12 +269,12 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
     length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options.memory)
+    return model, plan_memory(model, length, model.device, options)
 
 
 def _check_memory(options: LoadOptions, model: Model, length: int, device: torch.device) -> None:
     """Raise OutOfMemoryError if the model will not fit. Nothing is allocated yet."""
-    plan = plan_memory(model, length, device, options.memory)
+    plan = plan_memory(model, length, device, options)
     if not plan.fits:
         raise does_not_fit(plan, str(device), remedy(options, device))
 
@@ -302,7 +303,7 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
                 other = replace(options, **changed)
                 plan = plan_load(other, gpu)[1]
                 if plan.fits:
-                    if other.memory.kv_bytes is not None:
+                    if other.kv_bytes is not None:
                         return f"{words}: {format_size(plan.needed, up=True)}"
                     return f"{words}: at least {format_size(plan.least, up=True)}"  # the pages take what is left
                 if plan.least < least and words.startswith("use "):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.loading.options import pick_length
+from minirt.loading.resolve import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
