@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
 from minirt.errors import InputError, MinirtError, quoted
@@ -35,9 +35,7 @@ _REST: dict[str, _Entry] = {
     "mamba_cache_mode": "not needed: states of recurrent layers are kept, with --state-cache-memory",
     "mamba_block_size": "not needed: states of recurrent layers are kept at any token",
     "num_iters": (_VLLM, "--repeats", None),
-    "allowed_origins": (_VLLM, "--allow-origin", None),
     "batch_size": (_LLAMA, "--max-num-batched-tokens of tokens, --max-num-seqs of sequences", None),
-    "alias": (_LLAMA, "--served-model-name", None),
     "main_gpu": (_LLAMA, "--device cuda:N", "device=… with cuda:N"),
     "seed": (_LLAMA, "--seed", None),
     "system_prompt": (_LLAMA, "--system", None),
@@ -118,23 +116,19 @@ _COMMANDS = {
 }  # fmt: skip
 
 
-@cache
 def names() -> dict[str, _Entry]:
     """`_REST`, and the names that the records of settings have."""
     import minirt
-    from minirt.settings import settings_of
+    from minirt.settings import Settings, settings_of
 
-    kinds = {
-        minirt.SamplingParams: "SamplingParams({}=…)", minirt.LoadOptions: "{}=…",
-        minirt.StructuredOutputsParams: 'SamplingParams(structured_outputs={{"{}": …}})',
-    }  # fmt: skip
+    _ = minirt.LoadOptions, minirt.SamplingParams  # so that their classes are known
     known = dict(_REST)
-    for kind, python in kinds.items():
+    for kind in Settings.__subclasses__():
         for name, record in settings_of(kind).items():
             in_file = {"transformers": record.file} if record.file not in (None, name) else {}
             for program, spellings in (*in_file.items(), *record.elsewhere.items()):
                 whose = f"{program}'{'s' * (program[-1] != 's')} name"
-                entry = whose, record.option_name, python.format(name)
+                entry = whose, record.option_name, kind._python and kind._python.format(name)
                 known.update(dict.fromkeys(spellings.split(), entry))
     return known
 

@@ -86,6 +86,8 @@ class SamplingParams(Settings):
         InputError: a value has the wrong type or is out of range, or values contradict each other.
     """
 
+    _python = "SamplingParams({}=…)"
+
     max_tokens: int | None = setting(
         "Maximum number of new tokens; default: 256.", check=_MAX_TOKENS, file="max_new_tokens", unset=DEFAULT_MAX_TOKENS,
         more="0, with `prompt_logprobs`: none, the prompt is only scored. A number that the context has no room for is accepted: "

@@ -30,7 +30,8 @@ class Setting(NamedTuple):
         option: the spellings of its option, separated by spaces. None: made from the name; "": it has none.
         option_help: `help` for the command line, where it differs.
         metavar: what --help calls the value.
-        kind: how the command line reads the value: "size", "tokens", a tuple of choices, or "several" texts. None: by its type.
+        kind: how the command line reads the value: "size", "tokens", choices or a function that returns them, or "several" texts.
+            None: by its type.
         short: spelling of a switch → the value of this setting that it stands for, such as "--fp8".
         group: the title of its options in --help; None: that of the class.
         scope: which commands have it; see the decorators of `minirt.cli.options`.
@@ -104,14 +105,19 @@ class Settings:
     Attributes:
         _error, _name_error: the classes of errors: of values, and of names.
         _elsewhere: what to write for arguments that belong to another call.
+        _python: how Python code sets a setting, for hints; None: it does not.
+        _unnamed: how many arguments may be given without their names.
     """
 
     _error: ClassVar[type[MinirtError]] = InputError
     _name_error: ClassVar[type[MinirtError]] = InputError
     _elsewhere: ClassVar[Mapping[str, str]] = {}
+    _python: ClassVar[str | None] = None
+    _unnamed: ClassVar[int] = 0
 
     def __new__(cls, *unnamed: Any, **given: Any) -> Any:
-        check_names(given, tuple(settings_of(cls)), cls.__name__, cls._name_error, cls._elsewhere, unnamed=unnamed)
+        too_many = unnamed[cls._unnamed :]
+        check_names(given, tuple(settings_of(cls)), cls.__name__, cls._name_error, cls._elsewhere, too_many)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -16,9 +16,10 @@ import time
 from minirt import models
 from minirt.engine.request import TokenOutput
 from minirt.server.app import App
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.run import FrontServer
 from minirt.server.wire import TO_ENGINE, Found, Frames, Ready, Start, Step, Submit, frame

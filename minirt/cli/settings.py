@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import click
@@ -82,6 +82,18 @@ class TokenCount(click.ParamType):
             self.fail(f"{error}, or auto", param, ctx)
 
 
+class Choice(click.Choice):
+    """A choice of texts, or of those that a function returns, which is called when they are needed."""
+
+    def __init__(self, choices: Sequence[str] | Callable[[], Sequence[str]]) -> None:
+        self._choices = choices
+        self.case_sensitive = True
+
+    @property
+    def choices(self) -> Sequence[str]:  # type: ignore[override]
+        return self._choices() if callable(self._choices) else self._choices
+
+
 _KINDS: dict[str, type[click.ParamType]] = {"size": Size, "tokens": TokenCount}
 
 
@@ -110,8 +122,8 @@ def _option(record: Setting, title: str, **changes: Any) -> Callable:
         facts |= {"default": record.default, "show_default": bool(record.default)}
     elif isinstance(record.default, bool):
         facts["is_flag"], spellings = True, record.options
-    elif isinstance(record.kind, tuple):
-        facts["type"] = click.Choice(record.kind)
+    elif isinstance(record.kind, tuple) or callable(record.kind):
+        facts["type"] = Choice(record.kind)
     elif record.kind in _KINDS:
         facts["type"] = _KINDS[record.kind]()
     else:
@@ -123,7 +135,7 @@ def _option(record: Setting, title: str, **changes: Any) -> Callable:
         facts["multiple"] = bias or record.kind == "several" or any("Sequence[str]" in text for text in texts)
     if facts.get("multiple"):
         help_text = f"{help_text.removesuffix('.')} (repeatable)."
-    elif isinstance(record.default, str | int | float) and not isinstance(record.default, bool):
+    elif record.default not in (None, "", ()) and not isinstance(record.default, bool):
         facts |= {"default": record.default, "show_default": True}
     dest = f"no_{record.name}" if record.default is True and "/" not in spellings[0] else record.name
     parts = [click.option(*spellings, dest, **facts | {"help": help_text} | changes)]

@@ -56,7 +56,7 @@ class LoadOptions(Settings):
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """
 
-    _name_error, _elsewhere = ConfigError, OF_GENERATE
+    _name_error, _elsewhere, _python = ConfigError, OF_GENERATE, "{}=…"
 
     model: str | Path = setting(
         'A folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or "embedded", the '

@@ -6,8 +6,9 @@ from typing import Any
 from minirt.errors import MinirtError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front, start_message
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.run import drain
 
@@ -54,7 +55,7 @@ class Application:
         Raises:
             MinirtError: it cannot be loaded.
         """
-        engine = await RemoteEngine.start(self._options.start_message(self._load_options))
+        engine = await RemoteEngine.start(start_message(self._options, self._load_options))
         self._front = Front(self._options, engine, Metrics(self._options.names[0]), int(time.time()))
         self._app = App(self._front)
         try:

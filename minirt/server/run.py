@@ -16,9 +16,10 @@ import uvicorn
 from minirt.errors import InputError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front, start_message
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import SWITCH_SECONDS
 
@@ -85,7 +86,7 @@ class _Signals:
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     signals = _Signals()  # before the engine's process, which a signal to this one must end
-    engine = signals.engine = await RemoteEngine.start(options.start_message(load_options))
+    engine = signals.engine = await RemoteEngine.start(start_message(options, load_options))
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
     server = FrontServer(
         uvicorn.Config(

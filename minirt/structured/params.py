@@ -26,6 +26,8 @@ class StructuredOutputsParams(Settings):
         InputError: a value has the wrong type or is too long, or there is not exactly one kind.
     """
 
+    _python = 'SamplingParams(structured_outputs={{"{}": …}})'
+
     json: str | Mapping[str, Any] | bool | None = setting(
         "The text is JSON that a JSON schema accepts.", option="--json-schema", metavar="FILE",
         option_help="The text is JSON that the JSON schema in a file accepts; - is stdin. A value that begins with { is the "

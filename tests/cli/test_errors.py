@@ -185,7 +185,7 @@ def test_bad_numbers_of_tokens(text, run):
 
 def test_numbers_of_tokens_reach_the_model(run, folder):
     refused(run("generate", "-m", folder, *CACHE, "--max-model-len", "1k", "x"), "found 1000", code=2)
-    refused(run("generate", "--max-num-batched-tokens", "0", "x"), "--max-num-batched-tokens", "an integer from 1 to", code=2)
+    refused(run("plan", "-m", folder, "--max-num-batched-tokens", "0"), "--max-num-batched-tokens: ", "from 1 to", code=2)
     assert run("generate", "-m", folder, *CACHE, "--max-model-len", "auto", "--max-tokens", 1, "x")[0] == 0
 
 
