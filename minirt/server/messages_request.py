@@ -6,7 +6,7 @@ from typing import Any
 from minirt.server.conversation import Conversation, template_variables
 from minirt.server.errors import bad_field, shown
 from minirt.server.front import Front
-from minirt.server.protocol import MAX_STOPS, REFUSED, Common, Int, Refused, check_nesting, check_texts
+from minirt.server.protocol import REFUSED, SETTINGS, Common, Positive, Refused, check_nesting, check_texts
 from minirt.text.tools import Tool, check_names, checked_list, checked_tool
 
 # Claude Code puts a block with this beginning in front of its system prompt. It says nothing to a model, and it differs in each
@@ -55,7 +55,7 @@ class CountTokensRequest(Common, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The fields of a request for the next message."""
 
-    max_tokens: Int
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
 
 
@@ -65,12 +65,10 @@ def check_request(request: CountTokensRequest) -> None:
         check_nesting(name, getattr(request, name))
     if not isinstance(request, MessagesRequest):
         return
-    if request.max_tokens < 1:
-        raise bad_field("max_tokens", "not an acceptable value", expected="an integer >= 1", found=request.max_tokens)
     if request.stop_sequences is not None:
         if request.stop is not None:
             raise bad_field("stop_sequences", "excludes stop, which means the same")
-        check_texts("stop_sequences", request.stop_sequences, MAX_STOPS)
+        check_texts("stop_sequences", request.stop_sequences, SETTINGS["stop"].most or 0)
         request.stop = request.stop_sequences
 
 

@@ -16,18 +16,31 @@ from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
 from minirt.server.errors import HTTPError, bad_field, shown
 from minirt.server.front import Front
+from minirt.settings import settings_of
 
 MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
-MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_STOP_LENGTH = 1000
 MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
 MAX_COPIES = 16 << 20  # bytes of what every completion of a request gets a copy of
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Listed = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+# The settings of `SamplingParams` that are fields of every API under the same name, and the types of their values.
+SETTINGS = {name: record for name, record in settings_of(SamplingParams).items() if record.request}
+_TYPES_OF: dict[Any, Any] = {
+    int | None: Int | None, float | None: float | None, bool: bool | None, Sequence[int] | None: list[Int] | None,
+    str | Sequence[str] | None: str | list[str] | None,
+    Mapping[int, float] | Mapping[str, float] | None: dict[str, float] | None,
+}  # fmt: skip
+_FIELDS: Any = msgspec.defstruct(
+    "SettingsFields", [(name, _TYPES_OF[record.type], None) for name, record in SETTINGS.items()], kw_only=True
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -36,29 +49,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
 
 
-class Common(msgspec.Struct, kw_only=True):
+class Common(_FIELDS, kw_only=True):
     """The fields that mean the same in every API that generates."""
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: str | list[str] | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
@@ -78,8 +74,8 @@ class Sampling(Common, kw_only=True):
 
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
-    n: Int | None = None
-    prompt_logprobs: Int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    prompt_logprobs: Listed | None = None
     response_format: Any = None
 
     @property
@@ -134,13 +130,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning_effort": ("none",),
 }
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Whether a value of an unsupported field asks for nothing. `false` is not 0, although they are equal in Python."""
-    same = (own for own in NEUTRAL.get(name, ()) if isinstance(own, bool) == isinstance(value, bool))
-    return value is None or any(own == value for own in same)
+    neutral = (one for one in NEUTRAL.get(name, ()) if isinstance(one, bool) == isinstance(value, bool))
+    return value is None or value in neutral
 
 
 def _decode_json(body: bytes) -> dict[str, Any]:
@@ -168,13 +164,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
     for name in value.keys() - known.keys():
         if name not in refused:
             unknown.append(name)
-        elif not _is_neutral(name, found := value[name]):
-            raise bad_field(name, refused[name], found=shown(found))
+        elif not _is_neutral(name, value[name]):
+            raise bad_field(name, refused[name], found=shown(value[name]))
     front.note_unknown(unknown)
+    for name in known.keys() & _LIMITS & value.keys():
+        if value[name] == -1:  # no limit, as for other servers
+            value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name in _LIMITS:
-        if getattr(request, name, None) == -1:  # no limit, as for other servers
-            setattr(request, name, front.check_ready()[1].max_len)
     if isinstance(request, Common):
         _check_limits(request)
     return request
@@ -183,11 +179,11 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
 def convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
     for name, (integer, integers) in _fields(kind).items():
-        found = value.get(name)
-        if integer and type(found) is float and found.is_integer():
-            value[name] = int(found)
-        elif integers and type(found) is list and float in set(map(type, found)):
-            value[name] = [int(own) if type(own) is float and own.is_integer() else own for own in found]
+        stated = value.get(name)
+        if integer and type(stated) is float and stated.is_integer():
+            value[name] = int(stated)
+        elif integers and type(stated) is list and float in set(map(type, stated)):
+            value[name] = [int(number) if type(number) is float and number.is_integer() else number for number in stated]
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -198,6 +194,9 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
             raise bad_field(field[:100], "is missing") from None
         if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
             raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
+        if "`int`" in what and (limits := _limits(kind, field)) is not None:
+            expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
+            raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
     except RecursionError:
         raise HTTPError(400, "the body is nested too deeply", param="body") from None
@@ -229,11 +228,17 @@ def _takes(hint: Any, wanted: type) -> bool:
     return wanted is list and any(get_origin(option) is list and get_args(option)[0] is int for option in (hint, *options))
 
 
+def _limits(kind: type, name: str) -> Meta | None:
+    """The range of a field of integers; None: it is no such field, or any integer will do."""
+    hint = get_type_hints(kind, include_extras=True).get(name)
+    limits = [limit for option in (hint, *get_args(hint)) for limit in getattr(option, "__metadata__", ())]
+    return next((limit for limit in limits if limit.ge >= 0), None)
+
+
 def _check_limits(request: Common) -> None:
-    check_texts("stop", request.stop, MAX_STOPS)
-    check_texts("bad_words", request.bad_words, MAX_IDS)
-    _check_count("stop_token_ids", request.stop_token_ids or (), MAX_IDS)
-    _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
+    for name, record in SETTINGS.items():
+        if record.most is not None and (entries := getattr(request, name)):
+            check_texts(name, entries, record.most)
     check_nesting("metadata", request.metadata)
     check_nesting("structured_outputs", request.structured_outputs)
     _check_grammar("structured_outputs", request.structured_outputs)
@@ -241,18 +246,14 @@ def _check_limits(request: Common) -> None:
         _check_choices(request)
 
 
-def check_texts(name: str, texts: str | Sequence[str] | None, limit: int) -> None:
-    """Raise 400 if a field has more texts than `limit`, or one that is too long."""
-    own = [texts] if isinstance(texts, str) else texts or []
-    _check_count(name, own, limit)
-    longest = max(map(len, own), default=0)
+def check_texts(name: str, entries: str | Sized, limit: int) -> None:
+    """Raise 400 if a field has more entries than `limit`, or a text that is too long."""
+    entries = [entries] if isinstance(entries, str) else entries
+    if len(entries) > limit:
+        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(entries))
+    longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
     if longest > MAX_STOP_LENGTH:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
-
-
-def _check_count(name: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
 
 
 def _check_grammar(name: str, value: Any) -> None:
@@ -261,11 +262,6 @@ def _check_grammar(name: str, value: Any) -> None:
 
 
 def _check_choices(request: Sampling) -> None:
-    if request.n is not None and not 1 <= request.n <= MAX_N:
-        raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
-    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
-        expected = f"an integer from 0 to {MAX_LOGPROBS}"
-        raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
     check_nesting("response_format", request.response_format)
     _check_grammar("response_format", request.response_format)
     check_copies(request, request.n or 1)
@@ -273,16 +269,17 @@ def _check_choices(request: Sampling) -> None:
 
 def check_copies(request: Sampling, completions: int) -> None:
     """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
-    lists = {name: 8 * len(getattr(request, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
-    texts = {name: len(msgspec.json.encode(getattr(request, name))) for name in _TEXTS}
-    sizes = lists | texts
+    sizes = {name: _size(getattr(request, name)) for name in (*SETTINGS, "structured_outputs", "response_format")}
     if sum(sizes.values()) * completions > MAX_COPIES:
         expected = f"at most {MAX_COPIES // completions:,} bytes of lists, texts and grammars for {completions} completions"
         largest = max(sizes, key=sizes.__getitem__)
         raise bad_field(largest, "is too large for so many completions", expected=expected, found=f"{sum(sizes.values()):,}")
 
 
-_TEXTS = ("stop", "bad_words", "structured_outputs", "response_format")
+def _size(value: Any) -> int:
+    """The bytes of a list of numbers, a text, or any other JSON value."""
+    numbers = isinstance(value, list | dict) and not any(isinstance(entry, str | list | dict) for entry in value)
+    return 8 * len(value) if numbers else len(msgspec.json.encode(value))
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -290,18 +287,12 @@ def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
     level = [value]
     for _ in range(limit + 1):
         level = [
-            child for own in level if isinstance(own, dict | list) for child in (own.values() if isinstance(own, dict) else own)
+            child for part in level if isinstance(part, dict | list)
+            for child in (part.values() if isinstance(part, dict) else part)
         ]
         if not level:
             return
     raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
-
-
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
-_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
@@ -311,8 +302,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         renamed: names of parameters → names of the fields that they come from, for messages.
         changes: more parameters, which replace those of the request.
     """
-    given = {name: getattr(request, name) for name in _SAME} | {"seed": _seed(request.seed)}
-    given |= {name: own for name in _SWITCHES if (own := getattr(request, name)) is not None}
+    given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
     try:
         return SamplingParams(**given | changes)
     except InputError as error:
@@ -332,29 +322,38 @@ def structured_outputs(request: Sampling) -> Any:
 
     `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
     """
-    form, own = request.response_format, request.structured_outputs
+    form, field = request.response_format, "response_format"
+    if isinstance(form, dict) and form.get("type") == "json_object" and form.get("schema") is not None:  # of other servers
+        expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
+        raise bad_field(f"{field}.schema", "not a field of json_object", expected=expected)
+    schema = form.get("json_schema") if isinstance(form, dict) else None
+    return grammar_of(request, form, field, schema, '{"name": …, "schema": a JSON schema}', f"{field}.json_schema")
+
+
+def grammar_of(request: Common, form: Any, field: str, schema: Any, expected: str, place: str) -> Any:
+    """The grammar that a field of an API, or `structured_outputs`, asks for, as a parameter of `SamplingParams`; None: any text.
+
+    Args:
+        form: the value of the field, whose type is text, json_object or json_schema.
+        schema: what holds the schema of the last one, as "schema"; `expected`, `place`: it, for errors.
+    """
     if form is not None and not isinstance(form, dict):
-        raise bad_field("response_format", "not an object", found=shown(form))
+        raise bad_field(field, "not an object", found=shown(form))
     kind = form.get("type") if form else "text"
-    if own in (None, {}):
-        own = None
-        if kind == "json_object":
-            own = {"json_object": True}
-            if form and form.get("schema") is not None:  # of other servers
-                expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
-                raise bad_field("response_format.schema", "not a field of json_object", expected=expected)
-        elif kind == "json_schema":
-            schema = form.get("json_schema") if form else None
-            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-                expected = '{"name": …, "schema": a JSON schema}'
-                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=shown(schema))
-            own = {"json": schema["schema"]}
-        elif kind != "text":
-            expected = "text, json_object or json_schema"
-            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=shown(kind))
-    elif kind != "text":
-        raise bad_field("structured_outputs", "excludes response_format", found=shown(own))
-    return own
+    if request.structured_outputs not in (None, {}):
+        if kind != "text":
+            raise bad_field("structured_outputs", f"excludes {field}", found=shown(request.structured_outputs))
+        return request.structured_outputs
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
+            raise bad_field(place, "not a JSON schema", expected=expected, found=shown(schema))
+        return {"json": schema["schema"]}
+    if kind != "text":
+        expected = "text, json_object or json_schema"
+        raise bad_field(f"{field}.type", "not an acceptable value", expected=expected, found=shown(kind))
+    return None
 
 
 def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -13,7 +13,17 @@ from minirt.server.conversation import Conversation, Prepared, prepare, template
 from minirt.server.errors import HTTPError, bad_field, error_fields
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
-from minirt.server.protocol import REFUSED, Common, Int, Refused, StreamOptions, check_nesting, decode
+from minirt.server.protocol import (
+    REFUSED,
+    Common,
+    Int,
+    Positive,
+    Refused,
+    StreamOptions,
+    check_nesting,
+    decode,
+    grammar_of,
+)
 from minirt.server.response_items import Output, StreamEvent, read_input
 from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
@@ -27,7 +37,7 @@ class ResponsesRequest(Common, kw_only=True):
 
     input: Any
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Positive | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -105,8 +115,6 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRe
 def _check(front: Front, request: ResponsesRequest) -> None:
     for name in ("tools", "tool_choice", "text", "reasoning", "chat_template_kwargs"):
         check_nesting(name, getattr(request, name))
-    if (limit := request.max_output_tokens) is not None and limit < 1:
-        raise bad_field("max_output_tokens", "not an acceptable value", expected="an integer >= 1", found=limit)
     if request.metadata is not None and not isinstance(request.metadata, dict):
         raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
     if "message.output_text.logprobs" in (include := request.include or ()):
@@ -158,25 +166,8 @@ def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
 
 def _grammar(request: ResponsesRequest) -> Any:
     """`text.format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text."""
-    form, own = (request.text or {}).get("format"), request.structured_outputs
-    if not isinstance(form, dict | None):
-        raise bad_field("text.format", "not an object", found=quoted(form, 80))
-    kind = form.get("type") if form else "text"
-    if own not in (None, {}):
-        if kind != "text":
-            raise bad_field("structured_outputs", "excludes text.format", found=quoted(own, 80))
-        return own
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "json_schema":
-        schema = form.get("schema") if form else None
-        if not isinstance(schema, dict | bool):
-            raise bad_field("text.format.schema", "not a JSON schema", found=quoted(schema, 80))
-        return {"json": schema}
-    if kind != "text":
-        expected = "text, json_object or json_schema"
-        raise bad_field("text.format.type", "not an acceptable value", expected=expected, found=quoted(kind, 80))
-    return None
+    form = (request.text or {}).get("format")
+    return grammar_of(request, form, "text.format", form, "a JSON schema", "text.format.schema")
 
 
 class _Answer:
