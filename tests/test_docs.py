@@ -20,7 +20,7 @@ import pytest
 from support import pages
 from support.package import ROOT
 
-from minirt.bench.tools import cli_page
+from minirt.bench.tools import settings_tables
 from minirt.errors import MinirtError
 
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
@@ -280,25 +280,13 @@ def test_a_wrong_example_is_found(tmp_path):
         assert word in fault
 
 
-# --- docs/cli.md and docs/python-api.md are complete ---
+# --- docs/python-api.md is complete ---
 
 
-def test_the_command_line_page_is_up_to_date():
-    """`python bench/tools/cli_page.py` writes it. Catches an option or help text that was changed without the page."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    assert cli_page.render(text) == text
-
-
-def test_the_command_line_page_has_every_option():
-    """Independent of how the page is laid out: each command's section names each of its options, in one of its spellings."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", text, flags=re.DOTALL | re.MULTILINE))
-    described = "".join(section for title, section in sections.items() if title.endswith(" options"))
-    for words, command in cli_page.commands():
-        section = sections[" ".join(words)]
-        for option in (one for one in command.params if one.param_type_name == "option"):
-            assert any(f"`{name}`" in section or f"{name} " in section or f"{name}`" in section for name in option.opts), words
-            assert option.help is None or any(f"{name}{end}" in section + described for name in option.opts for end in " `,")
+def test_the_tables_of_settings_are_up_to_date():
+    """`python bench/tools/settings_tables.py` writes them. Catches a setting that was changed without the page."""
+    text = settings_tables.PAGE.read_text(encoding="utf-8")
+    assert settings_tables.render(text) == text
 
 
 def test_the_python_api_is_documented():

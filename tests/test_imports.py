@@ -34,7 +34,6 @@ TIERS = [
     ["minirt.server", "minirt.server.*"],
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
-    ["minirt.bench.tools.cli_page"],
 ]
 # Libraries that a benchmark measures. It imports them when it runs.
 MEASURED = {"minirt.bench.patch": {"transformers", "liger_kernel"}}

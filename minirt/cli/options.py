@@ -320,7 +320,7 @@ def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[s
 
 
 def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
-    short, config = options.get("speculate"), options.get("speculative_config")
+    short, config = options.get("speculative"), options.get("speculative_config")
     if short is None and config is None:
         return None
     if short is not None and config is not None:
