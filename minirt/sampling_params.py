@@ -88,105 +88,84 @@ class SamplingParams(Settings):
 
     _python = "SamplingParams({}=…)"
 
+    # fmt: off
     max_tokens: int | None = setting(
         "Maximum number of new tokens; default: 256.", check=_MAX_TOKENS, file="max_new_tokens", unset=DEFAULT_MAX_TOKENS,
         more="0, with `prompt_logprobs`: none, the prompt is only scored. A number that the context has no room for is accepted: "
         'the text ends where the context ends, with the `finish_reason` "length".',
-        elsewhere={"llama.cpp": "n_predict predict"}, request=False,
-    )  # fmt: skip
+        elsewhere={"llama.cpp": "n_predict predict"}, request=False)
     temperature: float | None = setting(
         "Divisor of the logits; 0 is greedy.", check=Number(0, note="0 is greedy"), file="temperature", unset=0.0, acts="draws",
-        elsewhere={"llama.cpp": "temp"},
-    )  # fmt: skip
+        elsewhere={"llama.cpp": "temp"})
     top_k: int | None = setting(
-        "Keep the k most probable tokens; 0 (or -1) is off.", check=_top_k, file="top_k", unset=0, acts="draws", scope="filter"
-    )
+        "Keep the k most probable tokens; 0 (or -1) is off.", check=_top_k, file="top_k", unset=0, acts="draws", scope="filter")
     top_p: float | None = setting(
         "Keep the most probable tokens up to this probability mass; 1 is off.",
-        check=Number(0, 1, "1 is off", open_low=True), file="top_p", unset=1.0, acts="draws", scope="filter",
-    )  # fmt: skip
+        check=Number(0, 1, "1 is off", open_low=True), file="top_p", unset=1.0, acts="draws", scope="filter")
     min_p: float | None = setting(
         "Keep tokens at least this probable, relative to the most probable token; 0 is off.",
-        check=Number(0, 1, "0 is off"), file="min_p", unset=0.0, acts="draws", scope="filter",
-    )  # fmt: skip
+        check=Number(0, 1, "0 is off"), file="min_p", unset=0.0, acts="draws", scope="filter")
     seed: int | None = setting(
         "Seed of the draws.", option_help="Seed of sampling (and of random weights).", unset=0, acts="draws",
         check=Integer(0, 2**64 - 1, text="an integer from 0 to 2**64 - 1"),
-        more="The same seed, prompt and settings give the same draws. Without one, a seed is drawn.",
-    )  # fmt: skip
+        more="The same seed, prompt and settings give the same draws. Without one, a seed is drawn.")
     stop: str | Sequence[str] | None = setting(
         "End the text before this string, or at this special token.", check=texts("stop strings"),
         file="stop_strings", unset=(), most=_MAX_STOPS,
-        more="A string that holds a special token and other text is refused, unless `skip_special_tokens` is False.",
-    )  # fmt: skip
+        more="A string that holds a special token and other text is refused, unless `skip_special_tokens` is False.")
     ignore_eos: bool = setting("Continue after an end-of-sequence token.", False, check=switch)
     min_tokens: int | None = setting(
         "New tokens before an end token or a stop string may end the text.", check=Integer(0), unset=0, acts="logits",
-        more="Until then, neither an end-of-sequence token nor one of `stop_token_ids` is drawn.",
-    )  # fmt: skip
+        more="Until then, neither an end-of-sequence token nor one of `stop_token_ids` is drawn.")
     stop_token_ids: Sequence[int] | None = setting(
         "More tokens that end the text, beside the model's end-of-sequence tokens.", check=token_ids, unset=(), most=_MAX_IDS,
-        elsewhere={"transformers": "eos_token_id"},
-    )  # fmt: skip
+        elsewhere={"transformers": "eos_token_id"})
     include_stop_str_in_output: bool = setting(
         "Print also what ended the text: a stop string or a token.", False, check=switch,
-        more="The text of a special token only if it is a stop string, or `skip_special_tokens` is False.",
-    )  # fmt: skip
+        more="The text of a special token only if it is a stop string, or `skip_special_tokens` is False.")
     presence_penalty: float | None = setting(
-        "Subtract this from the logits of generated tokens, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits"
-    )
+        "Subtract this from the logits of generated tokens, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits")
     frequency_penalty: float | None = setting(
-        "Subtract this for each time a token was generated, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits"
-    )
+        "Subtract this for each time a token was generated, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits")
     repetition_penalty: float | None = setting(
         "Divide the positive logits of tokens seen by this, and multiply negative ones, 0.001 to 1,000; 1 is off.",
         check=Number(1e-3, 1e3, text="a number from 0.001 to 1,000 (1 is off)"), file="repetition_penalty", unset=1.0,
-        acts="logits", elsewhere={"llama.cpp": "repeat_penalty"}, more="Seen tokens are those of the prompt and generated ones.",
-    )  # fmt: skip
+        acts="logits", elsewhere={"llama.cpp": "repeat_penalty"}, more="Seen tokens are those of the prompt and generated ones.")
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = setting(
         "Add a number from -100 to 100 to a token's logit.", check=_biases, unset={}, acts="logits", most=_MAX_IDS,
         more="An engine takes up to 4,096, and as many of `bad_words` after they are split, with as many tokens before their "
-        "last ones.",
-    )  # fmt: skip
+        "last ones.")
     allowed_token_ids: Sequence[int] | None = setting("Draw no other tokens than these.", check=token_ids, acts="logits")
     bad_words: str | Sequence[str] | None = setting(
         "Never generate this text.", check=texts("bad words"), unset=(), acts="logits", most=_MAX_IDS,
         more="The token that would complete a text is never drawn. Texts are forbidden as the tokenizer splits them in a text, "
-        "within a word and after a space; other tokens with the same text are not.",
-    )  # fmt: skip
+        "within a word and after a space; other tokens with the same text are not.")
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = setting(
         "What the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields as a mapping.",
-        check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False,
-    )  # fmt: skip
+        check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False)
     skip_special_tokens: bool = setting(
         "Leave special tokens out of the text.", True, check=switch, group="Output",
-        option="--skip-special-tokens/--no-skip-special-tokens",
-    )  # fmt: skip
+        option="--skip-special-tokens/--no-skip-special-tokens")
     n: int = setting(
         "Samples of each prompt, each with its own result.", 1, check=Integer(1, 16384, text="an integer from 1 to 16384"),
         more="The prompt is computed once. Sample i has the seed `seed` + i (modulo 2**64).", scope="detail", request=False,
-        elsewhere={"transformers": "num_return_sequences"},
-    )  # fmt: skip
+        elsewhere={"transformers": "num_return_sequences"})
     truncate_prompt_tokens: int | None = setting(
         "Keep this many last tokens of a prompt; -1: as many as fit.", group="Prompts", scope="detail",
-        check=_TRUNCATED,
-    )  # fmt: skip
+        check=_TRUNCATED)
     logprobs: int | None = setting(
         "Log-probabilities and ranks of new tokens, and of 0 to 20 of the most probable ones; -1: of all.", check=_COUNT,
         more="They are those of the model, before temperature, penalties, biases and masks.",
         option_help="With --json: log-probabilities of new tokens, and of 0 to 20 of the most probable ones; -1: of all.",
-        group="Output", scope="detail", request=False,
-    )  # fmt: skip
+        group="Output", scope="detail", request=False)
     prompt_logprobs: int | None = setting(
         "The same for each token of the prompt but the first.", check=_COUNT,
         more=f"A request that would list more than {MAX_PROMPT_LOGPROBS:,} tokens in all is refused.",
         option_help="With --json: the same for the prompt. --max-tokens 0 generates nothing.",
-        group="Output", scope="detail", request=False,
-    )  # fmt: skip
+        group="Output", scope="detail", request=False)
     detokenize: bool = setting(
         "Make a text. False: only token ids.", True, check=switch, option_help="Make no text: print token ids.", group="Output",
-        scope="detail", request=False,
-    )  # fmt: skip
+        scope="detail", request=False)
 
     def __post_init__(self) -> None:
         if self.n is None:

@@ -63,32 +63,26 @@ class ServerOptions(Settings):
 
     _unnamed = 1
 
+    # fmt: off
     model: str = setting("The model: a folder, Hub id or preset.", "", option="")
     served_model_names: tuple[str, ...] = setting(
         "Name under which clients ask for the model.", (), option="--served-model-name", kind="several",
-        elsewhere={"llama.cpp": "alias"},
-    )  # fmt: skip
-    root_path: str = setting(
-        "Path under which a reverse proxy serves this server: /minirt.", "", check=_path, metavar="PATH"
-    )
+        elsewhere={"llama.cpp": "alias"})
+    root_path: str = setting("Path under which a reverse proxy serves this server: /minirt.", "", check=_path, metavar="PATH")
     api_keys: tuple[str, ...] = setting(
         "Key that clients must send.", (), check=_keys, option="--api-key", kind="several",
-        option_help="Key that clients must send. Also from MINIRT_API_KEY.",
-    )  # fmt: skip
+        option_help="Key that clients must send. Also from MINIRT_API_KEY.")
     metrics_need_key: bool = setting("/metrics needs the API key, too.", False)
     allowed_origins: tuple[str, ...] = setting(
         "Web pages of this origin may use the API; * is all.", (), check=_origins, option="--allow-origin", kind="several",
-        metavar="ORIGIN", elsewhere={"vLLM": "allowed_origins"},
-    )  # fmt: skip
+        metavar="ORIGIN", elsewhere={"vLLM": "allowed_origins"})
     request_timeout: float | None = setting("Seconds after which a request is aborted.", check=_timeout)
     drain_timeout: float = setting("Seconds that running requests get to end after SIGTERM.", 60.0, check=_seconds)
     stream_interval: int = setting(
-        "Tokens of a stream that are sent together; the first one is sent at once.", 1, check=Integer(1)
-    )
+        "Tokens of a stream that are sent together; the first one is sent at once.", 1, check=Integer(1))
     max_body_size: int = setting("Bytes of the largest request.", 32 << 20, check=Integer(1024))
     tool_call_parser: str = setting(
-        "Format of the tool calls in answers; auto takes it from the tokenizer's files.", "auto", kind=_parsers
-    )
+        "Format of the tool calls in answers; auto takes it from the tokenizer's files.", "auto", kind=_parsers)
     log_prompts: bool = setting("Write the prompts of requests to the log.", False)
     warm_prompts: tuple[tuple[str, str], ...] = setting("Names and texts of what is computed at load and kept.", (), option="")
     imports: tuple[str, ...] = setting("Python files that the engine's process runs before it loads the model.", (), option="")

@@ -59,23 +59,20 @@ class SpeculativeOptions(Settings):
     _error = _name_error = ConfigError
     _elsewhere = _REFUSED
 
+    # fmt: off
     method: str = setting(
         '"ngram": what followed the last tokens where they occurred before (prompt lookup decoding). "mtp": the layers of '
-        "multi-token prediction that the checkpoint has beside the decoder.", "ngram",
-    )  # fmt: skip
+        "multi-token prediction that the checkpoint has beside the decoder.", "ngram")
     num_speculative_tokens: int = setting(
-        'Drafts of a sequence in a step, at most; 1 to 7. None: 4 with "ngram", 3 with "mtp".', check=Integer(1, MAX_DRAFTS)
-    )
+        'Drafts of a sequence in a step, at most; 1 to 7. None: 4 with "ngram", 3 with "mtp".', check=Integer(1, MAX_DRAFTS))
     prompt_lookup_min: int = setting('Of "ngram": tokens that must match, at least; 1 to 16.', 2, check=Integer(1, LONGEST))
     prompt_lookup_max: int = setting('Of "ngram": tokens that must match, at most; 1 to 16.', 4, check=Integer(1, LONGEST))
     draft_vocab_size: int = setting(
         'Of "mtp": drafts are among so many ids, so that their head is small; 0: all.', DRAFT_VOCAB,
-        check=Integer(0, (1 << 31) - 1, text="a number of ids, or 0 for all"),
-    )  # fmt: skip
+        check=Integer(0, (1 << 31) - 1, text="a number of ids, or 0 for all"))
     draft_vocab_text: str | None = setting(
         'Of "mtp": a text file whose most frequent tokens these ids are.',
-        more="None: the first ids of the tokenizer, which are those of its first merges, and its special tokens.",
-    )  # fmt: skip
+        more="None: the first ids of the tokenizer, which are those of its first merges, and its special tokens.")
     adaptive: bool = setting("Fewer drafts, or none, where measured step times say that they do not pay.", True, check=switch)
 
     def __post_init__(self) -> None:

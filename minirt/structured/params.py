@@ -28,36 +28,31 @@ class StructuredOutputsParams(Settings):
 
     _python = 'SamplingParams(structured_outputs={{"{}": …}})'
 
+    # fmt: off
     json: str | Mapping[str, Any] | bool | None = setting(
         "The text is JSON that a JSON schema accepts.", option="--json-schema", metavar="FILE",
         option_help="The text is JSON that the JSON schema in a file accepts; - is stdin. A value that begins with { is the "
         "schema itself.",
         more="The schema is a dict, a bool or JSON text. It is stored as text.",
-        elsewhere={"vLLM": "guided_json", "llama.cpp": "json_schema_file"},
-    )  # fmt: skip
+        elsewhere={"vLLM": "guided_json", "llama.cpp": "json_schema_file"})
     regex: str | None = setting(
         "The text is matched by a regular expression from its beginning to its end. \\d is any Unicode digit: write [0-9].",
-        more="The syntax is that of Rust's `regex`.", elsewhere={"vLLM": "guided_regex"},
-    )  # fmt: skip
+        more="The syntax is that of Rust's `regex`.", elsewhere={"vLLM": "guided_regex"})
     choice: Sequence[str] | None = setting(
         "The text is one of these texts.", kind="several", elsewhere={"vLLM": "guided_choice"},
-        option_help="The text is this one, or another --choice.", metavar="TEXT",
-    )  # fmt: skip
+        option_help="The text is this one, or another --choice.", metavar="TEXT")
     grammar: str | None = setting(
         "The text follows a context-free grammar, in llguidance's Lark syntax.", metavar="FILE",
-        option_help="The text follows the grammar in a file, in llguidance's Lark syntax.", elsewhere={"vLLM": "guided_grammar"},
-    )  # fmt: skip
+        option_help="The text follows the grammar in a file, in llguidance's Lark syntax.", elsewhere={"vLLM": "guided_grammar"})
     json_object: bool = setting("The text is a JSON object.", False)
     disable_any_whitespace: bool = setting(
         "No white space between JSON tokens. Small models may waste tokens on it.", False,
         option_help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on "
-        "it.",
-    )  # fmt: skip
+        "it.")
     reasoning_end: str | None = setting(
         "Schema, regex, choice or grammar begin after this text, such as </think>.", metavar="TEXT",
         more="Until then, tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar "
-        "begins at once.",
-    )  # fmt: skip
+        "begins at once.")
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
