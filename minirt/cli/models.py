@@ -122,7 +122,7 @@ def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> 
             continue
         suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
         fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
-        sizes = [format_size(row[f"{own}_bytes"]) for own in formats]
+        sizes = [format_size(row[f"{name}_bytes"]) for name in formats]
         count = row["parameters"]
         shown = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
         table.add_row(row["name"] + suffix, shown, *sizes, fits)
@@ -141,7 +141,7 @@ def _owners(rows: list[dict[str, Any]]) -> str:
         if row["hub_id"] is not None:
             owner, family = row["hub_id"].partition("/")[0], row["name"].partition("-")[0]
             families.setdefault(owner, []).append(family)
-    owners = [f"{owner} ({', '.join(dict.fromkeys(own))})" for owner, own in families.items()]
+    owners = [f"{owner} ({', '.join(dict.fromkeys(names))})" for owner, names in families.items()]
     releases = ", ".join(row["name"] for row in rows if row["fp8_release"])
     lines = f"A Hub id is OWNER/MODEL. Owners: {', '.join(owners)}.", f"Also released in FP8, as NAME-FP8: {releases}."
     return "\n".join(textwrap.fill(line, 80) for line in lines)

@@ -268,7 +268,8 @@ def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Ite
     try:
         yield
     except MinirtError as error:
-        flags = {flag for own in click.get_current_context().command.params for flag in (*own.opts, *own.secondary_opts)}
+        parameters = click.get_current_context().command.params
+        flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
         field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
         named = error
         if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:

@@ -7,19 +7,9 @@ from typing import Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    debug_option,
-    load_arguments,
-    load_options,
-    model_argument,
-    model_name,
-    prefix_cache_option,
-    quiet_option,
-    speculative_options,
-    warm_prompt_option,
-)
 from minirt.cli.settings import given, options_of
 from minirt.errors import InputError, MinirtError
 from minirt.files import read_text as read_bounded_text
@@ -62,8 +52,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
             raise InputError("there is no such option", where=f"{value}: {str(key)[:80]}", hint=hint)
         option, negative = known[name]
         if option.is_flag and not isinstance(stated, bool):
-            found = repr(stated)[:80]
-            raise InputError("not an acceptable value", where=f"{value}: {key}", expected="true or false", found=found)
+            place, shown = f"{value}: {key}", repr(stated)[:80]
+            raise InputError("not an acceptable value", where=place, expected="true or false", found=shown)
         if (option.name or "") in defaults:
             raise InputError("sets an option that another name has set", where=f"{value}: {key}")
         if option.is_flag:
@@ -78,11 +68,11 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 
 
 @command(short_help="Serve the model over HTTP: OpenAI's, Anthropic's APIs.")
-@model_argument
-@load_options
-@prefix_cache_option
-@speculative_options
-@warm_prompt_option
+@shared.model_argument
+@shared.load_options
+@shared.prefix_cache_option
+@shared.speculative_options
+@shared.warm_prompt_option
 @option_group(
     "Server",
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address."),
@@ -93,8 +83,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
         help="A YAML file with values of these options. Those of the command line take precedence.",
     ),
 )
-@quiet_option
-@debug_option
+@shared.quiet_option
+@shared.debug_option
 def serve(quiet: bool, **options: Any) -> None:
     """Serve the model over HTTP with OpenAI's APIs, /v1/chat/completions, /v1/responses and /v1/completions, and
     Anthropic's /v1/messages.
@@ -109,8 +99,8 @@ def serve(quiet: bool, **options: Any) -> None:
 
     options["warm_prompts"] = tuple((shown_name(file), read_text(file, "--warm-prompt")) for file in options["warm_prompts"])
     options["api_keys"] = options["api_keys"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
-    name = model_name(options, quiet)
+    name = shared.model_name(options, quiet)
     server = ServerOptions(**given(ServerOptions, options) | {"model": name, "quiet": quiet})
-    arguments = load_arguments(options, name)
+    arguments = shared.load_arguments(options, name)
     LoadOptions(**arguments)  # checks them before the engine's process starts
     run(server, arguments, options["host"], options["port"])
