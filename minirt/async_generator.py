@@ -48,11 +48,11 @@ class AsyncGenerator:
             max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
         """
         if not isinstance(generator, Generator):
-            hint, found = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
-            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=found, hint=hint)
+            hint, shown = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
+            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=shown, hint=hint)
         if type(max_unread) is not int or max_unread < 1:
-            expected, found = "an integer >= 1", repr(max_unread)[:80]
-            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)
+            expected, shown = "an integer >= 1", repr(max_unread)[:80]
+            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=shown)
         self.generator, self._max_unread = generator, max_unread
         self._ports: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
         self._lock = threading.Lock()
@@ -188,8 +188,8 @@ class AsyncGenerator:
         await self.close()
 
     async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
-        own = params if isinstance(params, list | tuple) else [params]
-        grammars = any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in own)  # to be compiled
+        several = params if isinstance(params, list | tuple) else [params]
+        grammars = any(getattr(one, "structured_outputs", None) is not None for one in several)  # to be compiled
         if _size([prompts] if single else prompts) < _LONG and not grammars:
             return self.generator._prepare(prompts, params, priority, single)
         return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single)

@@ -161,22 +161,22 @@ def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:
 
 
 def check_names(
-    given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError,
+    given: Iterable[str], known: Sequence[str], place: str, error: type[MinirtError] = InputError,
     elsewhere: Mapping[str, str] | None = None, unnamed: Sequence[object] = (),
 ) -> None:
     """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others.
     `unnamed`: arguments without a name, all of which are refused."""
     if unnamed:
-        what, expected = "an argument without its name", f"{where}({known[0]}=…), or another name"
-        raise error(what, where=where, expected=expected, found=quoted(unnamed[0], 80))
+        what, expected = "an argument without its name", f"{place}({known[0]}=…), or another name"
+        raise error(what, where=place, expected=expected, found=quoted(unnamed[0], 80))
     for name in given:
         if name in known:
             continue
         if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
-            raise error("no such argument", where=where, found=name, hint=hint)
+            raise error("no such argument", where=place, found=name, hint=hint)
         near = similar(name, known)
         hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise error("no such argument", where=where, expected=f"one of {', '.join(known)}", found=name, hint=hint)
+        raise error("no such argument", where=place, expected=f"one of {', '.join(known)}", found=name, hint=hint)
 
 
 def checks_names(

@@ -78,8 +78,8 @@ class Generator:
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
-            found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
-            raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
+            shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
+            raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
         settings = LoadOptions(**options)
         num_drafts, _ = settings.drafts
         speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
@@ -142,8 +142,8 @@ class Generator:
         started = time.perf_counter()
         check_names(options, list(_LOADING), "from_pretrained", ConfigError, OF_GENERATE)
         if progress is not None and not callable(progress):
-            expected, found = "a function of three arguments", repr(progress)[:80]
-            raise InputError("not a function", where="progress", expected=expected, found=found)
+            expected, shown = "a function of three arguments", repr(progress)[:80]
+            raise InputError("not a function", where="progress", expected=expected, found=shown)
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
         with out_of_memory_while("allocating KV pages", loaded.model.device):
@@ -496,8 +496,8 @@ def _pieces(running: Generation[tuple[Piece, Completion], None, None]) -> Iterat
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(tokens, list | tuple) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        expected, found = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
-        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=found)
+        expected, shown = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
+        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=shown)
     return tuple(tokens)
 
 

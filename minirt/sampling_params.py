@@ -52,29 +52,29 @@ _TRUNCATED = Integer(-1, text="an integer >= 1, or -1 for what the model can tak
 _LENGTH_IN_FILE = Integer(1)  # of `max_new_tokens`
 
 
-def _top_k(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> int:
-    return max(_TOP_K(value, where, error, hint), 0)
+def _top_k(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> int:
+    return max(_TOP_K(value, place, error, hint), 0)
 
 
-def _biases(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> dict[int, float]:
+def _biases(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> dict[int, float]:
     """Token id → bias. Ids may be decimal strings, as they are in JSON."""
     if not isinstance(value, Mapping):
-        raise error("not biases", where=where, expected=_BIAS.text, found=repr(value)[:500], hint=hint)
+        raise error("not biases", where=place, expected=_BIAS.text, found=repr(value)[:500], hint=hint)
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19 else key
         if not is_token_id(token) or int(token) in biases:
             what = "a token id appears twice" if is_token_id(token) else "not a token id"
-            raise error(what, where=where, expected=_BIAS.text, found=repr(key)[:500], hint=hint)
-        biases[int(token)] = _BIAS(bias, where, error, hint)
+            raise error(what, where=place, expected=_BIAS.text, found=repr(key)[:500], hint=hint)
+        biases[int(token)] = _BIAS(bias, place, error, hint)
     return biases
 
 
-def _structured(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> StructuredOutputsParams:
+def _structured(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> StructuredOutputsParams:
     try:
         return StructuredOutputsParams.of(value)
     except InputError as refused:
-        raise refused.at(f"{where}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
+        raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
 
 @documented
@@ -91,8 +91,8 @@ class SamplingParams(Settings):
     # fmt: off
     max_tokens: int | None = setting(
         "Maximum number of new tokens; default: 256.", check=_MAX_TOKENS, file="max_new_tokens", unset=DEFAULT_MAX_TOKENS,
-        more="0, with `prompt_logprobs`: none, the prompt is only scored. A number that the context has no room for is accepted: "
-        'the text ends where the context ends, with the `finish_reason` "length".',
+        details="0, with `prompt_logprobs`: none, the prompt is only scored. A number that the context has no room for is "
+        'accepted: the text ends where the context ends, with the `finish_reason` "length".',
         elsewhere={"llama.cpp": "n_predict predict"}, request=False)
     temperature: float | None = setting(
         "Divisor of the logits; 0 is greedy.", check=Number(0, note="0 is greedy"), file="temperature", unset=0.0, acts="draws",
@@ -108,21 +108,21 @@ class SamplingParams(Settings):
     seed: int | None = setting(
         "Seed of the draws.", option_help="Seed of sampling (and of random weights).", unset=0, acts="draws",
         check=Integer(0, 2**64 - 1, text="an integer from 0 to 2**64 - 1"),
-        more="The same seed, prompt and settings give the same draws. Without one, a seed is drawn.")
+        details="The same seed, prompt and settings give the same draws. Without one, a seed is drawn.")
     stop: str | Sequence[str] | None = setting(
         "End the text before this string, or at this special token.", check=texts("stop strings"),
         file="stop_strings", unset=(), most=_MAX_STOPS,
-        more="A string that holds a special token and other text is refused, unless `skip_special_tokens` is False.")
+        details="A string that holds a special token and other text is refused, unless `skip_special_tokens` is False.")
     ignore_eos: bool = setting("Continue after an end-of-sequence token.", False, check=switch)
     min_tokens: int | None = setting(
         "New tokens before an end token or a stop string may end the text.", check=Integer(0), unset=0, acts="logits",
-        more="Until then, neither an end-of-sequence token nor one of `stop_token_ids` is drawn.")
+        details="Until then, neither an end-of-sequence token nor one of `stop_token_ids` is drawn.")
     stop_token_ids: Sequence[int] | None = setting(
         "More tokens that end the text, beside the model's end-of-sequence tokens.", check=token_ids, unset=(), most=_MAX_IDS,
         elsewhere={"transformers": "eos_token_id"})
     include_stop_str_in_output: bool = setting(
         "Print also what ended the text: a stop string or a token.", False, check=switch,
-        more="The text of a special token only if it is a stop string, or `skip_special_tokens` is False.")
+        details="The text of a special token only if it is a stop string, or `skip_special_tokens` is False.")
     presence_penalty: float | None = setting(
         "Subtract this from the logits of generated tokens, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits")
     frequency_penalty: float | None = setting(
@@ -130,16 +130,16 @@ class SamplingParams(Settings):
     repetition_penalty: float | None = setting(
         "Divide the positive logits of tokens seen by this, and multiply negative ones, 0.001 to 1,000; 1 is off.",
         check=Number(1e-3, 1e3, text="a number from 0.001 to 1,000 (1 is off)"), file="repetition_penalty", unset=1.0,
-        acts="logits", elsewhere={"llama.cpp": "repeat_penalty"}, more="Seen tokens are those of the prompt and generated ones.")
+        acts="logits", elsewhere={"llama.cpp": "repeat_penalty"}, details="Tokens of the prompt and generated ones are seen.")
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = setting(
         "Add a number from -100 to 100 to a token's logit.", check=_biases, unset={}, acts="logits", most=_MAX_IDS,
-        more="An engine takes up to 4,096, and as many of `bad_words` after they are split, with as many tokens before their "
+        details="An engine takes up to 4,096, and as many of `bad_words` after they are split, with as many tokens before their "
         "last ones.")
     allowed_token_ids: Sequence[int] | None = setting("Draw no other tokens than these.", check=token_ids, acts="logits")
     bad_words: str | Sequence[str] | None = setting(
         "Never generate this text.", check=texts("bad words"), unset=(), acts="logits", most=_MAX_IDS,
-        more="The token that would complete a text is never drawn. Texts are forbidden as the tokenizer splits them in a text, "
-        "within a word and after a space; other tokens with the same text are not.")
+        details="The token that would complete a text is never drawn. Texts are forbidden as the tokenizer splits them in a "
+        "text, within a word and after a space; other tokens with the same text are not.")
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = setting(
         "What the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields as a mapping.",
         check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False)
@@ -148,19 +148,19 @@ class SamplingParams(Settings):
         option="--skip-special-tokens/--no-skip-special-tokens")
     n: int = setting(
         "Samples of each prompt, each with its own result.", 1, check=Integer(1, 16384, text="an integer from 1 to 16384"),
-        more="The prompt is computed once. Sample i has the seed `seed` + i (modulo 2**64).", scope="detail", request=False,
+        details="The prompt is computed once. Sample i has the seed `seed` + i (modulo 2**64).", scope="detail", request=False,
         elsewhere={"transformers": "num_return_sequences"})
     truncate_prompt_tokens: int | None = setting(
         "Keep this many last tokens of a prompt; -1: as many as fit.", group="Prompts", scope="detail",
         check=_TRUNCATED)
     logprobs: int | None = setting(
         "Log-probabilities and ranks of new tokens, and of 0 to 20 of the most probable ones; -1: of all.", check=_COUNT,
-        more="They are those of the model, before temperature, penalties, biases and masks.",
+        details="They are those of the model, before temperature, penalties, biases and masks.",
         option_help="With --json: log-probabilities of new tokens, and of 0 to 20 of the most probable ones; -1: of all.",
         group="Output", scope="detail", request=False)
     prompt_logprobs: int | None = setting(
         "The same for each token of the prompt but the first.", check=_COUNT,
-        more=f"A request that would list more than {MAX_PROMPT_LOGPROBS:,} tokens in all is refused.",
+        details=f"A request that would list more than {MAX_PROMPT_LOGPROBS:,} tokens in all is refused.",
         option_help="With --json: the same for the prompt. --max-tokens 0 generates nothing.",
         group="Output", scope="detail", request=False)
     detokenize: bool = setting(
@@ -175,8 +175,8 @@ class SamplingParams(Settings):
 
     def _check_contradictions(self) -> None:
         if self.n > 1 and self.temperature == 0:
-            where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
-            raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
+            place, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
+            raise InputError("greedy decoding has one sample", where=place, expected=expected, found=self.n)
         if self.max_tokens == 0:
             expected = _MAX_TOKENS.text
             if self.prompt_logprobs is None:
@@ -211,8 +211,8 @@ _OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws
 _OF_LOGITS = [name for name, record in _SETTINGS.items() if record.acts == "logits"]
 
 
-def _contradiction(name: str, what: str, expected: str, found: object) -> None:
-    raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=found)
+def _contradiction(name: str, what: str, expected: str, shown: object) -> None:
+    raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=shown)
 
 
 @dataclass(frozen=True)

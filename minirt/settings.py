@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
     Args:
         help: what it does, in sentences, for --help, docstrings and pages. --help shows `names` of other settings as options.
-        more: further sentences for docstrings and pages.
+        details: further sentences for docstrings and pages.
         check: (value, where, error class, hint) → the value as it is kept. Raises the error.
         elsewhere: another program → its names for this setting, separated by spaces.
         option: the spellings of its option, separated by spaces. None: made from the name; "": it has none.
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     """
 
     help: str
-    more: str = ""
+    details: str = ""
     check: Callable[..., Any] | None = None
     elsewhere: Mapping[str, str] = {}
     option: str | None = None
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
     @property
     def text(self) -> str:
         """The description for docstrings and pages."""
-        return f"{self.help} {self.more}".strip()
+        return f"{self.help} {self.details}".strip()
 
     @property
     def options(self) -> list[str]:
@@ -170,7 +170,7 @@ class Number:
             kind = kind.replace("a number", "a finite number")
         self.text = text or f"{kind} {between}" + (f" ({note})" if note else "")
 
-    def __call__(self, value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> Any:
+    def __call__(self, value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> Any:
         if not isinstance(value, bool) and isinstance(value, self.kind):
             try:
                 number = self.convert(value)
@@ -178,8 +178,8 @@ class Number:
                 number = math.inf
             if (self.low < number if self.open_low else self.low <= number) and number <= self.high and number != math.inf:
                 return number
-        found = repr(value)[:_SHOWN]
-        raise error("not an acceptable value", where=where, expected=self.text, found=found, hint=hint)
+        shown = repr(value)[:_SHOWN]
+        raise error("not an acceptable value", where=place, expected=self.text, found=shown, hint=hint)
 
 
 class Integer(Number):
@@ -188,30 +188,30 @@ class Integer(Number):
     kind, convert = Integral, int
 
 
-def switch(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> bool:
+def switch(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> bool:
     if not isinstance(value, bool):
-        raise error("not an acceptable value", where=where, expected="True or False", found=quoted(value, 80), hint=hint)
+        raise error("not an acceptable value", where=place, expected="True or False", found=quoted(value, 80), hint=hint)
     return value
 
 
 def texts(what: str) -> Callable[..., tuple[str, ...]]:
     """A check of a text or several; `what` they are."""
 
-    def check(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
+    def check(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
         several = (value,) if isinstance(value, str) else value
         if isinstance(several, list | tuple) and all(isinstance(text, str) and text for text in several):
             return tuple(several)
         expected = "a string, or a list or tuple of strings, none empty"
-        raise error(f"not acceptable {what}", where=where, expected=expected, found=repr(value)[:_SHOWN], hint=hint)
+        raise error(f"not acceptable {what}", where=place, expected=expected, found=repr(value)[:_SHOWN], hint=hint)
 
     return check
 
 
-def token_ids(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> tuple[int, ...]:
+def token_ids(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[int, ...]:
     """Different token ids, in their order. Whether the model has them is checked with the request."""
     if isinstance(value, list | tuple) and all(is_token_id(token) for token in value):
         return tuple(dict.fromkeys(map(int, value)))
-    raise error("not token ids", where=where, expected="a list of integers >= 0", found=repr(value)[:_SHOWN], hint=hint)
+    raise error("not token ids", where=place, expected="a list of integers >= 0", found=repr(value)[:_SHOWN], hint=hint)
 
 
 def is_token_id(value: Any) -> bool:

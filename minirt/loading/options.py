@@ -30,21 +30,21 @@ _COUNT = Integer(1, _MOST, text=f"an integer from 1 to {_MOST}")
 def _size(least: int | None) -> Callable[..., int]:
     """A check of sizes in bytes, or as text; the smallest one."""
 
-    def check(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> int:
+    def check(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> int:
         try:
             size = parse_size(value, least or 1) if isinstance(value, str) else value
         except InputError:
             size = None
         if type(size) is not int or (least is not None and size < least):
             expected = "a number of bytes, or a text such as '4GiB'"
-            raise ConfigError("not a size", where=where, expected=expected, found=quoted(value, 80), hint=hint)
+            raise ConfigError("not a size", where=place, expected=expected, found=quoted(value, 80), hint=hint)
         return size
 
     return check
 
 
-def _share(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> float:
-    return Number(0, 1, open_low=True)(value, where, ConfigError, hint)
+def _share(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
+    return Number(0, 1, open_low=True)(value, place, ConfigError, hint)
 
 
 @documented
@@ -68,11 +68,11 @@ class LoadOptions(Settings):
         "auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto", scope="model", elsewhere={"transformers": "device_map"})
     dtype: str = setting(
         "auto, bfloat16, float16 or float32.", "auto", scope="model", elsewhere={"transformers": "torch_dtype"},
-        more="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
+        details="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
     quantization: str | None = setting(
         "Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
         option="--quantize", kind=("fp8", "int4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"}, scope="model",
-        more='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
+        details='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
         "input channels. Activations and the embedding keep the dtype. None for a checkpoint that is quantized already.")
     quantize_head: bool | None = setting(
         'Quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.',
@@ -81,75 +81,75 @@ class LoadOptions(Settings):
     revision: str | None = setting("Branch, tag or commit of a Hub model.", scope="model")
     impl: str | Sequence[str] = setting(
         "Implementation: NAME for all layers, or GLOB=NAME.", "auto", kind="several", scope="model",
-        more="In Python, one text or a list.")
+        details="In Python, one text or a list.")
     random_weights: bool = setting("Random weights: no download for a preset.", False, group="Model", scope="load")
     check_weights: bool = setting("Fail if the checkpoint contains NaN or Inf.", False, group="Model", scope="load")
     seed: int = setting("Seed of random weights.", 0, option="")
     layers: "Callable[[ModelConfig], list[Layer]] | None" = setting(
         "Composes another model from the config: `layers(config) -> [Embedding, …, Head]`.", option="",
-        more="The model inserts a `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors that "
-        "no layer uses.")
+        details="The model inserts a `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors "
+        "that no layer uses.")
     max_model_len: int | None = setting(
         "Positions to serve, prompt and completion together.", kind="tokens", scope="memory", engine=True,
-        more="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear rope, "
-        "it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs if this is at most "
-        "the window.",
+        details="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear "
+        "rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs if this is at "
+        "most the window.",
         option_help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and auto: the model's own, or as many as fit. "
         "A number that does not fit is refused.",
         elsewhere={"vLLM": "max_seq_len", "llama.cpp": "ctx_size n_ctx"})
     max_num_seqs: int = setting(
         "Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.", 64,
         check=_COUNT, scope="memory", engine=True, elsewhere={"llama.cpp": "parallel"},
-        more="Fewer, with a warning, if the states of recurrent layers leave no room.")
+        details="Fewer, with a warning, if the states of recurrent layers leave no room.")
     gpu_memory_utilization: float | None = setting(
         "The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.", check=_share, scope="memory",
         engine=True)
     kv_cache_memory: int | str | None = setting(
         "Memory for KV pages, e.g. 4GiB; never more than `max_num_seqs` sequences of full length need.", kind="size",
         check=_size(None), scope="memory", engine=True, elsewhere={"vLLM": "kv_cache_memory_bytes"},
-        more="In bytes, or as text. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a quarter of "
-        "the free memory.")
+        details="In bytes, or as text. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a quarter "
+        "of the free memory.")
     kv_cache_dtype: str = setting(
         "auto (as `dtype`) or fp8.", "auto", scope="memory", elsewhere={"llama.cpp": "cache_type_k cache_type_v"},
-        more="fp8: e4m3 with a scale for each token and head.")
+        details="fp8: e4m3 with a scale for each token and head.")
     max_num_batched_tokens: int | None = setting(
         "Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests. Default: 8,192 "
         "on a GPU, less where the memory is short; 256 on a CPU.", kind="tokens", check=_COUNT, scope="memory", engine=True,
         elsewhere={"llama.cpp": "ubatch_size"},
-        more="Less is the largest of 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full length, else 1,024.")
+        details="Less is the largest of 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full length, else 1,024.")
     cuda_graphs: bool = setting(
         "On a GPU: run small steps as CUDA graphs.", True, option="--no-cuda-graphs --enforce-eager", scope="memory", engine=True,
-        more='False launches every kernel of every step from the host. It does not select eager layers: `impl="eager"` does.',
+        details='False launches every kernel of every step from the host. It does not select eager layers: `impl="eager"` does.',
         option_help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's "
         "name for this; it does not select eager layers: use --impl eager.")
     state_cache_memory: int | str | None = setting(
         "Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. Default: a "
         "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
-        scope="memory", engine=True, more="Never more than `kv_cache_memory` leaves.")
+        scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
     max_step_ms: float = setting(
         "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", MAX_STEP_MS,
         check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
-        more="Longer prompts are computed in more steps. Warm-up measures how long steps take, so there is no effect without it.")
+        details="Longer prompts are computed in more steps. Warm-up measures the times of steps: without it, no effect.")
     max_waiting: int | None = setting(
         "Requests that may wait; more are refused. Default: no limit.", check=Integer(0, text="an integer >= 0, or None"),
-        scope="load", engine=True, more="They end with a `QueueFullError`.")
+        scope="load", engine=True, details="They end with a `QueueFullError`.")
     threads: int | None = setting(
         "CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).", scope="load",
-        more="They are those of the whole process, except of generators that exist.", elsewhere={"llama.cpp": "n_threads"})
+        details="They are those of the whole process, except of generators that exist.", elsewhere={"llama.cpp": "n_threads"})
     warmup: bool = setting(
         "On a GPU: compile every kernel and capture every CUDA graph before loading returns.", True, scope="load",
         option_help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their "
         "first use.")
     prefix_cache: bool = setting(
         "Keep the KV pages of finished requests until their memory is needed, for requests with the same beginning.", True,
-        scope="reuse", engine=True, more="With recurrent layers, their states are kept too (`state_cache_memory`).",
+        scope="reuse", engine=True, details="With recurrent layers, their states are kept too (`state_cache_memory`).",
         option_help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.")
     speculative: "SpeculativeOptions | Proposer | None" = setting(
         "Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
         "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
         "multi-token prediction of Qwen3.5 (also 3.6, 3.8) and Qwen3-Next.",
         option="--speculate", metavar="ngram[:k]|mtp[:k]", scope="drafts", engine=True,
-        more='In Python, a `SpeculativeOptions`, a dict of its fields, a text ("ngram:4"), or a proposer '
+        details='In Python, a `SpeculativeOptions`, a dict of its fields, a text ("ngram:4"), or a proposer '
         "(`minirt.engine.runner.Proposer`).")
 
     def __post_init__(self) -> None:

@@ -25,12 +25,12 @@ def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.d
     return known[dtype]
 
 
-def _unknown_dtype(dtype: object, where: str, known: Sequence[str]) -> ConfigError:
+def _unknown_dtype(dtype: object, place: str, known: Sequence[str]) -> ConfigError:
     """The error for a dtype that is not known by this name, with the name that it has here."""
-    own = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
-    hint = f"did you mean {own}?" if own in known else None
+    name = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    hint = f"did you mean {name}?" if name in known else None
     expected = f"{', '.join(known[:-1])} or {known[-1]}"
-    return ConfigError("unknown dtype", where=where, expected=expected, found=dtype, hint=hint)
+    return ConfigError("unknown dtype", where=place, expected=expected, found=dtype, hint=hint)
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
@@ -59,14 +59,14 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
         raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
     window = config.sliding_window
     if window is not None and length > window:
-        expected, found = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
+        expected, shown = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
         hint = f"use --max-model-len {window}: up to there, the window changes nothing"
-        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
+        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=shown, hint=hint)
     rope = config.rope
     if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
         what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
-        more = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
-        warn(f"{what}; {more}")
+        why = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
+        warn(f"{what}; {why}")
     elif length > config.context_len:
         what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
         why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"

@@ -32,7 +32,6 @@ UNSUPPORTED: Refused = {
     "mcp_servers": "the server does not connect to others: run the tools in the client",
     **dict.fromkeys(("n", "best_of"), "there is one answer"),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
     "response_format": "is named output_config.format here",
     "reasoning_effort": "is named output_config.effort here",
     "parallel_tool_calls": "is named tool_choice.disable_parallel_tool_use here",

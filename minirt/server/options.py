@@ -18,38 +18,38 @@ def _parsers() -> Sequence[str]:
     return (AUTO, NONE, TEMPLATE, *FORMATS)
 
 
-def _origins(values: Any, where: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
+def _origins(values: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
     for origin in values:
         if origin not in ("*", "null") and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
             expected = "*, or scheme://host or scheme://host:port, as browsers send it: without a path or a slash at its end"
-            raise error("not an origin", where=where, expected=expected, found=origin)
+            raise error("not an origin", where=place, expected=expected, found=origin)
     return tuple(values)
 
 
-def _path(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> str:
+def _path(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> str:
     if value and re.fullmatch(r"(/[\w.~-]+)+", value, re.ASCII) is None:
-        raise error("not a path", where=where, expected="a path such as /minirt, without a slash at its end", found=value)
+        raise error("not a path", where=place, expected="a path such as /minirt, without a slash at its end", found=value)
     return value
 
 
-def _keys(values: Any, where: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
+def _keys(values: Any, place: str, error: type[MinirtError], hint: str | None = None) -> tuple[str, ...]:
     for key in values:
         if not key or key != key.strip() or not key.isprintable():
             what = "is empty" if not key else "begins or ends with white space, or has a character that no header can have"
-            raise error(what, where=where)
+            raise error(what, where=place)
     return tuple(values)
 
 
-def _seconds(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> float:
+def _seconds(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
-        raise error("not a number of seconds", where=where, expected="a number >= 0", found=quoted(value, 80))
+        raise error("not a number of seconds", where=place, expected="a number >= 0", found=quoted(value, 80))
     return value
 
 
-def _timeout(value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> float:
+def _timeout(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
     if value == 0:
-        raise error("not a number of seconds", where=where, expected="a number above 0", found=value)
-    return _seconds(value, where, error, hint)
+        raise error("not a number of seconds", where=place, expected="a number above 0", found=value)
+    return _seconds(value, place, error, hint)
 
 
 @documented

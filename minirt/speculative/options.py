@@ -72,13 +72,13 @@ class SpeculativeOptions(Settings):
         check=Integer(0, (1 << 31) - 1, text="a number of ids, or 0 for all"))
     draft_vocab_text: str | None = setting(
         'Of "mtp": a text file whose most frequent tokens these ids are.',
-        more="None: the first ids of the tokenizer, which are those of its first merges, and its special tokens.")
+        details="None: the first ids of the tokenizer, which are those of its first merges, and its special tokens.")
     adaptive: bool = setting("Fewer drafts, or none, where measured step times say that they do not pay.", True, check=switch)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
-            what, found = "minirt does not have this method of speculative decoding", quoted(self.method, 80)
-            raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=found)
+            what, shown = "minirt does not have this method of speculative decoding", quoted(self.method, 80)
+            raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=shown)
         if self.num_speculative_tokens is None:
             self._set("num_speculative_tokens", METHODS[self.method])
         for method, names in _OF_METHOD.items():
@@ -90,8 +90,8 @@ class SpeculativeOptions(Settings):
         text, size = self.draft_vocab_text, self.draft_vocab_size
         if text is not None and (not isinstance(text, str) or not text or size == 0):
             expected = "the name of a text file" + ", with a draft_vocab_size other than 0" * (size == 0)
-            found = quoted(text, 80)
-            raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=found)
+            shown = quoted(text, 80)
+            raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=shown)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
             what, least = "is larger than the maximum", self.prompt_lookup_min
@@ -111,7 +111,7 @@ class SpeculativeOptions(Settings):
         return self.draft_vocab_size if 0 < self.draft_vocab_size < vocab else None
 
     @classmethod
-    def parse(cls, text: str, where: str = "--speculate") -> "SpeculativeOptions":
+    def parse(cls, text: str, place: str = "--speculate") -> "SpeculativeOptions":
         """The options that a short text states: a method, or "ngram:k" or "mtp:k" with k drafts.
 
         Raises as the constructor does.
@@ -123,10 +123,10 @@ class SpeculativeOptions(Settings):
         try:
             return cls(**given)
         except MinirtError as error:  # it names a field, which nobody has typed
-            raise error.at(f"{where} {shortened(text, 80)}") from None
+            raise error.at(f"{place} {shortened(text, 80)}") from None
 
     @classmethod
-    def from_config(cls, text: str, where: str = "--speculative-config") -> "SpeculativeOptions":
+    def from_config(cls, text: str, place: str = "--speculative-config") -> "SpeculativeOptions":
         """The options that vLLM's `--speculative-config` states: a JSON object with "method". "ngram_gpu" is "ngram",
         "qwen3_5_mtp" and "qwen3_next_mtp" are "mtp". "draft_vocab_size" and "draft_vocab_text" are keys of minirt alone.
 
@@ -138,48 +138,48 @@ class SpeculativeOptions(Settings):
             UnsupportedError: a key or a method of vLLM that minirt does not have.
         """
         given: dict[str, Any] = {}
-        for key, value in _json_object(text, where):
+        for key, value in _json_object(text, place):
             if key in given:
-                raise ConfigError("a key is repeated", where=where, found=shortened(key, 80))
+                raise ConfigError("a key is repeated", where=place, found=shortened(key, 80))
             if key in _REFUSED:
-                raise UnsupportedError("minirt does not have this key of vLLM", where=where, found=key, hint=_REFUSED[key])
+                raise UnsupportedError("minirt does not have this key of vLLM", where=place, found=key, hint=_REFUSED[key])
             if key not in (known := (*_KEYS, *_OF_METHOD["mtp"])):
-                raise ConfigError("unknown key", where=where, expected=", ".join(known), found=shortened(key, 80))
+                raise ConfigError("unknown key", where=place, expected=", ".join(known), found=shortened(key, 80))
             given[key] = value
         given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given
         if "method" not in given:
-            raise ConfigError("the method is missing", where=where, expected='"method": "ngram" or "mtp"')
+            raise ConfigError("the method is missing", where=place, expected='"method": "ngram" or "mtp"')
         if isinstance(given["method"], str):
             given["method"] = _ALSO.get(given["method"], given["method"])
         for one, other in (_LOOKUP, _LOOKUP[::-1]):
             value = given.get(one)
             if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
                 given[other] = value
-        return _made(given, where)
+        return _made(given, place)
 
 
-def _made(given: dict[str, Any], where: str) -> SpeculativeOptions:
+def _made(given: dict[str, Any], place: str) -> SpeculativeOptions:
     try:
         return SpeculativeOptions(**given)
     except MinirtError as error:
-        raise error.at(f"{where}, {error.where}") from None
+        raise error.at(f"{place}, {error.where}") from None
 
 
-def _json_object(text: str, where: str) -> list[tuple[str, Any]]:
+def _json_object(text: str, place: str) -> list[tuple[str, Any]]:
     """The keys and values of a JSON object, in order."""
 
     class Pairs(list[tuple[str, Any]]):
         """Those of an object, whereas a list is an array."""
 
     try:
-        found = json.loads(text, object_pairs_hook=Pairs)
+        content = json.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
         example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"is not readable JSON: {what}", where=where, expected=f"an object such as {example}") from None
-    if not isinstance(found, Pairs):
-        raise ConfigError("is not a JSON object", where=where, found=type(found).__name__)
-    return found
+        raise ConfigError(f"is not readable JSON: {what}", where=place, expected=f"an object such as {example}") from None
+    if not isinstance(content, Pairs):
+        raise ConfigError("is not a JSON object", where=place, found=type(content).__name__)
+    return content
 
 
 def drafts_of(speculative: Any) -> tuple[int, bool]:
@@ -195,8 +195,8 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
         expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
-        found = quoted(speculative, 80)
-        raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
+        shown = quoted(speculative, 80)
+        raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=shown)
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError("too many drafts", where="speculative.max_drafts", expected=f"0 to {MAX_DRAFTS}", found=drafts)
     return drafts, history

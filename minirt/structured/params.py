@@ -33,11 +33,11 @@ class StructuredOutputsParams(Settings):
         "The text is JSON that a JSON schema accepts.", option="--json-schema", metavar="FILE",
         option_help="The text is JSON that the JSON schema in a file accepts; - is stdin. A value that begins with { is the "
         "schema itself.",
-        more="The schema is a dict, a bool or JSON text. It is stored as text.",
+        details="The schema is a dict, a bool or JSON text. It is stored as text.",
         elsewhere={"vLLM": "guided_json", "llama.cpp": "json_schema_file"})
     regex: str | None = setting(
         "The text is matched by a regular expression from its beginning to its end. \\d is any Unicode digit: write [0-9].",
-        more="The syntax is that of Rust's `regex`.", elsewhere={"vLLM": "guided_regex"})
+        details="The syntax is that of Rust's `regex`.", elsewhere={"vLLM": "guided_regex"})
     choice: Sequence[str] | None = setting(
         "The text is one of these texts.", kind="several", elsewhere={"vLLM": "guided_choice"},
         option_help="The text is this one, or another --choice.", metavar="TEXT")
@@ -51,7 +51,7 @@ class StructuredOutputsParams(Settings):
         "it.")
     reasoning_end: str | None = setting(
         "Schema, regex, choice or grammar begin after this text, such as </think>.", metavar="TEXT",
-        more="Until then, tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar "
+        details="Until then, tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar "
         "begins at once.")
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class StructuredOutputsParams(Settings):
         if self.json is False:
             raise _wrong("json", "the schema false accepts nothing", "a JSON schema", False)
         if len(asked) != 1:
-            where, found = "StructuredOutputsParams", " and ".join(asked) or "none"
-            raise InputError("not one kind of output", where=where, expected=f"one of {', '.join(KINDS)}", found=found)
+            place, shown = "StructuredOutputsParams", " and ".join(asked) or "none"
+            raise InputError("not one kind of output", where=place, expected=f"one of {', '.join(KINDS)}", found=shown)
         if self.disable_any_whitespace and self.json is None and not self.json_object:
             raise _wrong("disable_any_whitespace", f"is about JSON, and this is {asked[0]}", "json or json_object", True)
         if self.json is not None:
@@ -108,8 +108,8 @@ def _schema_text(schema: object) -> str:
         try:
             text = dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            where = "StructuredOutputsParams.json"
-            raise InputError(f"the schema is not JSON: {shortened(error)}", where=where) from error
+            place = "StructuredOutputsParams.json"
+            raise InputError(f"the schema is not JSON: {shortened(error)}", where=place) from error
     elif isinstance(schema, str):
         text = schema
     else:
@@ -126,8 +126,8 @@ def _choices(choices: object) -> tuple[str, ...]:
         raise _wrong("choice", "not choices", "a list of texts, at least one, none empty", choices)
     if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_LENGTH["choice"]:
         expected = f"at most {MAX_CHOICES} with {MAX_LENGTH['choice']} characters together"
-        found = f"{len(choices)} with {sum(map(len, choices))} characters"
-        raise InputError("too many choices", where="StructuredOutputsParams.choice", expected=expected, found=found)
+        shown = f"{len(choices)} with {sum(map(len, choices))} characters"
+        raise InputError("too many choices", where="StructuredOutputsParams.choice", expected=expected, found=shown)
     for choice in choices:
         _check_text("choice", choice, MAX_LENGTH["choice"])
     return tuple(dict.fromkeys(choices))
@@ -136,12 +136,12 @@ def _choices(choices: object) -> tuple[str, ...]:
 def _check_text(name: str, text: object, limit: int) -> None:
     if not isinstance(text, str) or not text:
         raise _wrong(name, "not an acceptable value", "a text that is not empty", text)
-    where = f"StructuredOutputsParams.{name}"
+    place = f"StructuredOutputsParams.{name}"
     if len(text) > limit:
-        raise InputError("too long", where=where, expected=f"at most {limit} characters", found=len(text))
+        raise InputError("too long", where=place, expected=f"at most {limit} characters", found=len(text))
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise InputError("the text is not valid Unicode (a lone surrogate)", where=where, found=ascii(text[:80]))
+        raise InputError("the text is not valid Unicode (a lone surrogate)", where=place, found=ascii(text[:80]))
 
 
-def _wrong(name: str, what: str, expected: str, found: object) -> InputError:
-    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=quoted(found))
+def _wrong(name: str, what: str, expected: str, shown: object) -> InputError:
+    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=quoted(shown))
