@@ -88,15 +88,17 @@ def setting(help: str, default: Any = None, **facts: Any) -> Any:
     return field(default=default, metadata={"setting": {"help": help} | facts})
 
 
-@cache
-def settings_of(kind: type) -> dict[str, Setting]:
-    """Name → record of the settings of a dataclass, in their order."""
+def _records(kind: Any) -> dict[str, Setting]:
     return {
         declared.name: Setting(
             **declared.metadata["setting"], name=declared.name, type=declared.type, default=declared.default
         )
         for declared in fields(kind)
     }
+
+
+settings_of: Callable[[Any], dict[str, Setting]] = cache(_records)
+"""Name → record of the settings of a dataclass, in their order."""
 
 
 class Settings:

@@ -102,8 +102,8 @@ def _request(line: bytes, number: int, place: str, params: SamplingParams) -> Pr
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:
-        stated = " and ".join(kinds) or "none"
-        raise InputError("not one prompt", where=place, expected=f"one of {', '.join(_KINDS)}", found=stated)
+        several = " and ".join(kinds) or "none"
+        raise InputError("not one prompt", where=place, expected=f"one of {', '.join(_KINDS)}", found=several)
     content, identifier = value[kinds[0]], value.get("id")
     kind, description = _KINDS[kinds[0]]
     if not isinstance(content, kind):

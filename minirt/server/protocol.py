@@ -6,7 +6,7 @@ fields of their own.
 """
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -49,7 +49,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
 
 
-class Common(_FIELDS, kw_only=True):
+class Common(_FIELDS, msgspec.Struct, kw_only=True):
     """The fields that mean the same in every API that generates."""
 
     model: str | None = None
@@ -246,7 +246,7 @@ def _check_limits(request: Common) -> None:
         _check_choices(request)
 
 
-def check_texts(name: str, entries: str | Sized, limit: int) -> None:
+def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
     """Raise 400 if a field has more entries than `limit`, or a text that is too long."""
     entries = [entries] if isinstance(entries, str) else entries
     if len(entries) > limit:
