@@ -447,7 +447,7 @@ def test_control_c_stops_an_answer_only(run, folder, monkeypatch, seen):
             raise KeyboardInterrupt
         original(text)
 
-    monkeypatch.setattr(chat.output, "write", interrupted)
+    monkeypatch.setattr(chat, "write", interrupted)
     monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
     code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5)
     assert code == 0
