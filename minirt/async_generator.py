@@ -94,9 +94,7 @@ class AsyncGenerator:
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
         call = await self._prepare(prompts, params, priority, single=is_single(prompts))
-        async with aclosing(self._run(call, final_only=True)) as pieces:
-            async for _ in pieces:
-                pass
+        await self._finish(call)
         return call.result()
 
     @overload
@@ -121,9 +119,7 @@ class AsyncGenerator:
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
         call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
-        async with aclosing(self._run(call, final_only=True)) as pieces:
-            async for _ in pieces:
-                pass
+        await self._finish(call)
         return call.scores()
 
     @_check_names
@@ -150,11 +146,8 @@ class AsyncGenerator:
             SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
             MinirtError: the request failed.
         """
-        call = await self._prepare(prompt, params, priority, single=True)
-        async with aclosing(self._run(call, self._max_unread)) as pieces:
-            async for stream, piece in pieces:
-                if stream.completion.error is not None:
-                    raise stream.completion.error
+        async with aclosing(self.stream_completion(prompt, params, priority=priority)) as pieces:
+            async for piece, _ in pieces:
                 yield piece
 
     @_check_names
@@ -193,6 +186,12 @@ class AsyncGenerator:
         if _size([prompts] if single else prompts) < _LONG and not grammars:
             return self.generator._prepare(prompts, params, priority, single)
         return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single)
+
+    async def _finish(self, call: Call) -> None:
+        """Run a call's requests to their ends."""
+        async with aclosing(self._run(call, final_only=True)) as pieces:
+            async for _ in pieces:
+                pass
 
     async def _run(
         self, call: Call, limit: int | None = None, *, final_only: bool = False

@@ -201,11 +201,7 @@ class Generator:
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         at_once = None if all_at_once else self.max_num_seqs
         call = self._prepare(prompts, params, priority, is_single(prompts), at_once)
-        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
-            for stream, piece in pieces:
-                if advance is not None and piece.finish_reason is not None:
-                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
+        self._finish(call, progress, "token_ids")
         return call.result()
 
     @_check_names
@@ -288,11 +284,7 @@ class Generator:
         """
         self._engine.wake()
         call = self._processor.prepare_scores(prompts, completions, priority)
-        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
-            for stream, _ in pieces:
-                if advance is not None:
-                    advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
+        self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
     @_check_names
@@ -453,6 +445,14 @@ class Generator:
     def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
+
+    def _finish(self, call: Call, progress: bool, counted: str) -> None:
+        """Run requests until all have ended. The progress bar counts the tokens of this field of each completion."""
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
+            for stream, piece in pieces:
+                if advance is not None and piece.finish_reason is not None:
+                    advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
 
     def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.

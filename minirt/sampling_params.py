@@ -208,6 +208,7 @@ OF_SAMPLING = {name: f"params=SamplingParams({name}=…)" for name in _SETTINGS}
 _DEFAULTS = {name: r.unset if r.default is None else r.default for name, r in _SETTINGS.items() if name != "n"}
 _IN_FILE = {name: record.file for name, record in _SETTINGS.items() if record.file}
 _OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws"]
+FILTERS = [name for name, record in _SETTINGS.items() if record.scope == "filter"]
 _OF_LOGITS = [name for name, record in _SETTINGS.items() if record.acts == "logits"]
 
 

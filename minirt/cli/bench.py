@@ -364,11 +364,11 @@ def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:
 
 def _common(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of every benchmark: repeats, seed, and sampling parameters, which are checked here."""
-    from minirt.sampling_params import SamplingParams
+    from minirt.sampling_params import FILTERS, SamplingParams
 
-    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    sampling = {name: options[name] for name in ("temperature", *FILTERS, "seed")}
     if sampling["temperature"] is None:
-        filtered = any(sampling[name] is not None for name in ("top_k", "top_p", "min_p"))
+        filtered = any(sampling[name] is not None for name in FILTERS)
         sampling["temperature"] = 1.0 if filtered else 0.0
     try:
         SamplingParams(**sampling)

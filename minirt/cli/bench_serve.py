@@ -21,6 +21,7 @@ from minirt.cli.options import (
 )
 from minirt.cli.output import emit, note, one_line
 from minirt.errors import InputError, MinirtError
+from minirt.sampling_params import FILTERS
 
 if TYPE_CHECKING:
     from minirt.bench.serve.run import Target
@@ -288,7 +289,7 @@ def _workload(options: dict[str, Any], chat: bool) -> "Workload":
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p") if options[name] is not None}
+    return {name: options[name] for name in ("temperature", *FILTERS) if options[name] is not None}
 
 
 def _what(workload: "Workload", model: str, target: "Target") -> str:

@@ -13,8 +13,10 @@ from minirt.cli import options as shared
 from minirt.cli.files import read_text
 from minirt.cli.help import option_group
 from minirt.cli.output import write
+from minirt.cli.settings import option_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
+from minirt.loading.options import LoadOptions
 from minirt.progress import LoadProgress, load_bars
 from minirt.sizes import format_size
 
@@ -67,9 +69,7 @@ def perplexity_command(
 @option_group(
     "Model",
     click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL."),
-    click.option("--revision", help="Branch, tag or commit of a Hub model."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
+    *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
 )
 @option_group(
     "Measurement",

@@ -26,7 +26,10 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @shared.chat_options
 @option_group(
     "Prompts",
-    click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable)."),
+    click.option(
+        "--prompt-file", "files", multiple=True, metavar="FILE",
+        help="Use a file's text verbatim as prompt; - is stdin (repeatable).",
+    ),
     click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin."),
 )
 @shared.template_option

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command
 from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
 from minirt.cli.output import json_line, write
+from minirt.cli.settings import option_of
+from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 @command(short_help="List the presets, and which of them fit.")
-@option_group(
-    "Model",
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-)
+@option_of(LoadOptions, "device", "Model")
 @gpu_option
 @text_format_option
 @debug_option
@@ -49,7 +46,6 @@ def models(output_format: str, **options: Any) -> None:
 
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
     from minirt import models as known
-    from minirt.loading.options import EMBEDDED
 
     rows = [_row(EMBEDDED, None, device)]
     rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets() if preset.quantization is None]
@@ -62,7 +58,6 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
 
     from minirt.loading.load import find
     from minirt.loading.memory import plan_memory
-    from minirt.loading.options import LoadOptions
     from minirt.modeling.formats import Quantization
     from minirt.modeling.model import Model
     from minirt.models import build
