@@ -118,15 +118,17 @@ class Settings:
     _unnamed: ClassVar[int] = 0
 
     def __new__(cls, *unnamed: Any, **given: Any) -> Any:
-        too_many = unnamed[cls._unnamed :]
-        check_names(given, tuple(settings_of(cls)), cls.__name__, cls._name_error, cls._elsewhere, too_many)
+        known, too_many = settings_of(cls), unnamed[cls._unnamed :]
+        if too_many or not given.keys() <= known.keys():
+            check_names(given, tuple(known), cls.__name__, cls._name_error, cls._elsewhere, too_many)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, record in settings_of(type(self)).items():
             value = getattr(self, name)
             if record.check is not None and (value is not None or record.default is not None):
-                self._set(name, record.check(value, self._place(name), self._error))
+                if (kept := record.check(value, self._place(name), self._error)) is not value:
+                    self._set(name, kept)
 
     @classmethod
     def _place(cls, name: str) -> str:

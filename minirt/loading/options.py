@@ -75,9 +75,8 @@ class LoadOptions(Settings):
         details='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
         "input channels. Activations and the embedding keep the dtype. None for a checkpoint that is quantized already.")
     quantize_head: bool | None = setting(
-        'Quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.',
-        option="--quantize-head/--no-quantize-head --fp8-head/--no-fp8-head", scope="model",
-        option_help="With --quantize: quantize the LM head too. [default: with fp8, unless it is tied to the embedding]")
+        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; with int4, no.",
+        option="--quantize-head/--no-quantize-head --fp8-head/--no-fp8-head", scope="model")
     revision: str | None = setting("Branch, tag or commit of a Hub model.", scope="model")
     impl: str | Sequence[str] = setting(
         "Implementation: NAME for all layers, or GLOB=NAME.", "auto", kind="several", scope="model",
