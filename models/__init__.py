@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 __all__ = [
-    "ARCHITECTURES", "EMBEDDED", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
+    "ARCHITECTURES", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
     "presets",
 ]  # fmt: skip
 
-EMBEDDED = "embedded"  # the name of the model that is part of the package
 _TYPES = (
     "llama", "ministral3", "mistral", "mistral3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3",

@@ -20,6 +20,7 @@ import pytest
 from support import pages
 from support.package import ROOT
 
+from minirt.bench.tools import settings_tables
 from minirt.errors import MinirtError
 
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
@@ -267,6 +268,12 @@ def test_every_command_is_on_the_quickstart():
     commands |= {f"{group} {command}" for group in ("bench", "eval") for command in cli.commands[group].commands}
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([a-z0-9 ]+)` \|", page.partition("\n## Command line\n")[2], re.MULTILINE)) == commands
+
+
+def test_the_tables_of_settings_are_up_to_date():
+    """`python bench/tools/settings_tables.py` writes them. Catches a setting that was changed without the page."""
+    text = settings_tables.PAGE.read_text(encoding="utf-8")
+    assert settings_tables.render(text) == text
 
 
 def test_the_python_api_is_documented():

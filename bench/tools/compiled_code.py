@@ -135,7 +135,8 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.gpus import AbsentGPU
     from minirt.layers.base import implementation
     from minirt.loading import load
-    from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype
+    from minirt.loading.options import LoadOptions
+    from minirt.loading.resolve import pick_dtype, pick_kv_dtype
     from minirt.sampling_params import SamplingParams
     from minirt.step.kv_cache import KVCache
 

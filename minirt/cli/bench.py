@@ -260,13 +260,12 @@ def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     """The fields of SamplingParams, which are checked here. A filter alone means draws."""
-    from minirt.sampling_params import SamplingParams
+    from minirt.sampling_params import FILTERS, SamplingParams
 
-    filters = {name: options[name] for name in ("top_k", "top_p", "min_p")}
-    temperature = options["temperature"]
-    if temperature is None:
-        temperature = 0.0 if all(value is None for value in filters.values()) else 1.0
-    sampling = {"temperature": temperature, **filters, "seed": options["seed"]}
+    sampling = {name: options[name] for name in ("temperature", *FILTERS, "seed")}
+    if sampling["temperature"] is None:
+        filtered = any(sampling[name] is not None for name in FILTERS)
+        sampling["temperature"] = 1.0 if filtered else 0.0
     try:
         SamplingParams(**sampling)
     except InputError as error:

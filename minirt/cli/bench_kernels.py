@@ -74,9 +74,9 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
             raise click.BadParameter(f"the folder {options['pictures']!r} does not exist", param_hint="--pictures")
         require_matplotlib()
     set_up_triton(cuda, options["dtype"])
-    from minirt import models
     from minirt.bench.kernels import benchmark
     from minirt.loading.load import find
+    from minirt.loading.options import EMBEDDED
 
     try:
         chosen = benchmark.select(names)
@@ -91,7 +91,7 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
         return
     presets = options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))
     configs = {
-        name: find(models.EMBEDDED if name == "embedded" else name, None, need_weights=False).config for name in presets
+        name: find(EMBEDDED if name == "embedded" else name, None, need_weights=False).config for name in presets
     }
     tokens, contexts = options["tokens"], options["context_len"]
     if not cuda:

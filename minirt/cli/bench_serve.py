@@ -23,6 +23,7 @@ from minirt.cli.options import (
 from minirt.cli.output import one_line
 from minirt.cli.report import print_report, progress_of, words_of
 from minirt.errors import InputError, MinirtError
+from minirt.sampling_params import FILTERS
 
 if TYPE_CHECKING:
     from minirt.bench.serve.run import Target
@@ -152,7 +153,7 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
         expected = f"at most --max-concurrency {options['max_concurrency']}"
         raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
     check_picture(options["picture"])
-    names = "temperature", "top_k", "top_p", "min_p"
+    names = "temperature", *FILTERS
     options["sampling"] = {name: options[name] for name in names if options[name] is not None}
     target, chat = _target(options), options["endpoint"].endswith("chat/completions")
     workload = _workload(options, chat)

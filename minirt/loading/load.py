@@ -21,7 +21,8 @@ from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
-from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.options import EMBEDDED, LoadOptions
+from minirt.loading.resolve import pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
 from minirt.loading.unstated import settle
@@ -58,7 +59,7 @@ class Source(NamedTuple):
 
 def find(model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False) -> Source:
     """Look a model up by its name."""
-    name = str(models.embedded()) if model == models.EMBEDDED else str(model)
+    name = str(models.embedded()) if model == EMBEDDED else str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
     try:
@@ -126,7 +127,7 @@ def build(
         if entries is not None:
             fuse_experts(layers, entries)
         model = Model(config, layers, choose_formats(options, layers, source, entries, device))
-    if drafts := options.memory.max_drafts:  # states are larger, which plans count
+    if drafts := options.drafts[0]:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
@@ -260,7 +261,7 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
     length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options.memory)
+    return model, plan_memory(model, length, model.device, options)
 
 
 def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
@@ -285,7 +286,7 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
             continue
         other, plan = changed
         if plan.fits:
-            if other.memory.kv_bytes is not None:
+            if other.kv_bytes is not None:
                 return f"{words}: {format_size(plan.needed, up=True)}"
             return f"{words}: at least {format_size(plan.least, up=True)}"  # the pages take what is left
         if plan.least < least and words.startswith("use "):
@@ -400,7 +401,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         idle = _match(model, entries, options)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     model.dtype, model.kv_dtype = dtype, kv_dtype
-    plan = plan_memory(model, length, device, options.memory)
+    plan = plan_memory(model, length, device, options)
     if not plan.fits:
         raise does_not_fit(plan, str(device), remedy(options, device))
     with out_of_memory_while("allocating the weights", device):

@@ -5,7 +5,8 @@ from typing import Any
 from minirt.errors import MinirtError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
+from minirt.server.options import ServerOptions
 from minirt.server.run import drain
 
 __all__ = ["Application", "ServerOptions"]

@@ -6,7 +6,6 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
 from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
 from minirt.server.errors import bad_field, shown
@@ -14,7 +13,7 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Int, Sampling, check_range, decode, structured_outputs
+from minirt.server.protocol import Listed, Positive, Sampling, decode, structured_outputs
 from minirt.server.replies import ReplyReader
 from minirt.text.messages import MESSAGE_FIELDS
 from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
@@ -27,9 +26,10 @@ class ChatRequest(Sampling, kw_only=True):
     """The fields of a request for the next message of a conversation."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Listed | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -64,12 +64,8 @@ def _check(request: ChatRequest) -> None:
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
         what = "max_tokens and max_completion_tokens are the same limit, and differ"
         raise bad_field("max_completion_tokens", what, expected=request.max_tokens, found=request.max_completion_tokens)
-    for name in ("max_tokens", "max_completion_tokens"):
-        check_range(name, getattr(request, name), 1)
-    if request.top_logprobs:
-        if not request.logprobs:
-            raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
-        check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    if request.top_logprobs and not request.logprobs:
+        raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
     if request.continue_final_message and request.add_generation_prompt:
         raise bad_field("continue_final_message", "excludes add_generation_prompt: true")
 

@@ -31,7 +31,6 @@ _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one 
 _CHATS = "is for chats"
 _REFUSED: Refused = {
     **REFUSED,
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
     "top_logprobs": "is named logprobs here",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
     **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _CHATS),

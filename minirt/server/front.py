@@ -16,9 +16,10 @@ from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
 from minirt.server.generation import Generation
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import Ready, Start
-from minirt.text.reply_format import AUTO, ReplyFormat
+from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -28,40 +29,9 @@ _MAX_NOTED = 1000  # names of unknown fields that are remembered
 _MAX_NAME = 80  # characters of each
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """The options of `minirt serve` that are about neither loading nor the address; docs/serving.md describes them."""
-
-    model: str
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    metrics_need_key: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""  # the path under which a proxy serves the server
-    request_timeout: float | None = None
-    drain_timeout: float = 60.0
-    stream_interval: int = 1
-    max_body_size: int = 32 << 20
-    log_prompts: bool = False
-    tool_call_parser: str = AUTO
-    warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
-    imports: tuple[str, ...] = ()  # Python files that the engine's process runs before it loads the model
-    quiet: bool = False
-
-    @property
-    def model_id(self) -> str:
-        """The model as answers name it: of a folder its name, without the path."""
-        path = os.path.expanduser(self.model)
-        return os.path.basename(os.path.abspath(path)) if os.path.isdir(path) else self.model
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which clients may ask for the model. The first one is in the answers."""
-        return self.served_model_names or (self.model_id,)
-
-    def start_message(self, load_options: dict[str, Any]) -> Start:
-        """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
-        return Start(load_options, not self.quiet, list(self.warm_prompts), list(self.imports))
+def start_message(options: ServerOptions, load_options: dict[str, Any]) -> Start:
+    """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
+    return Start(load_options, not options.quiet, list(options.warm_prompts), list(options.imports))
 
 
 @dataclass(eq=False)
@@ -96,7 +66,7 @@ class Front:
     @classmethod
     async def start_engine(cls, options: ServerOptions, load_options: dict[str, Any]) -> "Front":
         """A front whose engine's process has begun. `load_options`: the fields of `LoadOptions`."""
-        engine = await RemoteEngine.start(options.start_message(load_options))
+        engine = await RemoteEngine.start(start_message(options, load_options))
         return cls(options, engine, Metrics(options.names[0]), int(time.time()))
 
     async def load(self) -> None:

@@ -6,17 +6,7 @@ from typing import Any
 from minirt.server.conversation import Conversation, template_variables
 from minirt.server.errors import bad_field, shown
 from minirt.server.front import Front
-from minirt.server.protocol import (
-    MAX_STOPS,
-    REFUSED,
-    Common,
-    Int,
-    Refused,
-    answer_form,
-    check_nesting,
-    check_range,
-    check_texts,
-)
+from minirt.server.protocol import REFUSED, SETTINGS, Common, Positive, Refused, answer_form, check_nesting, check_texts
 from minirt.text.messages import text_at
 from minirt.text.tools import Tool, read_tools
 
@@ -43,7 +33,6 @@ UNSUPPORTED: Refused = {
     "mcp_servers": "the server does not connect to others: run the tools in the client",
     **dict.fromkeys(("n", "best_of"), "there is one answer"),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _NO_LOGPROBS),
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
     "response_format": "is named output_config.format here",
     "reasoning_effort": "is named output_config.effort here",
     "parallel_tool_calls": "is named tool_choice.disable_parallel_tool_use here",
@@ -66,7 +55,7 @@ class CountTokensRequest(Common, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The fields of a request for the next message."""
 
-    max_tokens: Int
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
 
 
@@ -75,11 +64,10 @@ def check_request(request: CountTokensRequest) -> None:
     check_nesting("messages", request.messages)
     if not isinstance(request, MessagesRequest):
         return
-    check_range("max_tokens", request.max_tokens, 1)
     if request.stop_sequences is not None:
         if request.stop is not None:
             raise bad_field("stop_sequences", "excludes stop, which means the same")
-        check_texts("stop_sequences", request.stop_sequences, MAX_STOPS)
+        check_texts("stop_sequences", request.stop_sequences, SETTINGS["stop"].most or 0)
         request.stop = request.stop_sequences
 
 

@@ -7,7 +7,7 @@ fields of their own.
 
 import functools
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,18 +17,31 @@ from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
 from minirt.server.errors import HTTPError, bad_field, shown
 from minirt.server.front import Front
+from minirt.settings import settings_of
 
 MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
-MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_STOP_LENGTH = 1000
 MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
 MAX_COPIES = 16 << 20  # bytes of what every completion of a request gets a copy of
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Listed = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+# The settings of `SamplingParams` that are fields of every API under the same name, and the types of their values.
+SETTINGS = {name: record for name, record in settings_of(SamplingParams).items() if record.request}
+_TYPES_OF: dict[Any, Any] = {
+    int | None: Int | None, float | None: float | None, bool: bool | None, Sequence[int] | None: list[Int] | None,
+    str | Sequence[str] | None: str | list[str] | None,
+    Mapping[int, float] | Mapping[str, float] | None: dict[str, float] | None,
+}  # fmt: skip
+_FIELDS: Any = msgspec.defstruct(
+    "SettingsFields", [(name, _TYPES_OF[record.type], None) for name, record in SETTINGS.items()], kw_only=True
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -37,29 +50,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
 
 
-class Common(msgspec.Struct, kw_only=True):
+class Common(_FIELDS, msgspec.Struct, kw_only=True):
     """The fields that mean the same in every API that generates."""
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: str | list[str] | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
@@ -79,8 +75,8 @@ class Sampling(Common, kw_only=True):
 
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
-    n: Int | None = None
-    prompt_logprobs: Int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    prompt_logprobs: Listed | None = None
     response_format: Any = None
 
     @property
@@ -136,7 +132,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
 }
 _PROMPTS = ("prompt", "input")  # are checked as what they are
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -173,13 +169,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         elif not _is_neutral(name, value[name]):
             raise bad_field(name, refused[name], found=shown(value[name]))
     front.note_unknown(unknown)
+    for name in known.keys() & _LIMITS & value.keys():
+        if value[name] == -1:  # no limit, as for other servers
+            value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
     for name, form in known.items():
         if form.is_free and name not in _PROMPTS:
             check_nesting(name, getattr(request, name))
-    for name in _LIMITS:
-        if getattr(request, name, None) == -1:  # no limit, as for other servers
-            setattr(request, name, front.check_ready()[1].max_len)
     if isinstance(request, Common):
         _check_limits(request)
     front.check_model(value.get("model"))
@@ -204,6 +200,9 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
             raise bad_field(field[:100], "is missing") from None
         if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
             raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
+        if "`int`" in what and (limits := _limits(kind, field)) is not None:
+            expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
+            raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
     except RecursionError:
         raise HTTPError(400, "the body is nested too deeply", param="body") from None
@@ -240,28 +239,30 @@ def _fields(kind: type) -> dict[str, _Form]:
     return fields
 
 
+def _limits(kind: type, name: str) -> Meta | None:
+    """The range of a field of integers; None: it is no such field, or any integer will do."""
+    hint = get_type_hints(kind, include_extras=True).get(name)
+    limits = [limit for option in (hint, *get_args(hint)) for limit in getattr(option, "__metadata__", ())]
+    return next((limit for limit in limits if limit.ge >= 0), None)
+
+
 def _check_limits(request: Common) -> None:
-    check_texts("stop", request.stop, MAX_STOPS)
-    check_texts("bad_words", request.bad_words, MAX_IDS)
-    _check_count("stop_token_ids", request.stop_token_ids or (), MAX_IDS)
-    _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
+    for name, record in SETTINGS.items():
+        if record.most is not None and (entries := getattr(request, name)):
+            check_texts(name, entries, record.most)
     _check_grammar("structured_outputs", request.structured_outputs)
     if isinstance(request, Sampling):
         _check_choices(request)
 
 
-def check_texts(name: str, texts: str | Sequence[str] | None, limit: int) -> None:
-    """Raise 400 if a field has more texts than `limit`, or one that is too long."""
-    texts = [texts] if isinstance(texts, str) else texts or []
-    _check_count(name, texts, limit)
-    longest = max(map(len, texts), default=0)
+def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
+    """Raise 400 if a field has more entries than `limit`, or a text that is too long."""
+    entries = [entries] if isinstance(entries, str) else entries
+    if len(entries) > limit:
+        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(entries))
+    longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
     if longest > MAX_STOP_LENGTH:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
-
-
-def _check_count(name: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
 
 
 def _check_grammar(name: str, value: Any) -> None:
@@ -270,8 +271,6 @@ def _check_grammar(name: str, value: Any) -> None:
 
 
 def _check_choices(request: Sampling) -> None:
-    check_range("n", request.n, 1, MAX_N)
-    check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     if request.prompt_logprobs is not None and request.stream:
         raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
     _check_grammar("response_format", request.response_format)
@@ -280,16 +279,17 @@ def _check_choices(request: Sampling) -> None:
 
 def check_copies(request: Sampling, completions: int) -> None:
     """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
-    lists = {name: 8 * len(getattr(request, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
-    texts = {name: len(msgspec.json.encode(getattr(request, name))) for name in _TEXTS}
-    sizes = lists | texts
+    sizes = {name: _size(getattr(request, name)) for name in (*SETTINGS, "structured_outputs", "response_format")}
     if sum(sizes.values()) * completions > MAX_COPIES:
         expected = f"at most {MAX_COPIES // completions:,} bytes of lists, texts and grammars for {completions} completions"
         largest = max(sizes, key=sizes.__getitem__)
         raise bad_field(largest, "is too large for so many completions", expected=expected, found=f"{sum(sizes.values()):,}")
 
 
-_TEXTS = ("stop", "bad_words", "structured_outputs", "response_format")
+def _size(value: Any) -> int:
+    """The bytes of a list of numbers, a text, or any other JSON value."""
+    numbers = isinstance(value, list | dict) and not any(isinstance(entry, str | list | dict) for entry in value)
+    return 8 * len(value) if numbers else len(msgspec.json.encode(value))
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -303,13 +303,6 @@ def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
     raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
 
 
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
-_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-
-
 def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
     """The sampling parameters of a request.
 
@@ -317,8 +310,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         renamed: names of parameters → names of the fields that they come from, for messages.
         changes: more parameters, which replace those of the request.
     """
-    given = {name: getattr(request, name) for name in _SAME} | {"seed": _seed(request.seed)}
-    given |= {name: switch for name in _SWITCHES if (switch := getattr(request, name)) is not None}
+    given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
     try:
         return SamplingParams(**given | changes)
     except InputError as error:

@@ -12,7 +12,7 @@ from minirt.server.conversation import Conversation, Prepared, prepare, template
 from minirt.server.errors import HTTPError, bad_field, error_fields
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import REFUSED, Common, Int, Refused, StreamOptions, answer_form, check_range, decode
+from minirt.server.protocol import REFUSED, Common, Int, Positive, Refused, StreamOptions, answer_form, decode
 from minirt.server.response_items import Output, StreamEvent, read_input
 from minirt.text.messages import text_at
 from minirt.text.reply import Event
@@ -27,7 +27,7 @@ class ResponsesRequest(Common, kw_only=True):
 
     input: Any
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Positive | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -87,7 +87,6 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
 
 
 def _check(front: Front, request: ResponsesRequest) -> None:
-    check_range("max_output_tokens", request.max_output_tokens, 1)
     if request.metadata is not None and not isinstance(request.metadata, dict):
         raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
     if "message.output_text.logprobs" in (include := request.include or ()):

@@ -16,8 +16,9 @@ import uvicorn
 from minirt.errors import InputError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import SWITCH_SECONDS
 

@@ -120,7 +120,7 @@ def test_the_table_of_other_names_is_true():
     options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
     arguments = {*LoadOptions.__dataclass_fields__, *signature(Generator.generate).parameters}
     sampling = set(SamplingParams.__dataclass_fields__)
-    for name, entry in foreign_names._NAMES.items():
+    for name, entry in foreign_names.names().items():
         if isinstance(entry, str):
             continue
         _, option, python = entry
@@ -130,7 +130,7 @@ def test_the_table_of_other_names_is_true():
             assert match, name
             found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
             assert found, name
-    assert set(foreign_names._SHORT.values()) <= foreign_names._NAMES.keys()
+    assert set(foreign_names._SHORT.values()) <= foreign_names.names().keys()
 
 
 def commands(group=cli.cli):
@@ -171,7 +171,7 @@ def test_bad_numbers_of_tokens(text, run):
 
 def test_numbers_of_tokens_reach_the_model(run, folder):
     refused(run("generate", "-m", folder, *CACHE, "--max-model-len", "1k", "x"), "found 1000", code=2)
-    refused(run("generate", "--max-num-batched-tokens", "0", "x"), "--max-num-batched-tokens", "x>=1", code=2)
+    refused(run("plan", "-m", folder, "--max-num-batched-tokens", "0"), "--max-num-batched-tokens: ", "from 1 to", code=2)
     assert run("generate", "-m", folder, *CACHE, "--max-model-len", "auto", "--max-tokens", 1, "x")[0] == 0
 
 

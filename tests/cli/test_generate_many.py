@@ -267,7 +267,7 @@ def completion(tokens, reason="length"):
 
 def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     out = []
-    monkeypatch.setattr(generate_many, "write", out.append)
+    monkeypatch.setattr(generate_many.output, "write", out.append)
     requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
     printing = generate_many.Printing(as_json=False, verbose=False, quiet=True)
     results = generate_many._Results(requests, printing, texts=False, drafts=False)
@@ -368,7 +368,7 @@ def test_a_second_signal_does_not_cut_the_last_output(run, folder, file, monkeyp
         os.kill(os.getpid(), signal.SIGHUP)
         original(text)
 
-    monkeypatch.setattr(generate_many, "write", write)
+    monkeypatch.setattr(generate_many.output, "write", write)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         path = file(*({"prompt": "a", "max_tokens": n} for n in (3, 9, 9)))

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.loading.options import pick_length
+from minirt.loading.resolve import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config

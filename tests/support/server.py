@@ -15,9 +15,10 @@ import uvicorn
 
 from minirt.engine.request import TokenOutput
 from minirt.server.app import App
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.run import listen
 from minirt.server.wire import TO_ENGINE, Abort, AskTokens, Found, Frames, Ready, Start, Step, Submit, Tokens, frame
