@@ -140,7 +140,7 @@ def test_the_headline_is_about_what_vllm_does_by_default():
     """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
     text = tables.headline(beside())
     assert text.startswith(
-        "On Xs, minirt decodes M 1.50 times as fast as vLLM 7 in bf16 (batch 64 and 256), and 2.50 to 2.60 times as fast as vLLM "
+        "minirt decodes M 1.50 times as fast as vLLM 7 in bf16 (batch 64 and 256), and 2.50 to 2.60 times as fast as vLLM "
         "in `--fp8` (batch 64 and 256). Offline throughput is 1.20 times that of vLLM in bf16 and 2.00 times that of "
         "vLLM in `--fp8`. "
     )
