@@ -144,7 +144,7 @@ def test_the_headline_is_about_what_vllm_does_by_default():
         "in `--fp8` (batch 64 and 256). Offline throughput is 1.20 times that of vLLM in bf16 and 2.00 times that of "
         "vLLM in `--fp8`. "
     )
-    assert "weights are random" in text, "beside the first figure, not far below it"
+    assert "random weights" in text, "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
