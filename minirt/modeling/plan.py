@@ -151,15 +151,12 @@ def _parts(layer: str) -> tuple[str, int | None, str]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    steps = {(later[0] - run[0], len(later) - len(run)) for run, later in pairwise(runs)}
-    if len(runs) > 3 and len(steps) == 1 and next(iter(steps))[1] == 0:
+    ordered = sorted(set(numbers))
+    firsts, lasts = ([n for n in ordered if n + step not in ordered] for step in (-1, 1))
+    runs = list(zip(firsts, lasts, strict=True))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    steps = {(after[0] - run[0], after[1] - run[1]) for run, after in pairwise(runs)}  # equal runs: both are the same
+    if len(runs) > 3 and len(steps) == 1 and all(first == last for first, last in steps):
         texts = [*texts[:2], "…", texts[-1]]
     return ",".join(texts)
 
@@ -173,8 +170,8 @@ def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
         return None if any(row.implementation == "triton" for row in rows) else "no layer runs on Triton"
     if all(row.implementation == "eager" for row in rows):
         return "every layer is eager"
-    first, more = blocking[0], len(blocking) - 1
-    others = f" ({more} more layer{'s' * (more > 1)} like it)" if more else ""
+    first, count = blocking[0], len(blocking) - 1
+    others = f" ({count} more layer{'s' * (count > 1)} like it)" if count else ""
     if first.implementation == "eager":
         return f"{first.layer} is eager, and CUDA graphs hold no eager layers{others}"
     return f"{first.layer} runs as {first.implementation!r}, which is not registered as capturable{others}"
@@ -189,8 +186,7 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     Raises:
         UnsupportedError: a choice is malformed, or there are two different defaults.
     """
-    default, rules = "auto", []
-    chosen = False
+    default, rules, chosen = "auto", [], False
     items = [impl] if isinstance(impl, str) else list(impl) if isinstance(impl, Iterable) else [impl]
     for item in items:
         if not isinstance(item, str):
@@ -198,9 +194,7 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
             raise UnsupportedError("not an implementation choice", where="impl", expected=expected, found=type(item).__name__)
         pattern, equals, name = item.rpartition("=")
         if not name or (equals and not pattern):
-            raise UnsupportedError(
-                "not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME"
-            )
+            raise UnsupportedError("not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME")
         if equals:
             rules.append((pattern, name))
         elif chosen and name != default:

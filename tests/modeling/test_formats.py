@@ -189,7 +189,7 @@ def test_a_mixture_of_experts_knows_its_bytes():
     for quantization, total, read in ((None, 61.06e9, 6.08e9), (Quantization("fp8"), 31.0e9, 3.06e9)):
         model = Model(config, models.build(config), quantization)
         model.dtype = torch.bfloat16
-        assert model.num_parameters == config.num_parameters
+        assert model.num_parameters == pytest.approx(30.53e9, rel=1e-3)
         assert model.weight_bytes(torch.bfloat16) == pytest.approx(total, rel=0.01)
         one, some, many = (step_read_bytes(model, tokens) for tokens in (1, 32, 10**4))
         assert model.decode_read_bytes == one == pytest.approx(read, rel=0.02)
