@@ -102,8 +102,9 @@ def with_present_weights(files: ModelFiles) -> ModelFiles:
 
 
 def remote_headers(files: ModelFiles) -> list[tuple[str, Path, tuple[int, ...], str]]:
-    """Name, file, shape and dtype ("BF16") of each tensor of a Hub model whose weights are not downloaded, from the headers of the
-    files: some kilobytes of each.
+    """Name, file, shape and dtype ("BF16") of each tensor of a Hub model whose weights are not downloaded.
+
+    They are in the headers of the files, some kilobytes of each.
 
     Raises:
         ModelNotFoundError: they cannot be read.

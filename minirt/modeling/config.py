@@ -376,7 +376,7 @@ class Fields:
         value = self.raw.get(name)
         return Fields({} if value is None else value, self.file, f"{self._path(name)}.", read=self.read)
 
-    def missing(self, name: str, expected: str) -> ConfigError:
+    def missing(self, name: str, expected: str) -> MinirtError:
         """The error for a field that must be there."""
         return self.wrong(name, "the field is missing", expected, found=None)
 

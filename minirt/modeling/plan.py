@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
 
 from minirt.errors import UnsupportedError, printable
-from minirt.sizes import format_size
+from minirt.sizes import format_size, ranges
 from minirt.wording import worded
 
 _COLUMNS = ("layer", "impl", "why", "dtype", "weights")
@@ -147,18 +146,6 @@ def _parts(layer: str) -> tuple[str, int | None, str]:
     """"layers.3.mlp" → ("layers.", 3, ".mlp"); a name without a number: (name, None, "")."""
     match = re.fullmatch(r"(\D*\.)?([0-9]{1,9})(\..*)?", layer)
     return (match[1] or "", int(match[2]), match[3] or "") if match else (layer, None, "")
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
-    ordered = sorted(set(numbers))
-    firsts, lasts = ([n for n in ordered if n + step not in ordered] for step in (-1, 1))
-    runs = list(zip(firsts, lasts, strict=True))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    steps = {(after[0] - run[0], after[1] - run[1]) for run, after in pairwise(runs)}  # equal runs: both are the same
-    if len(runs) > 3 and len(steps) == 1 and all(first == last for first, last in steps):
-        texts = [*texts[:2], "…", texts[-1]]
-    return ",".join(texts)
 
 
 def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
