@@ -36,30 +36,13 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
 def decoder_config(
-    fields: Fields,
-    *,
-    model_type: str,
-    classes: Collection[str],
-    max_positions: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    attention_bias: bool | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    zero_centered_norms: bool = False,
-    attention_gate: str | None = None,
-    tie_word_embeddings: bool = False,
-    theta: float = 10000.0,
-    eps: float = 1e-6,
-    partial_rotary: bool = False,
-    rope_keys: Collection[str] = (),
-    no_rope_layers: Collection[int] = (),
-    moe: MoEConfig | None = None,
-    window: "Window | None" = None,
-    handled: Collection[str] = (),
-) -> ModelConfig:
+    fields: Fields, *, model_type: str, classes: Collection[str], max_positions: int, kv_heads: int | None = None,
+    head_dim: int | None = None, attention_bias: bool | None = None, qkv_bias: bool = False, o_bias: bool = False,
+    mlp_bias: bool = False, qk_norm: bool = False, zero_centered_norms: bool = False, attention_gate: str | None = None,
+    tie_word_embeddings: bool = False, theta: float = 10000.0, eps: float = 1e-6, partial_rotary: bool = False,
+    rope_keys: Collection[str] = (), no_rope_layers: Collection[int] = (), moe: MoEConfig | None = None,
+    window: "Window | None" = None, handled: Collection[str] = (),
+) -> ModelConfig:  # fmt: skip
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
@@ -103,30 +86,18 @@ def decoder_config(
     head_size = _head_dim(fields, hidden, heads, head_dim)
     layers = _num_layers(fields)
     config = ModelConfig(
-        model_type=model_type,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=head_size,
-        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
+        model_type=model_type, hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE), num_layers=layers, num_heads=heads,
+        num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", default=eps, minimum=1e-20, maximum=0.1),
         max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")],
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        dtype=_dtype(fields),
-        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
-        moe=moe,
+        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], qkv_bias=qkv_bias, o_bias=o_bias,
+        mlp_bias=mlp_bias, qk_norm=qk_norm, dtype=_dtype(fields),
+        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys), moe=moe,
         sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
-        no_rope_layers=frozenset(no_rope_layers),
-        attention_gate=attention_gate,
-        zero_centered_norms=zero_centered_norms,
-    )
+        no_rope_layers=frozenset(no_rope_layers), attention_gate=attention_gate, zero_centered_norms=zero_centered_norms,
+    )  # fmt: skip
     refuse_foreign_fields(fields, config, handled)
     refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
@@ -150,14 +121,11 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
         what, expected = "the list names a layer that the model does not have", f"numbers from 0 to {count - 1}"
         raise fields.wrong("mlp_only_layers", what, expected, found=absent[0])
     return MoEConfig(
-        num_experts=experts,
-        experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE),
-        shared_intermediate_size=shared,
+        num_experts=experts, experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE), shared_intermediate_size=shared,
         normalize=fields.boolean("norm_topk_prob", default=normalize),
-        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS),
-        dense_layers=frozenset(dense),
-    )
+        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS), dense_layers=frozenset(dense),
+    )  # fmt: skip
 
 
 def _num_layers(fields: Fields) -> int:

@@ -61,21 +61,10 @@ def hybrid_config(
     for name, value in _ONLY.items():
         fields.only(name, value, what="the value is not supported")
     config = decoder_config(
-        fields,
-        model_type=model_type,
-        classes=classes,
-        max_positions=32768,
-        kv_heads=4,
-        head_dim=256,
-        attention_bias=False,
-        qk_norm=True,
-        zero_centered_norms=True,
-        attention_gate="q_proj",
-        partial_rotary=True,
-        rope_keys=MROPE_KEYS,
-        moe=moe,
+        fields, model_type=model_type, classes=classes, max_positions=32768, kv_heads=4, head_dim=256, attention_bias=False,
+        qk_norm=True, zero_centered_norms=True, attention_gate="q_proj", partial_rotary=True, rope_keys=MROPE_KEYS, moe=moe,
         handled=_HANDLED,
-    )
+    )  # fmt: skip
     return replace(config, gated_delta_net=_gated_delta_net(fields, config.num_layers, grouped), mtp=read_mtp(fields))
 
 

@@ -15,14 +15,6 @@ def config(fields: Fields) -> ModelConfig:
 
 def _decoder(fields: Fields) -> ModelConfig:
     return decoder_config(
-        fields,
-        model_type="qwen3_vl",
-        classes=(),
-        max_positions=128000,
-        kv_heads=32,
-        head_dim=128,
-        theta=5e5,
-        attention_bias=False,
-        qk_norm=True,
-        rope_keys=MROPE_KEYS,
-    )
+        fields, model_type="qwen3_vl", classes=(), max_positions=128000, kv_heads=32, head_dim=128, theta=5e5,
+        attention_bias=False, qk_norm=True, rope_keys=MROPE_KEYS,
+    )  # fmt: skip

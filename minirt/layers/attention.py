@@ -62,13 +62,12 @@ class Attention(Layer):
     @property
     def cos_sin(self) -> Tensor | None:
         """The rotary table [max_model_len, R] fp32, cosines | sines of R rotated channels; None: there is no rotary embedding."""
-        rope = self.settings.rope
-        return None if rope is None else self.context.rope(rope, self.settings.rotary_dim)
+        return self.context.rope(*self.ropes[0]) if self.ropes else None
 
     @property
     def query_scales(self) -> Tensor | None:
         """The factors of q by position, [max_model_len] fp32; None: there are none."""
-        return None if self.settings.rope is None else self.context.query_scales(self.settings.rope)
+        return self.context.query_scales(self.settings.rope) if self.settings.rope else None
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:

@@ -59,11 +59,9 @@ class LayerContext:
 
     def query_scales(self, rope: RopeConfig) -> Tensor | None:
         """The factors of q by position, [max_model_len] fp32; None: there are none."""
-        if not rope.query_scaling_beta:
-            return None
-        if rope not in self._query_scales:
+        if rope.query_scaling_beta and rope not in self._query_scales:
             self._query_scales[rope] = query_scales(rope, self.max_model_len, self.device)
-        return self._query_scales[rope]
+        return self._query_scales.get(rope)
 
     @cached_property
     def pdl(self) -> bool:

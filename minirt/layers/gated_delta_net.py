@@ -7,15 +7,9 @@ from torch import Tensor
 
 from minirt.errors import ConfigError
 from minirt.kernels import reference
+from minirt.kernels.gated_delta import operands
 from minirt.kernels.gated_delta import reference as gated_delta
-from minirt.kernels.gated_delta.operands import (
-    CHUNK,
-    HEAD_DIMS,
-    WIDTH,
-    GatedDeltaSequences,
-    GatedDeltaState,
-    GatedDeltaWeights,
-)
+from minirt.kernels.gated_delta.operands import CHUNK, HEAD_DIMS, WIDTH
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, Values
@@ -102,17 +96,17 @@ class GatedDeltaNet(Layer):
         rule = 6 * self.num_v_heads * self.head_k_dim * self.head_v_dim
         return super().flops(rows) + rows * (rule + 2 * WIDTH * self.channels)
 
-    def weights(self) -> GatedDeltaWeights:
+    def weights(self) -> operands.GatedDeltaWeights:
         """The weights beside the projections."""
         eps = self.config.rms_norm_eps
-        return GatedDeltaWeights(
+        return operands.GatedDeltaWeights(
             self.conv.weight.view(-1, WIDTH), self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps
         )
 
-    def require(self, kv: LayerState | None) -> GatedDeltaState:
+    def require(self, kv: LayerState | None) -> operands.GatedDeltaState:
         if kv is None:
             raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
-        return GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
+        return operands.GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
 
 
 def _grouped(name: str, heads: int, blocks: tuple[int, ...]) -> list[Part]:
@@ -202,7 +196,8 @@ def triton(layer: GatedDeltaNet) -> Forward:
                 x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
             )
             side.join()
-        sequences = GatedDeltaSequences(batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshots)
+        starts, lengths = batch.query_starts_device, batch.seq_lens_device
+        sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)
         y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 

@@ -264,12 +264,13 @@ class Matched(NamedTuple):
     """The tensors of a checkpoint, by what loading does with them.
 
     Attributes:
-        targets: tensor name → its holders (two for a tied head that is quantized).
+        targets: tensor name → its holders (two for a tied head that is quantized). `specs`: tensor name → what it must be.
         unused: names of the tensors that the model does not use; see `warn_of_extras`.
         zero_biases: names of biases of linears that have none. They are not used, and must be zero.
     """
 
     targets: dict[str, list[Parameter]]
+    specs: dict[str, TensorSpec]
     unused: tuple[str, ...]
     zero_biases: tuple[str, ...]
 
@@ -300,8 +301,8 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
         entry = entries[name]
         if entry.shape != spec.shape and entry.shape not in spec.also:
             transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
-            hint, expected = _TRANSPOSED if transposed else _OTHER, list(spec.shape)
-            raise CheckpointError("wrong shape", where=entry.place, expected=expected, found=list(entry.shape), hint=hint)
+            hint, shape = _TRANSPOSED if transposed else _OTHER, list(entry.shape)
+            raise CheckpointError("wrong shape", where=entry.place, expected=list(spec.shape), found=shape, hint=hint)
     modules = {module for parameter in model.parameters() for module in parameter.modules}
     biases = tuple(n for n in entries if n not in specs and n.endswith(".bias") and n.removesuffix(".bias") in modules)
     scales = model.formats.unused_scales if model.formats else ()
@@ -314,16 +315,14 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
             expected = " or ".join(dtypes)
             raise CheckpointError("wrong dtype", where=entry.place, expected=expected, found=entry.dtype, hint=_OTHER)
     known = specs.keys() | checked
-    unused = tuple(
-        sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
-    )
+    unused = tuple(sorted(n for n in entries if not (n in known or n.endswith(DERIVED) or _tied_copy(model, n))))
     extras = set(attention_scales(unused, modules))
     others = tuple(start for start in _EXTRAS if not any(name.startswith(start) for name in specs))
     unexpected = [name for name in unused if name not in extras and not name.startswith(others)]
     if unexpected and not allow_unused:
         what, hint = f"{len(unexpected)} unexpected tensors", "config.json describes another model"
         raise CheckpointError(what, where=entries[unexpected[0]].file, found=some_names(unexpected), hint=hint)
-    return Matched({name: holders for name, (holders, _) in wanted.items()}, unused, biases)
+    return Matched({name: holders for name, (holders, _) in wanted.items()}, specs, unused, biases)
 
 
 def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
@@ -373,8 +372,7 @@ def load(
     Raises:
         CheckpointError: see `match`; or a tied head differs from the embedding; or a NaN or Inf.
     """
-    targets, unused, biases = match(model, entries, allow_unused)
-    specs = {spec[0]: TensorSpec(*spec) for parameter in model.parameters() for spec in parameter.expected()}
+    targets, specs, unused, biases = match(model, entries, allow_unused)
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
     work = [piece for name in targets for piece in _pieces(entries[name], specs[name].pieces)]
     total, done = sum(piece.nbytes for piece in work), 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
 from minirt.files import present, read_json
-from minirt.loading.checkpoint import Entry
 from minirt.wording import warn
 
 _SINGLE = "model.safetensors"
@@ -102,8 +101,10 @@ def with_present_weights(files: ModelFiles) -> ModelFiles:
         return files  # the cache of the Hub holds a part of them
 
 
-def remote_headers(files: ModelFiles) -> list[Entry]:
-    """The headers of the weight files of a Hub model that are not downloaded: some kilobytes of each file.
+def remote_headers(files: ModelFiles) -> list[tuple[str, Path, tuple[int, ...], str]]:
+    """Name, file, shape and dtype ("BF16") of each tensor of a Hub model whose weights are not downloaded.
+
+    They are in the headers of the files, some kilobytes of each.
 
     Raises:
         ModelNotFoundError: they cannot be read.
@@ -113,7 +114,7 @@ def remote_headers(files: ModelFiles) -> list[Entry]:
     with _explained(files.name, files.revision):
         headers = get_safetensors_metadata(files.name, revision=files.revision).files_metadata
         return [
-            Entry(str(name), Path(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
+            (str(name), Path(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
             for file, header in headers.items() for name, tensor in header.tensors.items()
         ]  # fmt: skip
 

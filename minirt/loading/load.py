@@ -94,14 +94,15 @@ def _with_advice(
         hint = "minirt models lists presets" + (f"; {error.what}: {error.hint}" if "/" in name else "")
         what = f"minirt does not support {family.strip('-')} models"
         return ModelNotFoundError(what, where=error.where, expected=expected, hint=hint)
-    known, hint = preset or next((one for one in models.presets() if one.hub_id == name), None), error.hint
+    known = preset or next((one for one in models.presets() if one.hub_id == name), None)
+    hint = error.hint or ""
     if known is not None and hint and revision is None:
         hint += f"; --model {known.name} --random-weights measures without a download, with token ids as prompts"
     elif "/" not in name and "gguf" not in name.lower():
         hint = "give a folder, a Hub id org/name, or a preset; minirt models lists the presets"
         if near := _similar_presets(name):
             hint = f"did you mean {', '.join(near)}? Otherwise {hint}"
-    return ModelNotFoundError(error.what, where=error.where, hint=hint)
+    return ModelNotFoundError(error.what, where=error.where, hint=hint or None)
 
 
 def _similar_presets(name: str) -> list[str]:
@@ -347,7 +348,7 @@ def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str,
         warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone")
     if files.revision is not None and source.quantization is not None:
         with suppress(ModelNotFoundError):
-            return source, {entry.name: entry for entry in remote_headers(files)}, None
+            return source, {tensor[0]: Entry(*tensor) for tensor in remote_headers(files)}, None
     return source, None, None
 
 

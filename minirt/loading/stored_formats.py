@@ -176,10 +176,8 @@ class _Search:
                 self.unlisted.append(module)
             return None
         if weight.dtype != E4M3:
-            expected = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS)
-            raise CheckpointError(
-                "wrong dtype", where=weight.place, expected=expected, found=weight.dtype, hint=LOAD_UNQUANTIZED
-            )
+            expected, hint = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS), LOAD_UNQUANTIZED
+            raise CheckpointError("wrong dtype", where=weight.place, expected=expected, found=weight.dtype, hint=hint)
         if self.stated is None:
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
             hint = "its numbers have a meaning only with their scales"

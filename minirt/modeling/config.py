@@ -113,13 +113,6 @@ class AttentionSettings:
         """How many channels of a head are rotated: the first ones."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
-    def num_parameters(self, hidden_size: int) -> int:
-        """Number of weights and biases, without the norm of the layer's input."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        weights = hidden_size * (2 * q + 2 * kv + q * (self.gate is not None))
-        biases = self.qkv_bias * (q + 2 * kv + q * (self.gate == "q_proj")) + self.o_bias * hidden_size
-        return weights + biases + 2 * self.head_dim * (self.qk_norm == "weighted")
-
 
 @dataclass(frozen=True)
 class GatedDeltaNetConfig:
@@ -135,13 +128,6 @@ class GatedDeltaNetConfig:
     head_v_dim: int
     layers: frozenset[int]
     grouped: bool = False
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Number of weights of a layer, without the norm of its input."""
-        values = self.num_v_heads * self.head_v_dim
-        channels = 2 * self.num_k_heads * self.head_k_dim + values
-        projections = channels + 2 * values + 2 * self.num_v_heads
-        return hidden_size * projections + 4 * channels + 2 * self.num_v_heads + self.head_v_dim
 
 
 @dataclass(frozen=True)
@@ -162,10 +148,6 @@ class MoEConfig:
     normalize: bool = True
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
-
-    def covers(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
-        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -239,33 +221,10 @@ class ModelConfig:
         stretched = int(self.rope.factor * original) if self.rope.kind in ("linear", "dynamic") else 0
         return max(self.context_len, min(stretched, MAX_POSITIONS))
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights and biases of the whole model. A tied LM head counts once."""
-        recurrent, linear = 0, self.gated_delta_net
-        mixers = 0
-        if linear is not None:
-            recurrent = len(linear.layers)
-            mixers = recurrent * linear.num_parameters(self.hidden_size)
-        mixers += (self.num_layers - recurrent) * self.attention().num_parameters(self.hidden_size)
-        mlps = sum(self.mlp_weights(i) for i in range(self.num_layers))
-        biased = self.mlp_bias * sum(not self.is_mixture(i) for i in range(self.num_layers))
-        mlps += biased * (2 * self.intermediate_size + self.hidden_size)
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + mlps + mixers + (2 * self.num_layers + 1) * self.hidden_size
-
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts instead of a dense MLP."""
-        return self.moe is not None and self.moe.covers(layer)
-
-    def mlp_weights(self, layer: int, *, of_one_token: bool = False) -> int:
-        """Number of weights in the matrices of a layer's MLP or mixture; `of_one_token`: of those that one token uses."""
-        if self.moe is None or not self.moe.covers(layer):
-            return 3 * self.hidden_size * self.intermediate_size
         moe = self.moe
-        experts = moe.experts_per_token if of_one_token else moe.num_experts
-        channels = 3 * (experts * moe.intermediate_size + moe.shared_intermediate_size)
-        return self.hidden_size * (channels + moe.num_experts + (moe.shared_intermediate_size > 0))
+        return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
 
 
 _REQUIRED: Any = object()
@@ -417,7 +376,7 @@ class Fields:
         value = self.raw.get(name)
         return Fields({} if value is None else value, self.file, f"{self._path(name)}.", read=self.read)
 
-    def missing(self, name: str, expected: str) -> ConfigError:
+    def missing(self, name: str, expected: str) -> MinirtError:
         """The error for a field that must be there."""
         return self.wrong(name, "the field is missing", expected, found=None)
 
@@ -482,11 +441,9 @@ def read_rope(
     architecture = _Architecture(max_positions, head_dim, theta, partial, frozenset(keys))
     ropes = [architecture.read(rope, fields) for rope in given]
     if ropes[0] != ropes[-1]:
-        raise ConfigError(
-            "rope_scaling and rope_parameters contradict each other",
-            where=fields.file, expected=ropes[-1], found=ropes[0],
-            hint="remove the wrong one; one without a rope_theta takes the top-level rope_theta",
-        )  # fmt: skip
+        what = "rope_scaling and rope_parameters contradict each other"
+        hint = "remove the wrong one; one without a rope_theta takes the top-level rope_theta"
+        raise ConfigError(what, where=fields.file, expected=ropes[-1], found=ropes[0], hint=hint)
     return ropes[0]
 
 
@@ -558,9 +515,7 @@ class _Architecture:
         fast, slow = _positive(rope, "beta_fast") or 32.0, _positive(rope, "beta_slow") or 1.0
         _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
         attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
-        return replace(
-            plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention
-        )
+        return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
 
     def _partial(self, rope: Fields, fields: Fields) -> float:
         """The share of a head's channels that is rotated."""

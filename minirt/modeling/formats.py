@@ -74,9 +74,10 @@ class LinearFormat(ABC):
     quantizes: ClassVar[bool] = False
     chunk: ClassVar[int] = CHUNK
 
-    @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        """The checkpoint tensors of one part, its bias apart. `module`: the part's checkpoint prefix. The weight comes first."""
+        """The checkpoint tensors of one part, its bias apart. `module`: the part's checkpoint prefix. The weight comes first. The
+        default is a weight of 16 or 32 bits."""
+        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
 
     @abstractmethod
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
@@ -170,12 +171,26 @@ class QuantizedToFp8(_Fp8Rows):
 
     quantizes = True
 
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
+
+class _Stored(LinearFormat):
+    """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
+
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
+        start = sum(rows[:part])
+        if what == "weight":
+            weight[start + first : start + first + source.shape[0]].copy_(source)
+        else:
+            self.place_scale(source, scale, rows, slice(start, start + rows[part]))
+
+    @abstractmethod
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
+        """Copy a stored scale to that of the rows `place`, those of a part."""
 
 
 @dataclass(frozen=True)
-class StoredFp8(_Fp8Rows):
+class StoredFp8(_Stored, _Fp8Rows):
     """e4m3 weights in the checkpoint, with a scale for each row or, `per_tensor`, one for the whole weight.
 
     A scale for the whole weight is repeated for each of its rows. That gives the same numbers, and the parts of a packed linear
@@ -193,18 +208,12 @@ class StoredFp8(_Fp8Rows):
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
         yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start = sum(rows[:part])
-        if what == "weight":
-            weight[start + first : start + first + source.shape[0]].copy_(source)
-        else:
-            scale[start : start + rows[part]].copy_(source.flatten())
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
+        scale[place].copy_(source.flatten())
 
 
 @dataclass(frozen=True)
-class StoredFp8Blocks(LinearFormat):
+class StoredFp8Blocks(_Stored):
     """e4m3 weights in the checkpoint, with a scale for each block of 128 × 128 of each part. The last blocks may be smaller.
 
     The packed scale has a row for each g rows of weights: 128, or if parts do not begin at multiples of 128, the largest power of
@@ -228,17 +237,11 @@ class StoredFp8Blocks(LinearFormat):
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-sum(rows) // self.group_rows(rows)), -(-K // FP8_BLOCK)
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start = sum(rows[:part])
-        if what == "weight":
-            weight[start + first : start + first + source.shape[0]].copy_(source)
-            return
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
         g = self.group_rows(rows)
-        table = source.flatten(1) if source.ndim == 2 else source[:, 0, :, 0]
-        table = table.repeat_interleave(FP8_BLOCK // g, 0)[: -(-rows[part] // g)]
-        scale[start // g : start // g + table.shape[0]].copy_(table)
+        target = scale[place.start // g : -(-place.stop // g)]
+        table = source if source.ndim == 2 else source[:, 0, :, 0]
+        target.copy_(table.repeat_interleave(FP8_BLOCK // g, 0)[: target.shape[0]])
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         values, scales = reference.quantize_fp8_blocks(source, scale_rows.shape[0])
@@ -292,9 +295,6 @@ class QuantizedToInt4(_Int4):
     quantizes = True
     chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
-
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
 
 
 @dataclass(frozen=True)

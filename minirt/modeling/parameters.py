@@ -163,14 +163,15 @@ class PackedLinear(Parameter):
 
     def expected(self) -> Iterator[TensorSpec]:
         for part in {part.name: part for part in self.parts}.values():
-            rows, whole = part.stored_rows, part.of is not None  # blocks of rows are not taken from pieces
-            if self.format is None:
-                yield TensorSpec(f"{part.name}.weight", (rows, self.in_features), pieces=not whole)
-            else:
-                specs = self.format.tensors(part.name, rows, self.in_features)
-                yield from (spec._replace(pieces=False) for spec in specs) if whole else specs
+            specs = self._tensors(part.name, part.stored_rows)  # blocks of rows are not taken from pieces
+            yield from specs if part.of is None else (spec._replace(pieces=False) for spec in specs)
             if self.has_bias:
-                yield TensorSpec(f"{part.name}.bias", (rows,))
+                yield TensorSpec(f"{part.name}.bias", (part.stored_rows,))
+
+    def _tensors(self, name: str, rows: int) -> Iterator[TensorSpec]:
+        if self.format is not None:
+            return self.format.tensors(name, rows, self.in_features)
+        return iter((TensorSpec(f"{name}.weight", (rows, self.in_features), pieces=True),))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.format is None:
@@ -231,11 +232,7 @@ class SomeRows(PackedLinear):
         self._whole, self.ids = part.rows, torch.arange(count)
 
     def expected(self) -> Iterator[TensorSpec]:
-        name = self.parts[0].name
-        if self.format is None:
-            yield TensorSpec(f"{name}.weight", (self._whole, self.in_features), pieces=True)
-        else:
-            yield from self.format.tensors(name, self._whole, self.in_features)
+        return self._tensors(self.parts[0].name, self._whole)
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         start, stop = torch.searchsorted(self.ids, torch.tensor([first, first + source.shape[0]])).tolist()

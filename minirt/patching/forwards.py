@@ -68,9 +68,9 @@ def _linear(x: Tensor, weights: Weights, residual: Tensor | None) -> Tensor:
 
 def mlp(self: Any, x: Tensor, norm: Norm | None = None) -> Tensor:
     record = current(self, x, norm is None)
-    gate_up, down = record.weights
+    (gate_up, down), (norm_weight, eps) = record.weights, norm or (None, 0.0)
     weight, bias, scale = gate_up.tensors(x)
-    h = functional.norm_gate_up(x, *(norm or (None, 0.0)), weight, record.activation, bias, scale)
+    h = functional.norm_gate_up(x, norm_weight, eps, weight, record.activation, bias, scale)
     return _linear(h, down, None if norm is None else x)
 
 

@@ -58,8 +58,8 @@ def patch(
                 _install(module, name, rule, record, options)
                 covered.update(id(linear) for product in record.linears for linear in product.values())
                 covered.update(map(id, record.covers))
-            why = record if isinstance(record, str) else record.how
-            changes[name] = Change(name, type(module).__name__, isinstance(record, Record), why)
+            what = record if isinstance(record, str) else record.how
+            changes[name] = Change(name, type(module).__name__, isinstance(record, Record), what)
     except BaseException:
         _restore(model)
         raise

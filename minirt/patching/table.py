@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minirt.modeling.plan import ranges
-from minirt.sizes import format_size
+from minirt.sizes import format_size, ranges
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 

@@ -8,12 +8,9 @@ import argparse
 import gzip
 import json
 import random
-import sys
 from pathlib import Path
 from string import Template
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import clean
 import torch
