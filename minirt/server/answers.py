@@ -125,7 +125,7 @@ class ChoicesAnswer(Answer):
         self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
         self.tokenizer, self.wants_logprobs, self.parses, self._options = tokenizer, wants_logprobs, parses, request
         self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
-        parts = [self.around_text(index) for index in range(len(call.streams))]
+        parts = [self.around_text(index) for index in range(len(call.streams) if self.streams else 0)]
         self._heads, self._ends = [self.start + before for before, _ in parts], [after for _, after in parts]
         self._tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for after in self._ends]
         self._continuous = request.continuous_usage
