@@ -96,8 +96,8 @@ def launch_options(num_warps: int, num_stages: int, pdl: bool) -> Mapping[str, A
 class Workspace:
     """Scratch memory for kernels whose programs share one result: fp32 partial results, and counters of arrived programs.
 
-    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
-    other, so they can share it. Each kernel finds the counters at zero and leaves them at zero.
+    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream, which run one after the other.
+    Each kernel leaves the counters at zero.
     """
 
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:

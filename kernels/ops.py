@@ -2,8 +2,8 @@
 
 Importing this module registers the ops whose `Operation` has a schema. Each has four implementations:
 
-- on a GPU the public function of the operation, that is the Triton kernels, without programmatic dependent launch (PDL), and with
-  a workspace that lives as long as the launch, so that calls on several streams share nothing;
+- on a GPU the public function of the operation, without programmatic dependent launch (PDL), and with a workspace that lives as
+  long as the launch, so that calls on several streams share nothing;
 - on a CPU the reference of `minirt.kernels.reference`;
 - for fake tensors the shapes and dtypes of the results;
 - for autograd a refusal: minirt has no gradients, in reverse or in forward mode.

@@ -84,10 +84,7 @@ def group_scales(x, GROUP: tl.constexpr):
 
 @triton.jit
 def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
-    """Quantize x [n · GROUP] of a row, a scale for each GROUP values. Returns e4m3 values and stores the scales.
-
-    `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
-    """
+    """Quantize x [n · GROUP] of a row, from group `first` of `groups` on. Returns e4m3 values, stores the scales."""
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     x, scale = group_scales(x, GROUP)
     group = first + tl.arange(0, GROUPS)

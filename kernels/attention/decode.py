@@ -275,8 +275,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                 )
         b, length, split, numbers = next_b, next_length, next_split, next_numbers
     if PDL:
-        # Every program waits, even one without a work item (docs/design/pdl.md, rule 2). It triggers only now, since waiting
-        # programs of the next kernel would take space from programs of this one.
+        # Every program waits, even one without a work item (`pdl`, rule 2), and triggers after its last reads.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

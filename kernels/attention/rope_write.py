@@ -181,10 +181,9 @@ def qk_norm_rope_kv_write(
     rope, pages = Rope(cos_sin, q_norm, k_norm, eps), KVPages(k_pages, v_pages, k_scales, v_scales)
     if check:
         check_kv_write(qkv, rope, pages, positions, slots, Nq, Nkv)
-    if q_out is None:
-        q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
-    elif check:
+    if check and q_out is not None:
         check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
+    q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device) if q_out is None else q_out
     launch(qkv, rope, pages, positions, slots, q_out, pdl)
     return q_out
 

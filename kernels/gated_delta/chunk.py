@@ -305,9 +305,9 @@ class _StateConfig(NamedTuple):
 def _state_config(a: GatedDeltaInput) -> _StateConfig:
     """The narrowest programs that all run at once, one on each SM; if there are more, two share an SM and none loads ahead.
 
-    No result depends on it: MMA columns are independent. It depends on the model, the GPU and the number of prompts only, as
-    `dispatch.CHUNK_PROMPTS` declares, so that no step after warm-up compiles another variant. Prompts are counted as if each were
-    as long as the longest: single tokens count little. In a CUDA graph, whose sequences may all have any length, it is one.
+    No result depends on it. It depends on the model, the GPU and the number of prompts only, as `dispatch.CHUNK_PROMPTS`
+    declares, so that no step after warm-up compiles another variant. Prompts are counted as if each were as long as the longest;
+    in a CUDA graph, whose sequences may all have any length, as one.
     """
     _, Hv, Dk, Dv = a.head_shape
     dtype, device = a.qkvz.dtype, a.qkvz.device

@@ -167,7 +167,7 @@ def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_pt
             w = weight.load([N + n0, start]) if C.TMA else _load(w_ptrs + up + start, j, C, "evict_first")
             acc_up = acc_up + tl.dot(w, a.T) * factor_up if BLOCKS else _product(w, a, acc_up)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
+        tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
     mine = True
     if C.SPLIT > 1:

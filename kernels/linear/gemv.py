@@ -98,7 +98,7 @@ class _Constants(NamedTuple):
 def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K

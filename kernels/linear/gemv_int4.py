@@ -131,7 +131,7 @@ def _result(acc, inverse_rms):
 def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     COUNT: tl.constexpr = ((C.K + 127) // 128 * 16 + C.BLOCK - 1) // C.BLOCK
     BOTH: tl.constexpr = 2 * C.ROWS if GATED else C.ROWS  # rows of gate, then of up

@@ -219,7 +219,7 @@ def _now(x):
 def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.constexpr):
     """16 values of out [1, N]. With an activation, the weight has 2N rows: gate, then up."""
     if PDL:
-        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        gdc_launch_dependents()  # at the start, see `pdl`
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)

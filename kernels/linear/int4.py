@@ -143,7 +143,7 @@ class _Constants(NamedTuple):
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
-    """A tile [BLOCK_N, BLOCK_T] of out [T, N]. With an activation, the weight has 2N rows."""
+    """A tile [BLOCK_N, BLOCK_T] of out [T, N]."""
     GATED: tl.constexpr = ep.activation is not None
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
     PART: tl.constexpr = (CHUNKS + C.SPLIT - 1) // C.SPLIT
@@ -192,7 +192,7 @@ def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T,
             words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
             acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
+        tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
     mine = True
     if C.SPLIT > 1:

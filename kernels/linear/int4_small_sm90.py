@@ -154,7 +154,7 @@ def _square_sum(x_ptr, K: gl.constexpr, SIZE: gl.constexpr):
 def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, PDL: gl.constexpr):
     """ROWS columns of out [T, N]."""
     if PDL:
-        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        gdc_launch_dependents()  # at the start, see `pdl`
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)

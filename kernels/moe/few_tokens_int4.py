@@ -300,7 +300,7 @@ def gate_up(
 ) -> None:
     """As `few_tokens.gate_up`: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32], scale words [E, groups, 2I] → out [T · k, I]."""
     if shared is not None:
-        raise InputError("its kernels are those of linear layers", where="shared", expected="None", value="an expert")
+        raise InputError("its kernels are those of linear layers", where="shared", expected="None", found="an expert")
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
     E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))

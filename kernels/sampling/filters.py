@@ -2,8 +2,7 @@
 
 Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
 the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys.
-A third collects the tokens in that range, and one program for each row bisects them. Badly placed edges of bins cost
-time and never change the result.
+A third collects the tokens in that range, and one program for each row bisects them. The edges of bins never change the result.
 
 These kernels work on a list of rows, which the device makes. A fixed number of programs shares it, whatever its length is.
 """
@@ -182,7 +181,7 @@ def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
     """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
 
     With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
-    mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
+    mass is 1.
     """
     top = tl.load(w.facts + b * NUM_FACTS + TOP)
     _, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)

@@ -166,9 +166,6 @@ def process(
         step: [B] int64: how many tokens were generated before.
         any_bias, any_ban: whether a slot of these rows has biases, or forbidden tokens.
         mask: [B, ceil(V / 32)] int32, a grammar's mask in the format of `Slots.allowed`.
-        drafts: those before the rows.
-    Raises:
-        InputError: a wrong shape, dtype or device.
     """
     check_tensor("logits", logits, (None, None), torch.float32, logits.device)
     B, V = logits.shape
