@@ -126,9 +126,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, record in settings_of(type(self)).items():
             value = getattr(self, name)
-            if record.check is not None and (value is not None or record.default is not None):
-                if (kept := record.check(value, self._place(name), self._error)) is not value:
-                    self._set(name, kept)
+            if record.check is None or (value is None and record.default is None):
+                continue
+            if (kept := record.check(value, self._place(name), self._error)) is not value:
+                self._set(name, kept)
 
     @classmethod
     def _place(cls, name: str) -> str:

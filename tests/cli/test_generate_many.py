@@ -242,7 +242,7 @@ def test_no_requests_and_misuse(run, folder, file, tmp_path):
     refused(run(*base, tmp_path), "found a folder")
     refused(run(*base, file("a"), "b"), " --help)", "--prompt-file", code=2)
     refused(run(*base, file("a"), "--prompt-file", "c"), " --help)", code=2)
-    refused(run(*base, file("a"), "--max-num-seqs", 0), " --help)", code=2)
+    refused(run(*base, file("a"), "--max-num-seqs", 0), "--max-num-seqs: ", code=2)
     refused(run(*base, file("a"), "--top-p", 2), "--top-p", code=2)
 
 
@@ -361,7 +361,7 @@ def test_a_signal_prints_what_there_is(number, endless, file):
 
 def test_a_second_signal_does_not_cut_the_last_output(run, folder, file, monkeypatch):
     """A terminal that closes sends SIGHUP more than once."""
-    original, texts = generate_many.write, []
+    original, texts = generate_many.output.write, []
 
     def write(text):
         texts.append(text)
