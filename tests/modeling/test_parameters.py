@@ -14,17 +14,12 @@ from minirt.modeling.parameters import Interleaved, PackedLinear, Part
 HEADS, D, K = 3, 128, 384
 CPU = torch.device("cpu")
 FORMATS = {
-    "none": None,
-    "--fp8": formats.QuantizedToFp8(),
-    "fp8": formats.StoredFp8(),
-    "fp8, one scale": formats.StoredFp8(per_tensor=True),
-    "fp8 blocks": formats.StoredFp8Blocks(),
-    "--quantize int4": formats.QuantizedToInt4(),
-    "packed": formats.StoredInt4Packed(32),
+    "none": None, "--fp8": formats.QuantizedToFp8(), "fp8": formats.StoredFp8(),
+    "fp8, one scale": formats.StoredFp8(per_tensor=True), "fp8 blocks": formats.StoredFp8Blocks(),
+    "--quantize int4": formats.QuantizedToInt4(), "packed": formats.StoredInt4Packed(32),
     "packed with zero points": formats.StoredInt4Packed(64, symmetric=False),
-    "gptq": formats.StoredInt4Gptq(64, symmetric=False),
-    "awq": formats.StoredInt4Awq(128),
-}
+    "gptq": formats.StoredInt4Gptq(64, symmetric=False), "awq": formats.StoredInt4Awq(128),
+}  # fmt: skip
 
 
 def random_tensors(linear):
