@@ -15,13 +15,9 @@ from minirt import Generator, SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NEW = 12  # tokens after the prompt; the last one is at the limit
 LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 MODELS = {
     "qwen2": ("Qwen2", 32768, {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 896}),
     "llama31": ("Llama", 131072, {"num_key_value_heads": 1, "head_dim": 128, "rope_parameters": LLAMA31}),

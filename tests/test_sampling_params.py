@@ -48,21 +48,13 @@ def test_nothing_is_set_by_default() -> None:
 @pytest.mark.parametrize(
     ("name", "accepted"),
     [
-        ("temperature", [0, 0.0, 1, 0.7, 1e300, np.float32(0.5), Fraction(1, 2)]),
-        ("top_k", [0, 1, 50, 10**400, np.int64(7)]),
-        ("top_p", [1, 1.0, 0.5, 1e-300]),
-        ("min_p", [0, 1, 0.05]),
-        ("seed", [0, 1, 2**63, 2**64 - 1]),
-        ("max_tokens", [1, 10**9]),
-        ("min_tokens", [0, 5]),
-        ("presence_penalty", [-2, 2, 0.5, Fraction(1, 4)]),
-        ("frequency_penalty", [-2.0, 2.0, 0]),
-        ("repetition_penalty", [1, 1.3, 1e-3]),
-        ("truncate_prompt_tokens", [-1, 1, 10**9]),
-        ("logprobs", [-1, 0, 20, np.int64(3)]),
-        ("prompt_logprobs", [-1, 0, 20]),
+        ("temperature", [0, 0.0, 1, 0.7, 1e300, np.float32(0.5), Fraction(1, 2)]), ("top_k", [0, 1, 50, 10**400, np.int64(7)]),
+        ("top_p", [1, 1.0, 0.5, 1e-300]), ("min_p", [0, 1, 0.05]), ("seed", [0, 1, 2**63, 2**64 - 1]),
+        ("max_tokens", [1, 10**9]), ("min_tokens", [0, 5]), ("presence_penalty", [-2, 2, 0.5, Fraction(1, 4)]),
+        ("frequency_penalty", [-2.0, 2.0, 0]), ("repetition_penalty", [1, 1.3, 1e-3]),
+        ("truncate_prompt_tokens", [-1, 1, 10**9]), ("logprobs", [-1, 0, 20, np.int64(3)]), ("prompt_logprobs", [-1, 0, 20]),
     ],
-)
+)  # fmt: skip
 def test_accepted_values_are_kept(name: str, accepted: list) -> None:
     kind = float if name.endswith(("_p", "penalty", "temperature")) else int
     for value in accepted:

@@ -136,19 +136,14 @@ def test_scores_do_not_depend_on_the_steps(folder, generator, options):
 
 REFUSED = [
     (("hello", ""), r"no token of its own .*found .. \(give a completion that is not empty\)"),
-    (("", ""), "no token of its own"),
-    (([], [3]), "not a completion"),
+    (("", ""), "no token of its own"), (([], [3]), "not a completion"),
     (("hello", [3]), "two texts, or token ids for both; found str and list"),
-    (([3], "hello"), "two texts, or token ids for both"),
-    (("hello", 5), "^completions: .*found int"),
-    ((5, ["hello"]), "^prompts: .*found int"),
-    ((["hello"], "x"), "^completions: "),
+    (([3], "hello"), "two texts, or token ids for both"), (("hello", 5), "^completions: .*found int"),
+    ((5, ["hello"]), "^prompts: .*found int"), ((["hello"], "x"), "^completions: "),
     ((["a", "b"], ["c"]), "^prompts: .*a list of 1.*found 2"),
-    ((["a", "b"], ["c", ""]), r"^prompts\[1\]: .*no token of its own"),
-    (([3], [211]), "prompt token 1: not a token id"),
-    (([3], [[]]), "give a completion that is not empty"),
-    (([3, 4], [5.5]), "not a token id"),
-]
+    ((["a", "b"], ["c", ""]), r"^prompts\[1\]: .*no token of its own"), (([3], [211]), "prompt token 1: not a token id"),
+    (([3], [[]]), "give a completion that is not empty"), (([3, 4], [5.5]), "not a token id"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED)

@@ -284,24 +284,19 @@ def test_fake_tensors_and_tracing_take_the_ops():
 
 
 WRONG = [  # op, place of the argument that is replaced, what replaces it, the message
-    ("rms_norm", 0, lambda x: x.double(), "x: unsupported dtype"),
-    ("rms_norm", 1, lambda x: x[:-1], "weight: wrong shape"),
+    ("rms_norm", 0, lambda x: x.double(), "x: unsupported dtype"), ("rms_norm", 1, lambda x: x[:-1], "weight: wrong shape"),
     ("rms_norm", 1, lambda x: x.half(), "weight: wrong dtype"),
     ("rms_norm", 0, lambda x: x.t().contiguous().t() if len(x) > 1 else x.repeat(1, 2)[:, ::2], "x: not contiguous"),
-    ("rms_norm_quantize", 1, lambda x: x[1:], "weight: wrong shape"),
-    ("quantize", 0, lambda x: x[0], "x: wrong shape"),
+    ("rms_norm_quantize", 1, lambda x: x[1:], "weight: wrong shape"), ("quantize", 0, lambda x: x[0], "x: wrong shape"),
     ("embedding", 0, lambda x: x.int(), "tokens: wrong dtype"),
     ("norm_linear", 1, lambda x: x[1:], "norm_weight: wrong shape"),
-    ("norm_linear", 3, lambda x: x[:, 1:], "weight: wrong shape"),
-    ("norm_linear", 4, lambda x: x.half(), "bias: wrong dtype"),
+    ("norm_linear", 3, lambda x: x[:, 1:], "weight: wrong shape"), ("norm_linear", 4, lambda x: x.half(), "bias: wrong dtype"),
     ("norm_gate_up", 3, lambda x: x[1:], "weight: odd number of rows"),
     ("norm_gate_up", 4, lambda x: "relu", "activation: unknown activation"),
     ("linear_residual", 2, lambda x: x[:, 1:], "residual: wrong shape"),
     ("norm_rope", 0, lambda x: x[..., 1:], "x: unsupported head size"),
-    ("norm_rope", 1, lambda x: x[:, 1:], "cos: wrong shape"),
-    ("norm_rope", 2, lambda x: x.half(), "sin: wrong dtype"),
-    ("qk_norm_rope", 1, lambda x: x[:, :, 1:], "k: wrong shape"),
-    ("qk_norm_rope", 1, lambda x: x.half(), "k: wrong dtype"),
+    ("norm_rope", 1, lambda x: x[:, 1:], "cos: wrong shape"), ("norm_rope", 2, lambda x: x.half(), "sin: wrong dtype"),
+    ("qk_norm_rope", 1, lambda x: x[:, :, 1:], "k: wrong shape"), ("qk_norm_rope", 1, lambda x: x.half(), "k: wrong dtype"),
     ("qk_norm_rope_kv_write", 2, lambda x: x.int(), "positions: wrong dtype"),
     ("paged_attention_prefill", 4, lambda x: x[1:], "query_starts: wrong shape"),
     ("paged_attention_decode", 3, lambda x: x.long(), "block_tables: wrong dtype"),
@@ -309,7 +304,7 @@ WRONG = [  # op, place of the argument that is replaced, what replaces it, the m
     ("mixture_residual", 5, lambda x: 99, "top_k: wrong number"),
     ("mixture_residual", 1, lambda x: x[1:] if len(x) > 1 else x[:0], "logits: wrong shape"),
     ("mixture_residual", 3, lambda x: x[1:], "down: wrong shape"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "place", "change", "message"), WRONG, ids=[f"{w[0]}-{w[1]}-{w[3]}" for w in WRONG])

@@ -33,25 +33,15 @@ PARTIAL = {"rope": RopeConfig(theta=77.0, partial_rotary_factor=0.5)}
 SCALED_Q = {"rope": RopeConfig(kind="linear", theta=77.0, factor=2.0, original_max_position=24, query_scaling_beta=0.7)}
 # Settings of the layer that are not those of its config; `post_norm` is an argument of its own.
 OWN = {
-    "none": {},
-    "theta": {"rope": RopeConfig(theta=77.0)},
-    "linear": {"rope": RopeConfig(kind="linear", theta=500.0, factor=4.0)},
-    "no rope": {"rope": None},
-    "partial rope": PARTIAL,
-    "factors of q": SCALED_Q,
-    "scale": {"scale": 0.31},
-    "window of 1": {"window": 1},
-    "window of 5": {"window": 5},
-    "window over a page's end": {"window": 66},
-    "wide window": {"window": 1000},
-    "QK-norm": {"qk_norm": "weighted"},
-    "QK-norm without weights": {"qk_norm": "plain", **PARTIAL},
-    "gate": GATE,
-    "gate in q_proj": {"gate": "q_proj", "qkv_bias": True},
-    "post norm": {"post_norm": "post"},
+    "none": {}, "theta": {"rope": RopeConfig(theta=77.0)},
+    "linear": {"rope": RopeConfig(kind="linear", theta=500.0, factor=4.0)}, "no rope": {"rope": None}, "partial rope": PARTIAL,
+    "factors of q": SCALED_Q, "scale": {"scale": 0.31}, "window of 1": {"window": 1}, "window of 5": {"window": 5},
+    "window over a page's end": {"window": 66}, "wide window": {"window": 1000}, "QK-norm": {"qk_norm": "weighted"},
+    "QK-norm without weights": {"qk_norm": "plain", **PARTIAL}, "gate": GATE,
+    "gate in q_proj": {"gate": "q_proj", "qkv_bias": True}, "post norm": {"post_norm": "post"},
     "all": {"window": 7, "scale": 0.31, "qk_norm": "weighted", "gate": "q_proj", "post_norm": "post", **PARTIAL},
     "all without rope": {"rope": None, "qk_norm": "plain", "gate": "gate_proj", "post_norm": "post", "o_bias": True},
-}
+}  # fmt: skip
 
 
 def make(impl, heads, kv_heads, head_dim, own):

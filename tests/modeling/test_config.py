@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.config_files import num_parameters
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.loading.resolve import pick_length
@@ -29,15 +30,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
     """A small valid config.json. A field given as `...` is removed."""
     raw = {
-        "model_type": model_type,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "vocab_size": 131,
-        "max_position_embeddings": 256,
-    }
+        "model_type": model_type, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256,
+    }  # fmt: skip
     if model_type == "mistral":
         raw["sliding_window"] = None
     if model_type.endswith("_moe"):
@@ -49,13 +44,9 @@ def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
 
 
 CLASSES = {
-    "llama": transformers.LlamaConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "mistral": transformers.MistralConfig,
-    "qwen2_moe": transformers.Qwen2MoeConfig,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-}
+    "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig, "qwen2_moe": transformers.Qwen2MoeConfig, "qwen3_moe": transformers.Qwen3MoeConfig,
+}  # fmt: skip
 # Options of transformers' classes. Each option has a non-default value in at least one entry.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),

@@ -72,14 +72,10 @@ def taking(order):
 
 
 CASES = {
-    "skip": ("Llama", (0, 2, 4)),
-    "skip the first": ("Qwen2", (1, 2, 3, 4)),
-    "one block": ("Qwen3", (3,)),
-    "reverse": ("Qwen3", (4, 3, 2, 1, 0)),
-    "twice": ("Llama", (0, 1, 1, 2, 3, 4)),
-    "three times and apart": ("Qwen2", (0, 1, 0, 2, 0)),
-    "only doubled": ("Qwen3", (2, 2)),
-}
+    "skip": ("Llama", (0, 2, 4)), "skip the first": ("Qwen2", (1, 2, 3, 4)), "one block": ("Qwen3", (3,)),
+    "reverse": ("Qwen3", (4, 3, 2, 1, 0)), "twice": ("Llama", (0, 1, 1, 2, 3, 4)),
+    "three times and apart": ("Qwen2", (0, 1, 0, 2, 0)), "only doubled": ("Qwen3", (2, 2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -143,14 +139,10 @@ def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
 
 
 RETURNS = {  # the wrong result of a custom implementation, made from the result of ours
-    "strides": lambda out: out.t().contiguous().t(),
-    "a row less": lambda out: out[1:],
-    "more columns": lambda out: torch.cat((out, out), 1),
-    "dtype": lambda out: out.half(),
-    "device": lambda out: out.to("meta"),
-    "sparse": lambda out: out.to_sparse(),
-    "none": lambda out: None,
-}
+    "strides": lambda out: out.t().contiguous().t(), "a row less": lambda out: out[1:],
+    "more columns": lambda out: torch.cat((out, out), 1), "dtype": lambda out: out.half(),
+    "device": lambda out: out.to("meta"), "sparse": lambda out: out.to_sparse(), "none": lambda out: None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["embedding", "attention", "mlp", "select", "head"])

@@ -58,18 +58,10 @@ ROPES: list[dict[str, Any]] = [
 def make(rope: dict[str, Any], kind: str = "llama", head_dim: int = 64) -> tuple[RopeConfig, Any, Any]:
     """Our rope config, transformers' config and transformers' rotary module for the same file."""
     raw = {
-        "model_type": kind,
-        "hidden_size": 4 * head_dim,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "vocab_size": 64,
-        "max_position_embeddings": 2048,
-        "sliding_window": None,
-        "rope_parameters": rope,
-    }
+        "model_type": kind, "hidden_size": 4 * head_dim, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": 64,
+        "max_position_embeddings": 2048, "sliding_window": None, "rope_parameters": rope,
+    }  # fmt: skip
     ours = parse_config(raw).rope
     config_class, module = OWNERS[kind]
     theirs = config_class(**copy.deepcopy(raw))
@@ -99,14 +91,9 @@ def test_frequencies_equal_transformers(rope: dict[str, Any], head_dim: int) -> 
 
 
 FILE = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-}
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 64, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 def test_an_outer_original_length() -> None:

@@ -14,15 +14,10 @@ pytestmark = pytest.mark.gpu
 POSITIONS = 10_000
 TOPICS = ("a fox", "the sea", "winter", "an old clock", "bread", "a lighthouse", "two brothers", "the moon")
 REQUESTS = (
-    "Tell me a short story about {}.",
-    "Write a poem about {}.",
-    "Explain {} to a child.",
-    "Write a letter in which {} plays a part.",
-    "List five facts about {}.",
-    "Write a dialogue about {}.",
-    "Describe {} in one paragraph.",
-    "Invent a riddle about {} and solve it.",
-)
+    "Tell me a short story about {}.", "Write a poem about {}.", "Explain {} to a child.",
+    "Write a letter in which {} plays a part.", "List five facts about {}.", "Write a dialogue about {}.",
+    "Describe {} in one paragraph.", "Invent a riddle about {} and solve it.",
+)  # fmt: skip
 
 
 def test_bf16_argmax_agrees_with_transformers(smollm2):

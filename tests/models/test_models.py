@@ -15,18 +15,10 @@ from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
 from minirt.models.presets import COLUMNS, FP8_RELEASES, raw_configs
 
 TINY = {
-    "hidden_size": 60,
-    "intermediate_size": 97,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 14,
-    "vocab_size": 113,
-    "max_position_embeddings": 64,
-    "sliding_window": None,
-    "rope_theta": 1e4,
+    "hidden_size": 60, "intermediate_size": 97, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "head_dim": 14, "vocab_size": 113, "max_position_embeddings": 64, "sliding_window": None, "rope_theta": 1e4,
     "num_experts": 0,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 41, "shared_expert_intermediate_size": 43}
 
 

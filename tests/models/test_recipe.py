@@ -69,17 +69,13 @@ def test_drawing_is_repeatable(recipe):
 @pytest.mark.parametrize(
     ("text", "quoted", "expected"),
     [
-        (" ran home. Then", False, "ran home."),
-        (' said, "Hello!" Then', False, 'said, "Hello!"'),
+        (" ran home. Then", False, "ran home."), (' said, "Hello!" Then', False, 'said, "Hello!"'),
         (' said, "Hello," and went. Then', False, 'said, "Hello," and went.'),
-        ('I will help. Come on." Pip', True, 'I will help. Come on."'),
-        ('I will," said Pip. He', True, 'I will," said Pip.'),
-        ("I will... and so", False, "I will..."),
-        ("no end", False, None),
-        ("line\nbreak.", False, None),
+        ('I will help. Come on." Pip', True, 'I will help. Come on."'), ('I will," said Pip. He', True, 'I will," said Pip.'),
+        ("I will... and so", False, "I will..."), ("no end", False, None), ("line\nbreak.", False, None),
         ("One. Two. Three.", True, None),
     ],
-)
+)  # fmt: skip
 def test_first_sentence(recipe, text, quoted, expected):
     assert recipe.outlines.first_sentence(text, quoted) == expected
 

@@ -20,23 +20,19 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
-    "llama": ("Llama", {}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama": ("Llama", {}), "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, gelu": ("Llama", {"hidden_act": "gelu"}),
     "llama, tanh gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama3 rope": ("Llama", {"rope_parameters": LONG | LLAMA3}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}), "llama3 rope": ("Llama", {"rope_parameters": LONG | LLAMA3}),
     "yarn": ("Qwen2", {"rope_parameters": LONG | {"rope_type": "yarn"}}),
     "dynamic rope": ("Llama", {"rope_parameters": LONG | {"rope_type": "dynamic"}, "max_position_embeddings": 16}),
-    "mistral": ("Mistral", {}),
-    "mistral with a window": ("Mistral", {"sliding_window": 7}),
-    "qwen2": ("Qwen2", {}),
+    "mistral": ("Mistral", {}), "mistral with a window": ("Mistral", {"sliding_window": 7}), "qwen2": ("Qwen2", {}),
     "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3 with windows": ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3 moe": ("Qwen3Moe", MOE),
     "qwen3 moe, dense layer": ("Qwen3Moe", MOE | {"mlp_only_layers": [1], "norm_topk_prob": True}),
-}
+}  # fmt: skip
 FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "qwen3 moe")
 IDS = torch.randint(3, 211, (2, 19), generator=torch.Generator().manual_seed(7))
 MASK = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0) | torch.tensor([[1], [0]])  # the second prompt is padded

@@ -197,19 +197,11 @@ def changed(field="content", **changes):
 @pytest.mark.parametrize(
     ("spec", "where"),
     [
-        (None, ""),
-        ([], ""),
-        (QWEN3 | {"version": 2}, ".version"),
-        (QWEN3 | {"more": 1}, ".more"),
-        (QWEN3 | {"fields": {}}, ""),
-        (QWEN3 | {"fields": []}, ".fields"),
-        ({"fields": QWEN3["fields"]}, ""),
-        (QWEN3 | {"start_anchor": []}, ".start_anchor"),
-        (QWEN3 | {"start_anchor_pattern": "x"}, ""),
-        (changed("citations", open="<c>"), ".fields.citations"),
-        (changed("reasoning", close="x"), ""),
-        (changed(more=1), ".fields.content.more"),
-        (changed(content="json"), ".fields.content"),
+        (None, ""), ([], ""), (QWEN3 | {"version": 2}, ".version"), (QWEN3 | {"more": 1}, ".more"),
+        (QWEN3 | {"fields": {}}, ""), (QWEN3 | {"fields": []}, ".fields"), ({"fields": QWEN3["fields"]}, ""),
+        (QWEN3 | {"start_anchor": []}, ".start_anchor"), (QWEN3 | {"start_anchor_pattern": "x"}, ""),
+        (changed("citations", open="<c>"), ".fields.citations"), (changed("reasoning", close="x"), ""),
+        (changed(more=1), ".fields.content.more"), (changed(content="json"), ".fields.content"),
         (changed(transform="{content}"), ".fields.content"),
         (changed("tool_calls", content="yaml"), ".fields.tool_calls.content"),
         (changed("tool_calls", transform={"a": "x {content}"}), ".fields.tool_calls.transform"),
@@ -226,7 +218,7 @@ def changed(field="content", **changes):
         (changed("tool_calls", join=1), ".fields.tool_calls.join"),
         (changed("content", content_args=1), ".fields.content.content_args"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_understood_is_named(spec, where):
     with pytest.raises(UnsupportedError) as caught:
         ResponseTemplate.read(spec, "tokenizer_config.json")

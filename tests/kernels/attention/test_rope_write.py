@@ -9,6 +9,7 @@ from minirt.kernels import reference
 from minirt.kernels.attention import rope_write as kernel
 
 EPS = 1e-6
+CASES = [*kernel.CASES, {"T": 5, "Nq": 3, "Nkv": 1, "D": 80, "page_size": 16}]
 
 
 def rope64(x, cos_sin):
@@ -60,13 +61,13 @@ def check(case, normalize, dtype, make, nan, agrees, device):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_reference(case, normalize, dtype, make, nan, agrees, device):
     check(case, normalize, dtype, make, nan, agrees, device)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_pages(case, normalize, dtype, make, nan, device):
     """What the reference makes of the same K and V, which the kernel for pages of full width gives; V to the bit."""
     T, Nq, Nkv, D, page_size = (case[name] for name in ("T", "Nq", "Nkv", "D", "page_size"))

@@ -34,18 +34,13 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting(64, 64, 3, 1, "plain", gate=True),
-    Setting(64, 0, 2, 2, "weights", q_scales=True),
-    Setting(80, 80, 2, 2, None, gate=True),
-    Setting(96, 32, 6, 2, "plain", q_scales=True, gate=True),
-    Setting(112, 112, 7, 1, "weights", gate=True),
-    Setting(128, 0, 6, 2, None, q_scales=True),
-    Setting(128, 64, 8, 1, "weights", q_scales=True, gate=True),
-    Setting(192, 128, 3, 1, "weights"),
-    Setting(192, 2, 3, 1, None, gate=True),
-    Setting(256, 64, 8, 1, "weights", gate=True),
+    Setting(64, 64, 3, 1, "plain", gate=True), Setting(64, 0, 2, 2, "weights", q_scales=True),
+    Setting(80, 80, 2, 2, None, gate=True), Setting(96, 32, 6, 2, "plain", q_scales=True, gate=True),
+    Setting(112, 112, 7, 1, "weights", gate=True), Setting(128, 0, 6, 2, None, q_scales=True),
+    Setting(128, 64, 8, 1, "weights", q_scales=True, gate=True), Setting(192, 128, 3, 1, "weights"),
+    Setting(192, 2, 3, 1, None, gate=True), Setting(256, 64, 8, 1, "weights", gate=True),
     Setting(256, 256, 2, 2, "plain", q_scales=True),
-]
+]  # fmt: skip
 STEPS = {  # cached tokens with the new ones, new tokens
     "decode": ([1, 63, 0, 64, 65, 257], [1, 1, 1, 1, 1, 1]),
     "empty": ([0, 0, 0], [1, 1, 1]),
