@@ -17,10 +17,8 @@ from minirt.bench.tools.results import (
     title_of,
 )
 
-# The decode steps and prompts that README.md shows.
-_README_POINTS = (
-    ("step", 1, 128), ("step", 64, 128), ("step", 256, 128), ("step", 1, 8000), ("prompt", 512), ("prompt", 8192), ("offline",)
-)  # fmt: skip
+# The points that README.md shows, where vLLM ran as it does by default.
+_README_POINTS = ("step", 1, 128), ("step", 64, 128), ("step", 128, 128), ("step", 256, 128), ("offline",)
 # The sections of docs/benchmarks/models.md with all points of both engines, and with runs that were checked before timing.
 _ALL_POINTS, _CHECKED_RUNS = "#beside-vllm", "#an-earlier-vllm-on-an-h200"
 _TIE = 0.02  # times that differ by less are a tie
@@ -70,21 +68,35 @@ def headline(records: Records) -> str:
         factors = _times(sorted(ratio for key, each in ratios.items() if key[0] == "step" for ratio in each))
         within = f"(batch {batches[0]}{between}{batches[-1]})"
         steps.append(f"{factors} times as fast as {peer} in {title_of(form)} {within}")
-        unsure = ", about as much as two cards differ," if ratios[_OFFLINE][-1] < 1 + _CARDS else ""
+        unsure = " (two cards differ by as much)" if ratios[_OFFLINE][-1] < 1 + _CARDS else ""
         offline.append(f"{_times(ratios[_OFFLINE])} times that of vLLM in {title_of(form)}{unsure}")
         peer = "vLLM"
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     return (
         f"minirt decodes {record['model']} {steps[0]}, and {steps[1]}. Offline throughput is {' and '.join(offline)}. Measured "
-        f"on {card}s, a card for each engine, with random weights ([details](#speed))."
+        f"on {card}s, a different one for each engine, with random weights ([details](#speed))."
     )
 
 
 def readme_table(records: Records) -> str:
-    """README.md's table beside vLLM, what its figures lack, the ties, and the origin of the figures."""
+    """README.md's table beside vLLM, only of points at which vLLM ran as it does by default, and the origin of the figures."""
     page = "docs/benchmarks/models.md"
-    told = ties(records, f" ([all points]({page}{_ALL_POINTS}))")
-    return "\n\n".join((_engines_table(records, _README_POINTS), _lacking(records), told, _origin_of(records, page)))
+    note = run_of(records[BESIDE_VLLM], "vLLM", "bf16").note
+    told = (
+        f"Both engines ran as they do by default, vLLM {note}, each on a different card; –: not measured so. "
+        f"{_counted(records)} [The other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured "
+        f"with vLLM's engine in the calling process."
+    )
+    return "\n\n".join((_engines_table(records, _README_POINTS, others=False), told, _origin_of(records, page)))
+
+
+def _counted(records: Records) -> str:
+    """At how many points of vLLM's default minirt is faster; of two measurements, the one that is better for vLLM counts."""
+    ratios = [
+        speedups(key, point.ours, point.theirs)[0] for form in FORMATS for key, point in points_of(records, form).items()
+        if point.ours and point.theirs and not point.in_process
+    ]  # fmt: skip
+    return f"minirt is faster at {sum(ratio >= 1 + _TIE for ratio in ratios)} of {len(ratios)} points."
 
 
 def engines_table(records: Records) -> str:
@@ -107,13 +119,15 @@ def engines_table(records: Records) -> str:
     return "\n\n".join(parts)
 
 
-def _engines_table(records: Records, keys: Sequence[Key]) -> str:
+def _engines_table(records: Records, keys: Sequence[Key], others: bool = True) -> str:
+    """`others`: also vLLM's figures that are not of its default setting, with a mark."""
     formats = [points_of(records, form) for form in FORMATS]
     rows = []
     for key in keys:
         rows.append([_row_of(key)])
         for points in formats:
             point = points.get(key, Point((), (), False))
+            point = point if others or not point.in_process else Point(point.ours, (), False)
             ratios = speedups(key, point.ours, point.theirs)
             marked = _IN_PROCESS * bool(point.theirs and point.in_process)
             rows[-1] += [_cell_of(key, point.ours), _cell_of(key, point.theirs) + marked]
@@ -135,11 +149,9 @@ def _lacking(records: Records) -> str:
     )
 
 
-def ties(records: Records, source: str = "") -> str:
+def ties(records: Records) -> str:
     """How many points minirt wins, the points at which both engines are equally fast, and those at which vLLM is faster. With two
     measurements of a point, the one that is better for vLLM counts.
-
-    `source`: where these points are, if they are not all in the table above.
     """
     counts, tied, slower = {False: [0, 0], True: [0, 0]}, [], []
     for form in FORMATS:
@@ -160,7 +172,7 @@ def ties(records: Records, source: str = "") -> str:
     are = "One is a tie" if len(tied) == 1 else f"{len(tied)} are ties"
     parts = [
         f"Against vLLM's default, minirt is faster at {faster} of {all_default} points; against {_IN_PROCESS}, at {others} of "
-        f"{all_others}{source}."
+        f"{all_others}."
     ]
     parts += [f"{are} (less than {_TIE:.0%} apart): {'; '.join(tied)}."] if tied else []
     parts += [f"vLLM is faster: {'; '.join(slower)}."] if slower else []
@@ -177,16 +189,21 @@ def _origin_of(records: Records, page: str) -> str:
     first, later = run_of(older, "minirt", "bf16"), latest(older)
     root, measuring = ("", "docs/measuring.md") if page else ("../../", "../measuring.md")
     stores = [f"[`{name}`]({root}bench/results/{name}.json)" for name in (BESIDE_VLLM, IN_PROCESS)]
+    if page:
+        marked, source = "", stores[0]
+    else:
+        marked = f"; figures with {_IN_PROCESS} on a card of that type on {older['date']}"
+        source = f"{stores[0]}; {_IN_PROCESS} from {stores[1]}"
     protocol = record["protocol"]
     steps = f" A decode step is {protocol['decode step'].split('; ')[1]}. Offline: {protocol['offline']}." if page else ""
     most = max(abs(ratio - 1) for key, values in later.values.items() for ratio in speedups(key, first.values[key], values))
     differ = f"differ by at most {most:.0%}"
     differ = f"[{differ}]({page}{_ALL_POINTS})" if page else f"{differ} (the last table of this section)"
     text = (
-        f"{stack_of(ours)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}; figures with "
-        f"{_IN_PROCESS} on a card of that type on {older['date']}. With torch {later.versions['torch']} and Triton "
+        f"{stack_of(ours)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}{marked}. "
+        f"With torch {later.versions['torch']} and Triton "
         f"{later.versions['triton']}, minirt's bf16 times {differ}. Random weights, greedy decoding, a context of 128 tokens "
-        f"unless the row says another.{steps} From {stores[0]}; {_IN_PROCESS} from {stores[1]}.\n\nThis comparison is an "
+        f"unless the row says another.{steps} From {source}.\n\nThis comparison is an "
         f"exception to [how minirt measures]({measuring}#the-comparison-with-vllm): it stores neither each run's time nor the "
         f"card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}{_CHECKED_RUNS}), on another "
         f"card, the same model was compared with its eager layers before it was timed."
