@@ -58,23 +58,20 @@ def _tied(ratios: Sequence[float]) -> bool:
 
 def headline(records: Records) -> str:
     """README.md's first sentence about speed: only points at which vLLM ran as it does by default."""
-    record, steps, offline = records[BESIDE_VLLM], [], []
-    peer = f"vLLM {run_of(record, 'vLLM', 'bf16').build}"
+    record, steps = records[BESIDE_VLLM], []
     for form in FORMATS:
         points = {key: point for key, point in points_of(records, form).items() if point.ours and not point.in_process}
-        ratios = {key: speedups(key, point.ours, point.theirs) for key, point in points.items()}
-        batches = sorted({key[1] for key in ratios if key[0] == "step"})
+        ratios = {key: speedups(key, point.ours, point.theirs) for key, point in points.items() if key[0] == "step"}
+        batches = sorted({key[1] for key in ratios})
+        factors = _times(sorted(ratio for each in ratios.values() for ratio in each))
         between = " and " if len(batches) == 2 else " to "
-        factors = _times(sorted(ratio for key, each in ratios.items() if key[0] == "step" for ratio in each))
-        within = f"(batch {batches[0]}{between}{batches[-1]})"
-        steps.append(f"{factors} times as fast as {peer} in {title_of(form)} {within}")
-        unsure = " (two cards differ by as much)" if ratios[_OFFLINE][-1] < 1 + _CARDS else ""
-        offline.append(f"{_times(ratios[_OFFLINE])} times that of vLLM in {title_of(form)}{unsure}")
-        peer = "vLLM"
+        steps.append(f"{factors} times in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
+    peer = run_of(record, "vLLM", "bf16")
     return (
-        f"minirt decodes {record['model']} {steps[0]}, and {steps[1]}. Offline throughput is {' and '.join(offline)}. Measured "
-        f"on {card}s, a different one for each engine, with random weights ([details](#speed))."
+        f"**Decode steps of {record['model']} are faster than those of vLLM {peer.build}: {' and '.join(steps)}**, on {card}s, "
+        f"each engine on a different card, with random weights and outputs that were not compared "
+        f"([figures and method](#speed))."
     )
 
 
@@ -83,7 +80,7 @@ def readme_table(records: Records) -> str:
     page = "docs/benchmarks/models.md"
     note = run_of(records[BESIDE_VLLM], "vLLM", "bf16").note
     told = (
-        f"Both engines ran as they do by default, vLLM {note}, each on a different card; –: not measured so. "
+        f"Both engines ran as they do by default, vLLM {note}, each on a different card. –: not measured in this setup. "
         f"{_counted(records)} [The other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured "
         f"with vLLM's engine in the calling process."
     )
@@ -190,10 +187,10 @@ def _origin_of(records: Records, page: str) -> str:
     root, measuring = ("", "docs/measuring.md") if page else ("../../", "../measuring.md")
     stores = [f"[`{name}`]({root}bench/results/{name}.json)" for name in (BESIDE_VLLM, IN_PROCESS)]
     if page:
-        marked, source = "", stores[0]
+        marked, source, context = "", stores[0], ""
     else:
         marked = f"; figures with {_IN_PROCESS} on a card of that type on {older['date']}"
-        source = f"{stores[0]}; {_IN_PROCESS} from {stores[1]}"
+        source, context = f"{stores[0]}; {_IN_PROCESS} from {stores[1]}", " unless the row says another"
     protocol = record["protocol"]
     steps = f" A decode step is {protocol['decode step'].split('; ')[1]}. Offline: {protocol['offline']}." if page else ""
     most = max(abs(ratio - 1) for key, values in later.values.items() for ratio in speedups(key, first.values[key], values))
@@ -202,11 +199,11 @@ def _origin_of(records: Records, page: str) -> str:
     text = (
         f"{stack_of(ours)}, on one {record['device']}; {stack_of(theirs)}, on another, both on {record['date']}{marked}. "
         f"With torch {later.versions['torch']} and Triton "
-        f"{later.versions['triton']}, minirt's bf16 times {differ}. Random weights, greedy decoding, a context of 128 tokens "
-        f"unless the row says another.{steps} From {source}.\n\nThis comparison is an "
-        f"exception to [how minirt measures]({measuring}#the-comparison-with-vllm): it stores neither each run's time nor the "
-        f"card's measured peaks, and did not check the outputs. In [an earlier measurement]({page}{_CHECKED_RUNS}), on another "
-        f"card, the same model was compared with its eager layers before it was timed."
+        f"{later.versions['triton']}, minirt's bf16 times {differ}. Random weights, greedy decoding, a context of 128 tokens"
+        f"{context}.{steps} From {source}.\n\nThis comparison is an "
+        f"exception to [how minirt measures]({measuring}#the-comparison-with-vllm): the times of single runs and the cards' "
+        f"measured peaks were not saved, and outputs were not checked. In [an earlier measurement]({page}{_CHECKED_RUNS}), on "
+        f"another card, the same model's outputs were compared with eager PyTorch's before it was timed."
     )
     return f"<details><summary>Versions, cards and method</summary>\n\n{text}\n\n</details>" if page else text
 
