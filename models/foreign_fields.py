@@ -15,7 +15,7 @@ from minirt.wording import warn
 
 # What the fields would do → their names, with the value that changes nothing: NAME is false or 0, NAME=true is true or 1. With
 # every field, null, an empty list, an empty object, and a list of such values change nothing, and with NAME=null no other value.
-# Fields of which an architecture has its own value: `_stated`.
+# Fields whose neutral value depends on the model: `_stated`.
 _FIELDS = {
     "another position embedding in some or all layers": """
         no_rope_layer_interval rope_interleave rope_interleaved rotary_emb_interleaved use_dynamic_ntk alibi use_alibi
@@ -159,7 +159,7 @@ def refuse_foreign_fields(fields: Fields, config: ModelConfig, handled: Collecti
 
 
 def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Fields for which this model has a value of its own, with the values that mean the same.
+    """Fields whose neutral value depends on the model, with the values that mean the same.
 
     Qwen2 has biases on q, k and v and none on o: for `attention_bias`, which is all four, transformers takes either value.
     """

@@ -37,8 +37,8 @@ class LayerContext:
     """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, R] fp32 of R rotated channels, the
     kernels' workspace, and the dtypes of activations and KV pages.
 
-    `undoable`: steps of up to so many new tokens of a sequence can be undone to any of them (1 + drafts). 0: no step can. It is
-    set before layers' caches are allocated.
+    `undoable`: the largest number of new tokens of a sequence (1 + drafts) with which a step can be undone, to any of them. 0: no
+    step can. It is set before layers' caches are allocated.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ GPU_MEMORY_UTILIZATION = 0.9
 CPU_SHARE = 0.25  # of the memory that is free beside the weights
 STATE_SHARE = 0.5  # of the memory for states and KV pages that the states of recurrent layers may take
 SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, for the prefix cache
-SNAPSHOTS_OF_A_SEQUENCE = 4  # as many for each sequence that runs at once, at most
+SNAPSHOTS_OF_A_SEQUENCE = 4  # at most, for each sequence that runs at once
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
 _SIZE = "a number of bytes, or a text such as '4GiB'"
@@ -48,7 +48,7 @@ class MemoryPlan:
         total: all memory of the device.
         held_by_others: about what other processes and CUDA contexts hold of it, which lowers `free` and so the budget; see
             `minirt.device.held_by_others`. None: not known (a CPU).
-        full: the pages of as many full sequences as a step computes.
+        full: the pages of `max_num_seqs` sequences of full length.
         context: positions that a sequence may have: those asked for, or what all pages hold, if that is less.
         max_num_batched_tokens: tokens of the largest step.
         max_num_seqs: sequences that run at once: those asked for, or fewer if their states would take too much.
@@ -187,8 +187,8 @@ def plan_memory(
 def with_fitting_sequences(
     model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, loaded: bool
 ) -> LoadOptions:
-    """The options with fewer sequences, if the states of so many would take more than STATE_SHARE of the memory for states and KV
-    pages, or more than the pages that were asked for leave. At least one.
+    """The options with fewer sequences if their states would take more than STATE_SHARE of the memory for states and KV pages, or
+    more than the requested pages leave. At least one.
 
     Args:
         loaded: whether the weights and the rope tables are in memory already.

@@ -81,7 +81,7 @@ class AttentionSettings:
         qkv_bias, o_bias: whether q, k and v, and the output projection have biases.
         qk_norm: RMSNorm of each head of q and k, before the rotation: "weighted", or "plain", without weights; None: none.
         gate: the output of attention is multiplied by sigmoid(gate) of the same shape. "q_proj": q_proj has twice the rows, for
-            each head those of q, then those of the gate; "gate_proj": a linear of its own; None: there is no gate.
+            each head those of q, then those of the gate; "gate_proj": a separate linear; None: there is no gate.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
             all tokens before it. Only the eager implementation has a window.
     """
@@ -156,7 +156,7 @@ class MTPConfig:
 
     Attributes:
         num_layers: None: not stated.
-        own_embeddings: whether they have an embedding and a head of their own.
+        own_embeddings: whether they have a separate embedding and head.
         intermediate_size: of their MLP; None: that of the decoder's.
     """
 
@@ -188,8 +188,7 @@ class ModelConfig:
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
     moe: MoEConfig | None = None  # None: every MLP is dense
-    # The model attends to no more than so many tokens in some layers; None: to all. No layer of `decoder_layers` has a window, so
-    # longer sequences are refused.
+    # Tokens that some layers attend to; None: all. No layer of `decoder_layers` has a window, so longer sequences are refused.
     sliding_window: int | None = None
     no_rope_layers: frozenset[int] = frozenset()  # layers without rotary embedding
     attention_gate: str | None = None  # see `AttentionSettings.gate`

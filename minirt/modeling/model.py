@@ -28,7 +28,7 @@ class Model:
 
     A layer object that appears more than once has one set of weights, and a cache for each place. Inserts a `Select` after the
     last attention layer or `Tap` (the last layer with a `cache_spec`, or that needs every row) unless the list has one. `formats`
-    sets the formats of the linear layers; if a tied head is quantized, its weights are a copy of their own.
+    sets the formats of the linear layers; if a tied head is quantized, its weights are a separate copy.
 
     `draft_layers`: those of a draft model, which continues from the hidden states of a `Tap` among `layers`. It is `draft_model`.
     This model's weights, cache specs and plan include those of the draft model, and weights that both have are shared.
@@ -86,7 +86,7 @@ class Model:
         return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
     def keep_undo(self, tokens: int) -> None:
-        """Have recurrent layers keep what takes back the last tokens of a step of at most so many. Before a cache is made."""
+        """Have recurrent layers keep what undoes steps of at most `tokens` tokens. Call it before a cache is made."""
         for layer in self.layers:
             layer.context.undoable = tokens
 

@@ -72,7 +72,7 @@ def _known(nodes: Iterable[Any], depth: int, lookaheads: bool) -> bool:
         elif operation is ops.AT:
             known = argument in _ANCHORS
         elif operation is ops.SUBPATTERN:
-            known = not argument[1] and not argument[2] and _known(argument[3], depth + 1, lookaheads)  # no flags of its own
+            known = not argument[1] and not argument[2] and _known(argument[3], depth + 1, lookaheads)  # no flags
         elif operation is ops.BRANCH:
             known = all(_known(branch, depth + 1, lookaheads) for branch in argument[1])
         elif operation in _REPEATS:

@@ -82,7 +82,7 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: the original forward functions, and the original weights bit for bit, each in storage of its own.
+    """Undo `patch`: the original forward functions, and the original weights bit for bit, each in separate storage.
 
     Raises:
         InputError: the model is not patched, or it was patched with `fp8` and without `keep_original`. Then nothing changes.

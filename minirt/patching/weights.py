@@ -108,7 +108,7 @@ def quantize(linear: nn.Linear) -> Tensor:
 
 
 def restore(linear: nn.Linear, original: Tensor | None) -> None:
-    """Give a linear storage of its own again, with the same values, or with those from before `quantize`."""
+    """Give a linear separate storage again, with the same values, or with those from before `quantize`."""
     with torch.inference_mode(linear.weight.is_inference()):
         if original is not None:
             linear.weight.data = original.to(linear.weight.device)
