@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2
 TORCH  := 2.13.0
 
-.PHONY: demo dev test test-all test-compile lint clean again
+.PHONY: demo dev test test-all test-compile test-compile-if-changed lint clean again
 
 # A torch that is in $(VENV) already and new enough stays. Otherwise the torch that was tested goes in first, so that nothing after it
 # picks another: without a GPU the CPU build, which uv finds and pip does not. The demo needs no Triton. For the tests it is not
@@ -59,10 +59,18 @@ test: $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m "not exhaustive"
 	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest $(RUN) -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
 
+# What the next target depends on, and what that was when it last passed.
+COMPILED := find kernels tests/emulate tests/kernels/compile tests/kernels/test_emulated.py -name '*.py' | LC_ALL=C sort | xargs sha256sum | sha256sum
+PASSED := tests/kernels/compile/passed.sha256
+
 # Kernels compiled for five GPU generations, and those of Hopper emulated from their PTX: what a change of kernels/ needs besides.
 test-compile: $(VENV)/dev
 	@echo "kernels for other GPUs: some 10 minutes on two idle cores"
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m exhaustive tests/kernels
+	$(COMPILED) > $(PASSED)
+
+test-compile-if-changed:
+	@$(COMPILED) | cmp -s - $(PASSED) || $(MAKE) test-compile
 
 test-all: test test-compile
 

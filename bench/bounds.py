@@ -76,12 +76,12 @@ def limits(theirs: Errors, least: Floor) -> Floor:
     return Floor(FACTOR * theirs.relative + least.relative, FACTOR * theirs.worst_row + least.worst_row)
 
 
-def fault(found: Errors, theirs: Errors, least: Floor) -> str | None:
+def fault(ours: Errors, theirs: Errors, least: Floor) -> str | None:
     """Describe the broken bound with both errors and the limit, or return None if all bounds hold. NaN breaks a bound."""
     most = limits(theirs, least)
     for what, mine, reference, limit in (
-        ("relative error", found.relative, theirs.relative, most.relative),
-        ("relative error of the worst row", found.worst_row, theirs.worst_row, most.worst_row),
+        ("relative error", ours.relative, theirs.relative, most.relative),
+        ("relative error of the worst row", ours.worst_row, theirs.worst_row, most.worst_row),
     ):
         if not mine <= limit:
             return f"{what} {mine:.2e}, PyTorch's {reference:.2e}, limit {limit:.2e}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from minirt.bench.measure import random_prompts
 from minirt.errors import InputError, NumericsError
 from minirt.generator import Generator
-from minirt.loading.options import longest_length
+from minirt.loading.resolve import longest_length
 from minirt.modeling.formats import FP8
 from minirt.sampling_params import SamplingParams
 
@@ -76,9 +76,9 @@ def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int
     if generator.model.kv_dtype == FP8 or any(name.startswith("fp8") for name in generator.plan.formats):
         eps = max(3 * eps, _FP8_NOISE)
     pairs = zip(expected.prompts, expected.tokens, strict=True)
-    found = torch.cat([_logits(generator, prompt, tokens) for prompt, tokens in pairs])
+    logits = torch.cat([_logits(generator, prompt, tokens) for prompt, tokens in pairs])
     truth = torch.cat(expected.logits)
-    error = ((found - truth).norm() / truth.norm()).item()
+    error = ((logits - truth).norm() / truth.norm()).item()
     if not error <= 8 * eps:
         what = "the logits differ from those of the eager layers, so there is nothing to time"
         raise NumericsError(what, expected=f"a relative error of at most {8 * eps:.1e}", found=f"{error:.1e}")
@@ -106,9 +106,9 @@ def _logits(generator: Generator, prompt: list[int], tokens: list[int]) -> Tenso
     return generator.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
 
 
-def _agreement(found: list[int], expected: list[int], logits: Tensor, tolerance: float) -> tuple[int, bool]:
+def _agreement(tokens: list[int], expected: list[int], logits: Tensor, tolerance: float) -> tuple[int, bool]:
     """Return the number of equal tokens before the first difference, and whether there is a difference (a near-tie)."""
-    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+    for i, (mine, theirs) in enumerate(zip(tokens, expected, strict=True)):
         if mine == theirs:
             continue
         row = logits[i]

@@ -1,4 +1,4 @@
-"""`minirt bench decode`: the time of one decode step, and the least time that memory bandwidth and arithmetic allow.
+"""The decode steps of `minirt bench speed`: the time of one step, and the least time that memory bandwidth and arithmetic allow.
 
 Two runs of `Generator.generate` differ only by 128 decode steps. Their difference, divided by 128, is the time of a step: the
 time of the prompts cancels out. Every token reaches Python.
@@ -6,21 +6,19 @@ time of the prompts cancels out. Every token reaches Python.
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.ceiling import Ceiling, MatmulCeiling, datasheet_bandwidth
 from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
-from minirt.bench.measure import Clock, announce, check_room, random_prompts, silent, timed_run
+from minirt.bench.measure import Runs, check_room
 from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator
-from minirt.sampling_params import SamplingParams
 
 STEPS = 128
 
@@ -56,16 +54,7 @@ def test_name(batch_size: int, context_len: int, count: int) -> str:
 
 
 def step_times(
-    generator: Generator,
-    batch_size: int,
-    context_len: int,
-    *,
-    repeats: int,
-    sampling: dict[str, Any],
-    seed: int = 0,
-    count: int = STEPS,
-    progress: Callable[[str], None] = silent,
-    clock: Clock = time.perf_counter,
+    runs: Runs, batch_size: int, context_len: int, count: int = STEPS
 ) -> tuple[list[float], list[float], int]:
     """Measure a decode step of the whole batch, after one run that is not counted.
 
@@ -79,43 +68,33 @@ def step_times(
     Raises:
         MinirtError: the longer run took no more time than the shorter one.
     """
-    first = prefill_steps(batch_size, context_len, generator.max_num_batched_tokens)
-    rng = random.Random(seed)
+    first = prefill_steps(batch_size, context_len, runs.generator.max_num_batched_tokens)
+    rng = random.Random(runs.seed)
 
     def run(new_tokens: int) -> tuple[float, float]:
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0, **sampling)
-        prompts = random_prompts(rng, [context_len] * batch_size, generator.config.vocab_size)
-        seconds, completions = timed_run(generator, prompts, [params] * batch_size, clock)
+        seconds, completions = runs.timed(rng, [context_len] * batch_size, [new_tokens] * batch_size)
         return seconds, max(completion.time_to_first_token_s for completion in completions)
 
-    whole, prompts_alone = run(first + count)
-    announce(progress, test_name(batch_size, context_len, count), whole + prompts_alone, repeats)
+    runs.announce(test_name(batch_size, context_len, count), sum(run(first + count)), runs.repeats)
     steps, first_tokens = [], []
-    for _ in range(repeats):
+    for _ in range(runs.repeats):
         short, first_token = run(first)
         long, _ = run(first + count)
         if long <= short:
-            found = f"{long:.6f} s against {short:.6f} s"
-            raise MinirtError(f"{count} more steps took no more time", expected="a quieter machine", found=found)
+            times = f"{long:.6f} s against {short:.6f} s"
+            raise MinirtError(f"{count} more steps took no more time", expected="a quieter machine", found=times)
         steps.append((long - short) / count)
         first_tokens.append(first_token)
     return steps, first_tokens, first
 
 
 def run(
-    generator: Generator,
+    runs: Runs,
     batch_sizes: Sequence[int],
     context_lens: Sequence[int],
-    *,
-    repeats: int,
-    sampling: dict[str, Any],
-    seed: int,
     ceiling: Ceiling,
     products: MatmulCeiling,
-    datasheet: float | None,
-    progress: Callable[[str], None],
     count: int = STEPS,
-    clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Measure every combination of context length and batch size, each by `count` steps.
 
@@ -128,49 +107,48 @@ def run(
     Returns:
         a result for each combination.
     """
-    results = []
-    for context_len in context_lens:
-        for batch_size in batch_sizes:
-            steps, first_tokens, first = step_times(
-                generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, count=count,
-                progress=progress, clock=clock,
-            )  # fmt: skip
-            seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
-            kv = round(batch_size * seen * generator.kv_bytes_per_token)
-            states = batch_size * generator.step_state_bytes
-            use = in_decode(generator, batch_size, context_len, seed)
-            read = step_read_bytes(generator.model, batch_size, None if use is None else use.touched())
-            uniform = step_read_bytes(generator.model, batch_size)
-            speed = (read + kv + states) / statistics.median(steps)
-            flops = linear_flops(generator.config, batch_size, batch_size)
-            weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
-            limit = weights + (kv + states) / ceiling.bytes_per_s
-            results.append(
-                {
-                    "test": test_name(batch_size, context_len, count),
-                    "batch_size": batch_size,
-                    "context_len": context_len,
-                    "tokens_before": first,
-                    "step_s": summarize(steps),
-                    "tokens_per_s": summarize([batch_size / step for step in steps]),
-                    "graph_replay_s": replay_time(generator, batch_size, round(seen)),
-                    "weight_bytes_read": read,
-                    "kv_bytes_read": kv,
-                    "state_bytes_moved": states,
-                    "read_bytes_per_s": speed,
-                    "share_of_read_ceiling": speed / ceiling.bytes_per_s,
-                    "share_of_datasheet": speed / datasheet if datasheet else None,
-                    "flops": flops,
-                    "limit_s": limit,
-                    "share_of_limit": limit / statistics.median(steps),
-                    "weight_bytes_if_uniform": uniform,
-                    "experts": use and use.summary(expected(generator.config, batch_size)),
-                    "time_to_first_token_s": statistics.median(first_tokens),
-                    "peak_memory_bytes": peak_memory(generator.device),
-                }
-            )
-            progress(f"{results[-1]['test']}: {statistics.median(steps) * 1e3:.3f} ms a step")
-    return results
+    return [_row(runs, n, length, ceiling, products, count) for length in context_lens for n in batch_sizes]
+
+
+def _row(
+    runs: Runs, batch_size: int, context_len: int, ceiling: Ceiling, products: MatmulCeiling, count: int
+) -> dict[str, Any]:
+    generator, test = runs.generator, test_name(batch_size, context_len, count)
+    steps, first_tokens, first = step_times(runs, batch_size, context_len, count)
+    seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
+    kv = round(batch_size * seen * generator.kv_bytes_per_token)
+    states = batch_size * generator.step_state_bytes
+    use = in_decode(generator, batch_size, context_len, runs.seed)
+    read = step_read_bytes(generator.model, batch_size, None if use is None else use.touched())
+    step, datasheet = statistics.median(steps), datasheet_bandwidth(generator.device)
+    speed = (read + kv + states) / step
+    flops = linear_flops(generator.config, batch_size, batch_size)
+    weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
+    limit = weights + (kv + states) / ceiling.bytes_per_s
+    row = {
+        "test": test,
+        "batch_size": batch_size,
+        "context_len": context_len,
+        "tokens_before": first,
+        "step_s": summarize(steps),
+        "tokens_per_s": summarize([batch_size / seconds for seconds in steps]),
+        "graph_replay_s": replay_time(generator, batch_size, round(seen)),
+        "weight_bytes_read": read,
+        "kv_bytes_read": kv,
+        "state_bytes_moved": states,
+        "read_bytes_per_s": speed,
+        "share_of_read_ceiling": speed / ceiling.bytes_per_s,
+        "share_of_datasheet": speed / datasheet if datasheet else None,
+        "flops": flops,
+        "limit_s": limit,
+        "share_of_limit": limit / step,
+        "weight_bytes_if_uniform": step_read_bytes(generator.model, batch_size),
+        "experts": use and use.summary(expected(generator.config, batch_size)),
+        "time_to_first_token_s": statistics.median(first_tokens),
+        "peak_memory_bytes": peak_memory(generator.device),
+    }
+    runs.progress(f"{test}: {step * 1e3:.3f} ms a step")
+    return row
 
 
 def replay_time(generator: Generator, batch_size: int, context_len: int) -> float | None:

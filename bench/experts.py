@@ -85,7 +85,7 @@ class ExpertUse:
 
     def touched(self) -> dict[str, float]:
         """Each layer's mean number of distinct experts in a step."""
-        return {name: statistics.fmean(int((own > 0).sum()) for own in steps) for name, steps in self._counts.items()}
+        return {name: statistics.fmean(int((counts > 0).sum()) for counts in steps) for name, steps in self._counts.items()}
 
     def summary(self, expected: float) -> dict[str, Any]:
         """Distinct experts for each layer and step: mean, least and most; and how evenly the layers use their experts.
@@ -95,7 +95,7 @@ class ExpertUse:
         Returns:
             with `share`: p10, p50, p90 and the largest of the rows of an expert over all steps, divided by an expert's mean.
         """
-        each = [int((own > 0).sum()) for steps in self._counts.values() for own in steps]
+        each = [int((counts > 0).sum()) for steps in self._counts.values() for counts in steps]
         totals = [torch.stack(steps).sum(0).double() for steps in self._counts.values()]
         shares = [share for total in totals for share in (total / total.mean()).tolist()]
         return {
@@ -124,7 +124,7 @@ def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUs
 
 
 def in_decode(generator: Generator, batch_size: int, context_len: int, seed: int) -> ExpertUse | None:
-    """The experts used by decode steps like those that `bench decode` measures: random prompts, then greedy tokens."""
+    """The experts used by decode steps like those that `bench speed` measures: random prompts, then greedy tokens."""
     prompts = random_prompts(random.Random(seed), [context_len] * batch_size, generator.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=_STEPS + 1, ignore_eos=True, repetition_penalty=1.0)
     return observe(generator, batch_size, lambda: generator.generate(prompts, [params] * batch_size))

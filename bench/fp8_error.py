@@ -82,16 +82,16 @@ def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list
     cache = KVCache(plain.cache_specs, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype, num_slots=1)
     pages = cache.allocator.allocate(cache.num_pages)
     batch = Batch.build([Chunk(list(tokens), 0, pages, num_logits=len(tokens), slot=0)], cache.page_size).to(plain.device)
-    own = iter(cache.layers)
-    x, found = torch.empty(0, device=plain.device), []
+    kept = iter(cache.layers)
+    x, results = torch.empty(0, device=plain.device), []
     for layer, other in zip(plain.layers, quantized.layers, strict=True):
         forward, probed = _probed(layer)
-        x = forward(x, batch, None if layer.cache_spec is None else next(own))
+        x = forward(x, batch, None if layer.cache_spec is None else next(kept))
         for name, probe in probed.items():
             twin = getattr(other, name)
             if twin.scale is not None:
-                found.append(_errors(layer.name, name, probe, twin))
-    return found
+                results.append(_errors(layer.name, name, probe, twin))
+    return results
 
 
 def _probed(layer: Layer) -> tuple[Forward, dict[str, _Probe]]:

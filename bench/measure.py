@@ -1,15 +1,17 @@
-"""Prompts of random token ids, timed runs through `Generator.generate`, memory checks and GPU timing."""
+"""Timed runs of random prompts through `Generator.generate` (`Runs`), memory checks and GPU timing."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
-from minirt.loading.options import longest_length
+from minirt.loading.resolve import longest_length
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 from minirt.sizes import format_size
@@ -29,30 +31,47 @@ def silent(text: str) -> None:
     """A `progress` that shows nothing."""
 
 
-def announce(progress: Callable[[str], None], test: str, seconds: float, runs: int) -> None:
-    """After a run that is not counted: how long those that follow take, if that is long."""
-    if seconds * runs >= _LONG:
-        progress(f"{test}: about {seconds * runs:,.0f} s for {runs} more runs")
+@dataclass(frozen=True)
+class Runs:
+    """Runs of random prompts through one generator.
 
-
-def timed_run(
-    generator: Generator, prompts: Sequence[list[int]], params: Sequence[SamplingParams], clock: Clock = time.perf_counter
-) -> tuple[float, list[Completion]]:
-    """Return the seconds from the call until the last token of the last prompt is in Python, and the completions.
-
-    Raises:
-        MinirtError: a completion has fewer tokens than requested, so the time would not be comparable.
+    Attributes:
+        repeats: number of runs that count.
+        sampling: fields of SamplingParams.
+        progress: called with a line of text now and then.
     """
-    started = clock()
-    completions = generator.generate(list(prompts), list(params))
-    seconds = clock() - started
-    for completion, asked in zip(completions, params, strict=True):
-        if len(completion.token_ids) != asked.max_tokens:
-            raise MinirtError(
-                "a measured run ended early", where=f"a prompt of {len(completion.prompt_token_ids)} tokens",
-                expected=f"{asked.max_tokens} tokens", found=f"{len(completion.token_ids)} ({completion.finish_reason})",
-            )
-    return seconds, completions
+
+    generator: Generator
+    repeats: int
+    sampling: dict[str, Any]
+    seed: int = 0
+    progress: Callable[[str], None] = silent
+    clock: Clock = time.perf_counter
+
+    def announce(self, test: str, seconds: float, count: int) -> None:
+        """After a run that is not counted: say how long the `count` runs after it take, if that is long."""
+        if seconds * count >= _LONG:
+            self.progress(f"{test}: about {seconds * count:,.0f} s for {count} more runs")
+
+    def timed(self, rng: random.Random, input_lens: Sequence[int], output_lens: Sequence[int]) -> tuple[float, list[Completion]]:
+        """Return the seconds from the call until the last token of the last prompt is in Python, and the completions.
+
+        Raises:
+            MinirtError: a completion has fewer tokens than requested, so the time would not be comparable.
+        """
+        shared: dict[str, Any] = {"ignore_eos": True, "repetition_penalty": 1.0, **self.sampling}
+        prompts = random_prompts(rng, input_lens, self.generator.config.vocab_size)
+        params = [SamplingParams(max_tokens=length, **shared) for length in output_lens]
+        started = self.clock()
+        completions = self.generator.generate(prompts, params)
+        seconds = self.clock() - started
+        for completion, length in zip(completions, output_lens, strict=True):
+            if len(completion.token_ids) != length:
+                raise MinirtError(
+                    "a measured run ended early", where=f"a prompt of {len(completion.prompt_token_ids)} tokens",
+                    expected=f"{length} tokens", found=f"{len(completion.token_ids)} ({completion.finish_reason})",
+                )
+        return seconds, completions
 
 
 def check_room(generator: Generator, batch_size: int, length: int) -> None:

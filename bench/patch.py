@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirt.bench import picture
 from minirt.bench.measure import Clock, forget_peak_memory, silent
+from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, heading, table
 from minirt.bench.summary import summarize
 from minirt.device import peak_memory
@@ -60,7 +62,7 @@ class PatchReport(Report):
     def _markdown(self) -> str:
         shared = self.context
         lines = [*heading(shared), f"transformers {shared['versions']['transformers']}.", ""]
-        lines += [f"Correctness: {own['variant']}: {own['sentence']}." for own in shared["correctness"]["variants"]]
+        lines += [f"Correctness: {check['variant']}: {check['sentence']}." for check in shared["correctness"]["variants"]]
         lines += [f"Not measured: {name}: {why}." for name, why in shared["left_out"].items()]
         return "\n".join([*lines, "", *table(_COLUMNS, [shared | row for row in self.results], left=4)]) + "\n"
 
@@ -118,16 +120,16 @@ def build(name: str, random_weights: bool, dtype: torch.dtype, device: torch.dev
     if not random_weights:
         from minirt.loading.load import find
 
-        found = find(name, None, need_weights=True).files
-        folder = name if found is None else str(found.folder)
+        files = find(name, None, need_weights=True).files
+        folder = name if files is None else str(files.folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval().requires_grad_(False)
     with torch.device(device), torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForCausalLM.from_config(hf_config(name), dtype=dtype).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
-    for own, parameter in model.named_parameters():
-        if "norm" in own:
+    for label, parameter in model.named_parameters():
+        if "norm" in label:
             parameter.uniform_(0.5, 1.5, generator=generator)
-        elif own.endswith("bias"):
+        elif label.endswith("bias"):
             parameter.normal_(0, 0.3, generator=generator)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
@@ -212,8 +214,8 @@ def run(
         gc.collect()
     base = {(row["mode"], row["test"]): row["seconds"]["median"] for row in rows if row["variant"] == BASELINE}
     for row in rows:
-        own = base[row["mode"], row["test"]] / row["seconds"]["median"]
-        row["speedup"] = None if row["variant"] == BASELINE else own
+        ratio = base[row["mode"], row["test"]] / row["seconds"]["median"]
+        row["speedup"] = None if row["variant"] == BASELINE else ratio
     checked = {"checked": True, "against": "the logits of the model without changes", "variants": checks}
     return rows, {"correctness": checked, "patched": patched, "left_out": left_out}
 
@@ -239,9 +241,9 @@ def _cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _check(variant: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
+def _check(variant: str, logits: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
     """Compare logits, and refuse to time what is wrong: two implementations in one dtype differ by a few roundings."""
-    error = ((found - expected).norm() / expected.norm()).item()
+    error = ((logits - expected).norm() / expected.norm()).item()
     limit = _FP8_BOUND if variant == "minirt fp8" else max(8 * torch.finfo(dtype).eps, 1e-5)
     if not error <= limit:
         what = "the logits differ from those of the model without changes, so there is nothing to time"
@@ -332,13 +334,13 @@ class _Runner:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that are compared."""
-    found = {}
+    installed = {}
     for name in ("transformers", "liger-kernel"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def draw(shared: Row, rows: list[Row], target: Path) -> None:
@@ -347,27 +349,18 @@ def draw(shared: Row, rows: list[Row], target: Path) -> None:
     Raises:
         MinirtError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # pyplot would open windows and keep state
-
-    from minirt.bench.compare.picture import save
-
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    tests = list(dict.fromkeys(row["test"] for row in rows))
-    variants = [name for name in dict.fromkeys(row["variant"] for row in rows) if name != BASELINE]
-    figure = Figure(figsize=(2.0 + 1.1 * len(tests) * len(modes), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(modes), squeeze=False, sharey=True)[0]
+    modes, tests, variants = (list(dict.fromkeys(row[name] for row in rows)) for name in ("mode", "test", "variant"))
+    variants = [name for name in variants if name != BASELINE]
     width = 0.8 / max(1, len(variants))
-    for place, mode in zip(axes, modes, strict=True):
-        for i, variant in enumerate(variants):
-            own = {row["test"]: row["speedup"] for row in rows if (row["variant"], row["mode"]) == (variant, mode)}
-            where = [j + (i + 0.5) * width - 0.4 for j in range(len(tests))]
-            place.bar(where, [own[test] for test in tests], width, label=variant)
-        place.axhline(1.0, color="k", linewidth=1)
-        place.set_xticks(range(len(tests)), tests, rotation=30, fontsize=7)
-        place.set_title(f"transformers {mode}", fontsize=9)
-    axes[0].set_ylabel("speed, relative to the model without changes")
-    axes[0].legend(fontsize=7)
+    speedups = {(row["variant"], row["mode"], row["test"]): row["speedup"] for row in rows}
+    panels = []
+    for mode in modes:
+        series = [
+            Series(name, [speedups[name, mode, test] for test in tests], width=width, shift=(i + 0.5) * width - 0.4)
+            for i, name in enumerate(variants)
+        ]
+        about = "speed, relative to the model without changes"
+        panels.append(Panel(series, f"transformers {mode}", ylabel=about, ticks=tests, rotation=30, level=1.0))
     kind = "" if shared["backend"] == "CUDA" else "\nCPU figures, no GPU"
     title = f"{Path(shared['model']).name} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{kind}"
-    figure.suptitle(title, fontsize=9)
-    save(figure, target)
+    picture.draw([panels], title, target, (2.0 + 1.1 * len(tests) * len(modes), 4.5))

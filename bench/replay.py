@@ -35,8 +35,8 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         raise EngineError("requests are open", where="replay_times", hint="wait until they have ended")
     if not 1 <= batch_size <= engine.limits.max_num_seqs or not 1 <= context_len <= engine.max_len:
         expected = f"1 to {engine.limits.max_num_seqs} sequences of 1 to {engine.max_len} tokens"
-        found = f"{batch_size} of {context_len}"
-        raise InputError("not a step of this engine", where="replay_times", expected=expected, found=found)
+        step = f"{batch_size} of {context_len}"
+        raise InputError("not a step of this engine", where="replay_times", expected=expected, found=step)
     cache, runner = engine._cache, engine._runner
     pages, allocator = cache.pages_for(context_len), cache.allocator
     if batch_size * pages > allocator.num_free:
@@ -45,10 +45,10 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
     greedy, slots, sequences = resolve(SamplingParams(temperature=0.0), None), HostSlots(engine.limits, pages), list[Sequence]()
     try:
         for i in range(batch_size):
-            own = Sequence(Request(-1, [i % engine._vocab_size] * context_len, greedy), context_len)
-            own.take_slot(slots, allocator.allocate(pages))
-            sequences.append(own)
-        planned = PlannedSequences.of((own.slot, context_len - 1, 1, 1, 1, context_len) for own in sequences)
+            sequence = Sequence(Request(-1, [i % engine._vocab_size] * context_len, greedy), context_len)
+            sequence.take_slot(slots, allocator.allocate(pages))
+            sequences.append(sequence)
+        planned = PlannedSequences.of((sequence.slot, context_len - 1, 1, 1, 1, context_len) for sequence in sequences)
         plan = plan_step(
             Work(planned, slots.epochs[planned.slots], list(enumerate(sequences))), slots, runner.columns, engine._vocab_size
         )
@@ -68,5 +68,5 @@ def _replay(engine: Engine, batch_size: int, context_len: int, repeats: int) -> 
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
     finally:
-        for own in sequences:
-            allocator.release(list(own.pages))
+        for sequence in sequences:
+            allocator.release(sequence.pages.tolist())

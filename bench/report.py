@@ -66,22 +66,23 @@ class Report:
             shown = f"{rate:,.1f}" if rate >= 1 else f"{rate:.3f}"
             lines += [f"Matrix product, same run: {shown} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
-        columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
-        if any(row.get("experts") for row in self.results):
-            columns += _EXPERT_COLUMNS
-        notes = [_TESTS] if shared["benchmark"] in ("speed", "decode", "prefill") else []
-        shares = [cell(row) for title, cell in columns if title == "of the limit" for row in self.results]
-        notes += [LIMIT] if {*shares} - {"-"} else []
-        above = any((row.get(name) or 0) > 1 for row in self.results for name in _MEASURED_SHARES)
+        rows = [shared | row for row in self.results]
+        columns = _SHARED_COLUMNS + [
+            (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
+        ]
+        notes = [_TESTS] if shared["benchmark"] == "speed" else []
+        notes += [LIMIT] if any(title == "of the limit" for title, _ in columns) else []
+        above = any((row.get(name) or 0) > 1 for row in rows for name in _MEASURED_SHARES)
         notes += [_CEILING_TOO_LOW] if above else []
-        lines += table(columns, [shared | row for row in self.results], left=5)
+        lines += table(columns, rows, left=5)
         return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:
     """Return the first lines of a Markdown report: device, versions, and the memory bandwidth if it was measured."""
-    found = {name: shared["versions"][name] for name in ("torch", "triton")}
-    versions = " · ".join(f"{name} {version}" if version else f"no {name}" for name, version in found.items())
+    versions = " · ".join(
+        f"{name} {version}" if (version := shared["versions"][name]) else f"no {name}" for name in ("torch", "triton")
+    )
     kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
     lines = [f"{kind} · {versions} · minirt {build(shared)} · {shared['date']}", ""]
     if shared["read_ceiling"]:
@@ -108,7 +109,7 @@ def context(
     from minirt import models
     from minirt.modeling.model import Model
 
-    own = {
+    return machine(benchmark, generator.device, command, ceiling) | {
         "model": name,
         "model_type": generator.config.model_type,
         "weight_bytes": generator.plan.weight_bytes,
@@ -119,7 +120,6 @@ def context(
         "correctness": correctness,
         "matmul_ceiling": vars(products) if products else None,
     }
-    return machine(benchmark, generator.device, command, ceiling) | own
 
 
 def machine(benchmark: str, device: "torch.device", command: list[str], ceiling: "Ceiling | None") -> Row:
@@ -211,12 +211,6 @@ def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
     return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
 
 
-def _prompt_rate(row: Row) -> Row:
-    """A prompt's tokens per second, with the standard deviation over the runs."""
-    spread = summarize([row["input_len"] / seconds for seconds in row["time_to_first_token_s"]["all"]])["stddev"]
-    return {"median": row["tokens_per_s"], "stddev": spread}
-
-
 def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
 
@@ -267,20 +261,18 @@ def as_text(markdown: str) -> str:
 def _aligned(rows: list[list[str]], width: int) -> list[str]:
     """Return a table's lines. What is equal in all rows stands above; columns without values are left out. A table that is wider
     than the terminal becomes several, each with the columns of text at the left."""
-    columns = [own for own in zip(*rows, strict=True) if not {*own[2:]} <= {"", "-"}]  # title, rule, a cell for each row
-    shared, varied = [own for own in columns if len({*own[2:]}) == 1], [own for own in columns if len({*own[2:]}) > 1]
-    most = max((len(own[0]) for own in shared), default=0)
-    lines = [f"{own[0]:<{most}}  {own[2]}".rstrip() for own in shared]
-    texts = list(takewhile(lambda own: not own[1].endswith(":"), varied))
+    columns = [c for c in zip(*rows, strict=True) if not {*c[2:]} <= {"", "-"}]  # title, rule, a cell for each row
+    shared, varied = [c for c in columns if len({*c[2:]}) == 1], [c for c in columns if len({*c[2:]}) > 1]
+    most = max((len(title) for title, *_ in shared), default=0)
+    lines = [f"{title:<{most}}  {cell}".rstrip() for title, _, cell, *_ in shared]
+    texts = list(takewhile(lambda column: not column[1].endswith(":"), varied))
     parts = [texts]
-    for own in varied[len(texts) :]:
-        if len(parts[-1]) > len(texts) and _width([*parts[-1], own]) > width:
+    for column in varied[len(texts) :]:
+        if len(parts[-1]) > len(texts) and _width([*parts[-1], column]) > width:
             parts.append(texts)
-        parts[-1] = [*parts[-1], own]
+        parts[-1] = [*parts[-1], column]
     for part in filter(None, parts):
-        cells = [
-            [f"{cell:{'>' if own[1].endswith(':') else '<'}{_width([own])}}" for cell in (own[0], *own[2:])] for own in part
-        ]
+        cells = [[f"{cell:{'>' if c[1].endswith(':') else '<'}{_width([c])}}" for cell in (c[0], *c[2:])] for c in part]
         head, *body = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
         lines += [*[""] * bool(lines), head, "─" * _width(part), *body]
     return lines
@@ -288,7 +280,7 @@ def _aligned(rows: list[list[str]], width: int) -> list[str]:
 
 def _width(columns: Sequence[tuple[str, ...]]) -> int:
     """Characters of columns beside each other: title, rule, a cell for each row."""
-    return sum(max(map(len, (own[0], *own[2:]))) + 2 for own in columns) - 2
+    return sum(max(map(len, (title, *cells))) + 2 for title, _, *cells in columns) - 2
 
 
 _SHARED_COLUMNS: list[Column] = [
@@ -298,47 +290,33 @@ _SHARED_COLUMNS: list[Column] = [
     ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"),
     ("test", lambda r: r["test"]),
 ]
-_FIRST_AND_PEAK: list[Column] = [
-    ("first token ms", lambda r: _number(r["time_to_first_token_s"], 1e3)),
-    ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
-]
-_EXPERT_COLUMNS: list[Column] = [  # of a model with mixtures of experts
-    ("experts a layer", lambda r: _experts(r["experts"])),
-    ("tokens of an expert / mean, p10 / p50 / p90 / max", lambda r: _shares(r["experts"])),
-]
+_PEAK: Column = ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30))
 _COLUMNS: dict[str, list[Column]] = {
-    "decode": [
-        ("t/s", lambda r: _spread(r["tokens_per_s"])),
-        ("step ms", lambda r: _spread(r["step_s"], 1e3, 3)),
-        ("min ms", lambda r: _number(r["step_s"]["min"], 1e3, 3)),
-        ("CUDA graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
-        ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"] + r.get("state_bytes_moved", 0), 1e-9, 3)),
-        ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
-        ("of bandwidth", lambda r: _share(r["share_of_read_ceiling"])),
-        ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
-        ("of the limit", lambda r: _share(r["share_of_limit"])),
-        *_FIRST_AND_PEAK,
-    ],
-    "prefill": [
-        ("t/s", lambda r: _number(r["tokens_per_s"])),
-        ("first token ms", lambda r: _spread(r["time_to_first_token_s"], 1e3, 3)),
-        ("min ms", lambda r: _number(r["time_to_first_token_s"]["min"], 1e3, 3)),
-        ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1 if (r["flops_per_s"] or 0) >= 1e12 else 3)),
-        ("of the product rate", lambda r: _share(r["share_of_matmul_ceiling"])),
-        ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
-        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
-    ],
     "speed": [
-        ("t/s", lambda r: _spread(r["tokens_per_s"] if "step_s" in r else _prompt_rate(r))),
-        ("ms per prompt or step", lambda r: _spread(r["step_s"] if "step_s" in r else r["time_to_first_token_s"], 1e3, 3)),
+        ("t/s", lambda r: _spread(_rate(r))),
+        ("ms per prompt or step", lambda r: _spread(_seconds(r), 1e3, 3)),
+        ("min ms", lambda r: _number(_seconds(r)["min"], 1e3, 3)),
+        ("CUDA graph ms", lambda r: _number(r.get("graph_replay_s"), 1e3, 3)),
+        ("GB/s", lambda r: _number(r.get("read_bytes_per_s"), 1e-9, 1)),
+        ("of bandwidth", lambda r: _share(r.get("share_of_read_ceiling"))),
+        ("of datasheet", lambda r: _number(r.get("share_of_datasheet"), 100, 1, " %")),
+        ("TFLOP/s", lambda r: _number(r.get("flops_per_s"), 1e-12, 1 if (r.get("flops_per_s") or 0) >= 1e12 else 3)),
         ("of the limit", lambda r: _share(r["share_of_limit"] if "step_s" in r else r["share_of_matmul_ceiling"])),
-        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
+        ("inter-token p50 / p99 / max ms", lambda r: _each(r.get("inter_token_s"), "p50", "p99", "max")),
+        ("experts a layer", lambda r: _experts(r["experts"])),
+        ("tokens of an expert / mean, p10 / p50 / p90 / max", lambda r: _shares(r["experts"])),
+        _PEAK,
     ],
-    "latency": [
-        ("t/s", lambda r: _number(r["output_tokens_per_s"])),
-        ("avg s", lambda r: _number(r["latency_s"]["mean"], 1, 4)),
-        *((f"p{p} s", lambda r, p=p: _number(r["latency_s"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
-        *_FIRST_AND_PEAK,
+    "throughput": [
+        ("requests/s", lambda r: _number(r["requests_per_s"])),
+        ("total t/s", lambda r: _number(r["total_tokens_per_s"])),
+        ("output t/s", lambda r: _number(r["output_tokens_per_s"])),
+        ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
+        ("avg s", lambda r: _number(r["seconds"]["mean"], 1, 4)),
+        *((f"p{p} s", lambda r, p=p: _number(r["seconds"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
+        ("first token p50 / p99 ms", lambda r: _each(r["time_to_first_token_s"], "p50", "p99")),
+        ("per output token p50 / p99 ms", lambda r: _each(r["time_per_output_token_s"], "p50", "p99")),
+        _PEAK,
     ],
     "speculate": [
         ("new tokens", lambda r: f"{r['output_tokens']:,}"),
@@ -349,16 +327,21 @@ _COLUMNS: dict[str, list[Column]] = {
         ("speedup", lambda r: _number(r["speedup"])),
         ("same text", lambda r: f"{r['same_texts']} of {r['texts']}"),
     ],
-    "throughput": [
-        ("requests/s", lambda r: _number(r["requests_per_s"])),
-        ("total t/s", lambda r: _number(r["total_tokens_per_s"])),
-        ("output t/s", lambda r: _number(r["output_tokens_per_s"])),
-        ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
-        ("first token p50 / p99 ms", lambda r: _ends(r["time_to_first_token_s"])),
-        ("per output token p50 / p99 ms", lambda r: _ends(r["time_per_output_token_s"])),
-        ("peak GiB", lambda r: _number(r["peak_memory_bytes"], 2**-30)),
-    ],
 }
+
+
+def _seconds(row: Row) -> Row:
+    """The times of a decode step or of a prompt."""
+    return row["step_s"] if "step_s" in row else row["time_to_first_token_s"]
+
+
+def _rate(row: Row) -> Row:
+    """Tokens per second: those of a prompt with the standard deviation over the runs, unless other requests ran beside it."""
+    if "step_s" in row:
+        return row["tokens_per_s"]
+    runs = [] if "decoding" in row else row["time_to_first_token_s"]["all"]
+    spread = summarize([row["input_len"] / seconds for seconds in runs])["stddev"] if runs else None
+    return {"median": row["tokens_per_s"], "stddev": spread}
 
 
 def _experts(value: Row | None) -> str:
@@ -372,9 +355,6 @@ def _shares(value: Row | None) -> str:
     return "-" if value is None else " / ".join(f"{value['share'][name]:.2f}" for name in ("p10", "p50", "p90", "max"))
 
 
-def _gaps(value: Row | None) -> str:
-    return "-" if value is None else " / ".join(_number(value[name], 1e3) for name in ("p50", "p99", "max"))
-
-
-def _ends(value: Row | None) -> str:
-    return "-" if value is None else f"{_number(value['p50'], 1e3)} / {_number(value['p99'], 1e3)}"
+def _each(value: Row | None, *names: str) -> str:
+    """Several of a distribution's seconds, in milliseconds."""
+    return "-" if value is None else " / ".join(_number(value[name], 1e3) for name in names)

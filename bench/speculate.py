@@ -18,16 +18,16 @@ def run(generator: Generator, requests: Sequence[Request], repeats: int, progres
     """Run each request alone, `repeats` times. The first request runs once before, which is not counted."""
     what = "without drafts" if generator.speculative is None else "with drafts"
     generator.generate([requests[0][1]], [requests[0][2]])
-    found = []
+    timed = []
     for name, tokens, params in requests:
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
             result = generator.generate([tokens], [params])[0]
             seconds.append(time.perf_counter() - start)
-        found.append((result.outputs, seconds))
+        timed.append((result.outputs, seconds))
         progress(f"{name} {what}: {statistics.median(seconds):.2f} s")
-    return found
+    return timed
 
 
 def rows(requests: Sequence[Request], drafts: Sequence[Timed], plain: Sequence[Timed]) -> list[dict[str, Any]]:
@@ -37,12 +37,12 @@ def rows(requests: Sequence[Request], drafts: Sequence[Timed], plain: Sequence[T
 
 
 def _row(test: str, pairs: Sequence[tuple[Timed, Timed]]) -> dict[str, Any]:
-    outputs = [own for (drafted, _), _ in pairs for own in drafted]
-    tokens, accepted = sum(len(own.token_ids) for own in outputs), sum(own.num_accepted_tokens for own in outputs)
+    outputs = [output for (drafted, _), _ in pairs for output in drafted]
+    tokens, accepted = sum(len(output.token_ids) for output in outputs), sum(output.num_accepted_tokens for output in outputs)
     seconds, plain_s = ([sum(each) for each in zip(*(pair[i][1] for pair in pairs), strict=True)] for i in (0, 1))
-    same = sum([own.token_ids for own in a] == [own.token_ids for own in b] for (a, _), (b, _) in pairs)
+    same = sum([output.token_ids for output in a] == [output.token_ids for output in b] for (a, _), (b, _) in pairs)
     return {
-        "test": test, "output_tokens": tokens, "num_draft_tokens": sum(own.num_draft_tokens for own in outputs),
+        "test": test, "output_tokens": tokens, "num_draft_tokens": sum(output.num_draft_tokens for output in outputs),
         "num_accepted_tokens": accepted, "acceptance_length": tokens / (tokens - accepted) if tokens > accepted else 1.0,
         "seconds": summarize(seconds), "plain_s": summarize(plain_s),
         "speedup": statistics.median(plain_s) / statistics.median(seconds), "texts": len(pairs), "same_texts": same,

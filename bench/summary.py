@@ -19,10 +19,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
     """Return several percentiles of the same values, which are sorted only once; see `percentile`."""
     ordered = sorted(values)
-    found = []
+    results = []
     for percent in percents:
         place = (len(ordered) - 1) * percent / 100
         low = math.floor(place)
         high = min(low + 1, len(ordered) - 1)
-        found.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
-    return found
+        results.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+    return results

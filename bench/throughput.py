@@ -1,31 +1,19 @@
-"""`minirt bench throughput`: many prompts of random lengths through the engine at once."""
+"""`minirt bench throughput`: prompts of given or random lengths through the engine at once, to the last token of all."""
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from minirt.bench.measure import Clock, announce, random_prompts, silent, timed_run
+from minirt.bench.measure import Runs
 from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
-from minirt.generator import Generator
 from minirt.outputs import Completion
-from minirt.sampling_params import SamplingParams
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)  # of the times of whole runs, as `vllm bench latency` reports them
 
 
-def run(
-    generator: Generator,
-    num_prompts: int,
-    input_range: tuple[int, int],
-    output_range: tuple[int, int],
-    *,
-    repeats: int,
-    sampling: dict[str, Any],
-    seed: int,
-    progress: Callable[[str], None] = silent,
-    clock: Clock = time.perf_counter,
-) -> list[dict[str, Any]]:
+def run(runs: Runs, num_prompts: int, input_range: tuple[int, int], output_range: tuple[int, int]) -> list[dict[str, Any]]:
     """Measure all prompts at once.
 
     Lengths are drawn uniformly from the ranges, both ends included. Every run has the same lengths but different tokens. All
@@ -35,36 +23,35 @@ def run(
     Returns:
         a list of one result. Times are in seconds. Rates are those of the median run. One run before the others is not counted.
     """
-    rng = random.Random(seed)
+    rng = random.Random(runs.seed)
     inputs = [rng.randint(*input_range) for _ in range(num_prompts)]
     outputs = [rng.randint(*output_range) for _ in range(num_prompts)]
-    params = [SamplingParams(max_tokens=length, ignore_eos=True, repetition_penalty=1.0, **sampling) for length in outputs]
     times: list[float] = []
     counted: list[Completion] = []
     test = f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}"
-    for i in range(repeats + 1):
-        prompts = random_prompts(rng, inputs, generator.config.vocab_size)
-        seconds, completions = timed_run(generator, prompts, params, clock)
+    for i in range(runs.repeats + 1):
+        seconds, completions = runs.timed(rng, inputs, outputs)
         if i == 0:
-            announce(progress, test, seconds, repeats)
+            runs.announce(test, seconds, runs.repeats)
         else:
             times.append(seconds)
             counted += completions
     median = statistics.median(times)
     rates = [completion.decode_tokens_per_s for completion in counted if completion.decode_tokens_per_s > 0]
+    ends = {"mean": statistics.fmean(times)} | {f"p{p}": percentile(times, p) for p in PERCENTILES}
     return [
         {
             "test": test,
             "num_prompts": num_prompts,
             "input_tokens": sum(inputs),
             "output_tokens": sum(outputs),
-            "seconds": summarize(times),
+            "seconds": summarize(times) | ends,
             "requests_per_s": num_prompts / median,
             "total_tokens_per_s": (sum(inputs) + sum(outputs)) / median,
             "output_tokens_per_s": sum(outputs) / median,
             "time_to_first_token_s": _ends([completion.time_to_first_token_s for completion in counted]),
             "time_per_output_token_s": _ends([1 / rate for rate in rates]) if rates else None,
-            "peak_memory_bytes": peak_memory(generator.device),
+            "peak_memory_bytes": peak_memory(runs.generator.device),
         }
     ]
 

@@ -48,10 +48,9 @@ def read_sums(x: Tensor, out: Tensor | None = None, *, check: bool = True) -> Te
         check_activations("x", x, 1)
     n, size = x.shape[0], chunk(x.element_size())
     programs = cdiv(n, size)
-    if out is None:
-        out = torch.empty(programs, dtype=torch.float32, device=x.device)
-    elif check:
+    if check and out is not None:
         check_tensor("out", out, (programs,), torch.float32, x.device)
+    out = torch.empty(programs, dtype=torch.float32, device=x.device) if out is None else out
     if programs:
         _read_kernel[(programs,)](x, out, n, BLOCK=size // _ITERATIONS, ITERATIONS=_ITERATIONS, num_warps=8)
     return out

@@ -16,14 +16,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def check_tensor(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device, *,
     strided: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Raise InputError unless `tensor` is contiguous and has this shape (None: any size), dtype and device.
 
     `strided`: only its last dimension must be contiguous.
@@ -49,14 +44,9 @@ def check_activations(name: str, tensor: Tensor, ndim: int = 2, *, strided: bool
 
 
 def check_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None, activation: str | None,
     scale: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise InputError unless x [T, K], weight [N, K], bias [N], residual [T, N] and out [T, N] fit together.
 
     With `activation`, the weight's N rows are gate and up, and residual and out are [T, N/2]. With `scale` fp32, [N] or
@@ -133,9 +123,9 @@ def check_heads(name: str, x: Tensor, cos: Tensor, sin: Tensor, norm_name: str, 
     B, _, T, D = x.shape
     if not 0 < D <= MAX_HEAD or D % 2:
         raise InputError("unsupported head size", where=name, expected=f"an even number up to {MAX_HEAD}", found=D)
-    for where, table in (("cos", cos), ("sin", sin)):
+    for table_name, table in (("cos", cos), ("sin", sin)):
         dtype = torch.float32 if table.dtype == torch.float32 else x.dtype
-        check_tensor(where, table, (1 if cos.ndim == 3 and cos.shape[0] == 1 else B, T, D), dtype, x.device)
+        check_tensor(table_name, table, (1 if cos.ndim == 3 and cos.shape[0] == 1 else B, T, D), dtype, x.device)
     if cos.dtype != sin.dtype:
         raise InputError("wrong dtype", where="sin", expected=cos.dtype, found=sin.dtype)
     if norm is not None:
@@ -161,17 +151,9 @@ def check_qk_heads(
 
 
 def check_mixture(
-    h: Tensor,
-    E: int,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor,
-    top_k: int,
-    activation: str,
-    norm_weight: Tensor | None,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
-) -> None:
+    h: Tensor, E: int, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, activation: str,
+    norm_weight: Tensor | None, gate_up_scale: Tensor | None, down_scale: Tensor | None,
+) -> None:  # fmt: skip
     """Raise InputError unless the operands of a mixture of E experts fit together. The logits are not looked at."""
     (_, H), dtype, device = h.shape, h.dtype, h.device
     if not 1 <= top_k <= E:

@@ -10,11 +10,9 @@ from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
 CASES = [
-    {"T": 1, "V": 7, "H": 16},
-    {"T": 3, "V": 101, "H": 96},
-    {"T": 17, "V": 33, "H": 577},
+    {"T": 1, "V": 7, "H": 16}, {"T": 3, "V": 101, "H": 96}, {"T": 17, "V": 33, "H": 577},
     {"T": 129, "V": 50, "H": 1536},
-]
+]  # fmt: skip
 _BLOCK_H = 1024
 
 
@@ -37,10 +35,9 @@ def embedding(tokens: Tensor, table: Tensor, out: Tensor | None = None, *, check
         check_activations("table", table)
         check_tensor("tokens", tokens, (None,), torch.int64, table.device)
     T, H = tokens.shape[0], table.shape[1]
-    if out is None:
-        out = torch.empty(T, H, dtype=table.dtype, device=table.device)
-    elif check:
+    if check and out is not None:
         check_tensor("out", out, (T, H), table.dtype, table.device)
+    out = torch.empty(T, H, dtype=table.dtype, device=table.device) if out is None else out
     if T:
         _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
     return out

@@ -65,8 +65,13 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
 
 
 def most_registers(threads: int) -> int:
-    """The most registers that a thread may have if so many threads share an SM, which has 65536 and gives them out in eights."""
+    """The most registers of a thread with which `threads` threads fit on an SM: it has 65536, allocated in eights."""
     return min(255, 65536 // threads // 8 * 8)
+
+
+def token_block(T: int) -> int:
+    """T rounded up to a power of two, at least 16, the smallest side of an MMA."""
+    return max(16, next_power_of_2(T))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -91,8 +96,8 @@ def launch_options(num_warps: int, num_stages: int, pdl: bool) -> Mapping[str, A
 class Workspace:
     """Scratch memory for kernels whose programs share one result: fp32 partial results, and counters of arrived programs.
 
-    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
-    other, so they can share it. Each kernel finds the counters at zero and leaves them at zero.
+    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream, which run one after the other.
+    Each kernel leaves the counters at zero.
     """
 
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:

@@ -17,13 +17,7 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.quantize import quantize_groups, quantized_buffers
 from minirt.kernels.reference import FP8_BLOCK
 
-CASES = [
-    {"T": 1, "H": 16},
-    {"T": 3, "H": 97},
-    {"T": 17, "H": 576},
-    {"T": 129, "H": 1536},
-    {"T": 2, "H": 5120},
-]
+CASES = [{"T": 1, "H": 16}, {"T": 3, "H": 97}, {"T": 17, "H": 576}, {"T": 129, "H": 1536}, {"T": 2, "H": 5120}]
 
 
 @prepared
@@ -62,68 +56,41 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor | None = None,
-    *,
-    early: bool = False,
-    pdl: bool = False,
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, early: bool = False, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rows of `x` [T, H] divided by their root mean square, times `weight` [H] → [T, H]. `out` may be `x`.
 
     With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and later). With `early` as well, the next
     kernel may start before this one has its input.
     """
     if check:
-        _check(x, weight)
-    if out is None:
-        out = torch.empty_like(x)
-    elif check:
-        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
+        _check(x, weight, out=out)
+    out = torch.empty_like(x) if out is None else out
     _launch(x, weight, eps, out, None, None, False, early, pdl)
     return out
 
 
 def norm_residual(
-    y: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor,
-    out: Tensor | None = None,
-    *,
-    early: bool = False,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    y: Tensor, weight: Tensor, eps: float, residual: Tensor, out: Tensor | None = None, *, early: bool = False,
+    pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """residual + rms_norm(y, weight, eps), all [T, H]: a norm after a layer, before its residual is added (Gemma).
 
     `out` may be `y` or `residual`. `early` and `pdl` as for `rms_norm`.
     """
     if check:
-        _check(y, weight, "y")
+        _check(y, weight, "y", out)
         check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
-    if out is None:
-        out = torch.empty_like(y)
-    elif check:
-        check_tensor("out", out, tuple(y.shape), y.dtype, y.device)
+    out = torch.empty_like(y) if out is None else out
     _launch(y, weight, eps, out, residual, None, False, early, pdl)
     return out
 
 
 def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor | None = None,
-    scale: Tensor | None = None,
-    *,
-    blocks: bool = False,
-    early: bool = False,
-    pdl: bool = False,
-    check: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, scale: Tensor | None = None, *,
+    blocks: bool = False, early: bool = False, pdl: bool = False, check: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`quantize(rms_norm(x, weight, eps))` in one kernel: x [T, H] → values [T, H] e4m3 and scale [T] fp32.
 
     With `blocks`, the scale is [T, ⌈H / 128⌉], as that of `quantize`.
@@ -136,22 +103,17 @@ def rms_norm_quantize(
     return out, scale
 
 
-def _check(x: Tensor, weight: Tensor, name: str = "x") -> None:
+def _check(x: Tensor, weight: Tensor, name: str = "x", out: Tensor | None = None) -> None:
     check_activations(name, x)
     check_norm("weight", weight, x)
+    if out is not None:
+        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    blocks: bool,
-    early: bool,
-    pdl: bool,
-) -> None:
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, scale: Tensor | None, blocks: bool,
+    early: bool, pdl: bool,
+) -> None:  # fmt: skip
     T, H = x.shape
     if T:
         group = FP8_BLOCK if blocks else None
@@ -160,9 +122,7 @@ def _launch(
         _rms_norm_kernel[(T,)](x, weight, residual, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
-def cost(
-    T: int, H: int, itemsize: int, out_itemsize: int | None = None, *, residual: bool = False
-) -> tuple[int, int]:
+def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None, *, residual: bool = False) -> tuple[int, int]:
     """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
     added = T * H if residual else 0
     return (T * H + H + added) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H + added

@@ -1,7 +1,8 @@
 """`OPERATIONS`: every operation that has a Triton kernel: its function, its kernels, its reference, its cost and its test cases.
 
-`minirt.kernels` exports the functions of this table, `minirt bench kernels` measures them, and docs/kernels.md lists them. The
-table is plain text, so that importing it imports no Triton. Places are "module:name", the module below `minirt.kernels`.
+`minirt.kernels` exports the functions of this table, `minirt bench kernels` measures them, and docs/kernels.md lists the exported
+ones. The table is plain text, so that importing it imports no Triton. Places are "module:name", the module below
+`minirt.kernels`.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 Importing this module registers the ops whose `Operation` has a schema. Each has four implementations:
 
-- on a GPU the public function of the operation, that is the Triton kernels, without programmatic dependent launch (PDL), and with
-  a workspace that lives as long as the launch, so that calls on several streams share nothing;
+- on a GPU the public function of the operation, without programmatic dependent launch (PDL), and with a workspace that lives as
+  long as the launch, so that calls on several streams share nothing;
 - on a CPU the reference of `minirt.kernels.reference`;
 - for fake tensors the shapes and dtypes of the results;
 - for autograd a refusal: minirt has no gradients, in reverse or in forward mode.
@@ -62,19 +62,19 @@ class Scratch(Workspace):
 
 
 class _Definition(NamedTuple):
-    """What an op computes. All functions take the arguments of the schema.
+    """What an op computes. All functions take the arguments of the schema as attributes of one object.
 
     Attributes:
         check: raises InputError or UnsupportedError, naming the wrong argument.
         empty: results of the right shapes and dtypes, with any values.
         reference: the results, by `minirt.kernels.reference`.
-        more: what the operation's function takes besides, by name.
+        additional: further arguments of the operation's function, by name.
     """
 
-    check: Callable[..., None]
-    empty: Callable[..., Any]
-    reference: Callable[..., Any]
-    more: Callable[..., dict[str, Any]] = lambda *args, **options: {}
+    check: Callable[[Any], None]
+    empty: Callable[[Any], Any]
+    reference: Callable[[Any], Any]
+    additional: Callable[[Any], dict[str, Any]] = lambda a: {}
 
 
 class Implementations(NamedTuple):
@@ -102,15 +102,15 @@ def call(name: str, x: Tensor, *rest: Any) -> Any:
     """
     if traced(x):
         return getattr(torch.ops.minirt, name)(x, *rest)
-    own = IMPLEMENTATIONS[name]
+    implementations = IMPLEMENTATIONS[name]
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        _refuse_gradients(zip(own.names, (x, *rest), strict=False))
+        _refuse_gradients(zip(implementations.names, (x, *rest), strict=False))
     kind = x.device.type
     if kind == "cuda":
-        return own.kernel(x, *rest)
+        return implementations.kernel(x, *rest)
     if kind == "cpu":
-        return own.reference(x, *rest)
-    raise InputError("unsupported device", where=own.names[0], expected="cuda or cpu", found=x.device)
+        return implementations.reference(x, *rest)
+    raise InputError("unsupported device", where=implementations.names[0], expected="cuda or cpu", found=x.device)
 
 
 def traced(x: Tensor) -> bool:
@@ -127,7 +127,8 @@ def traced(x: Tensor) -> bool:
 def _refuse_gradients(arguments: Iterable[tuple[str, Any]]) -> None:
     """Raise InputError if an argument needs a gradient. Forward mode computes one without the grad mode, too."""
     grad, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
-    for name, value in ((name, own) for name, given in arguments for own in (given if isinstance(given, list) else (given,))):
+    parts = ((name, part) for name, argument in arguments for part in (argument if isinstance(argument, list) else (argument,)))
+    for name, value in parts:
         if not isinstance(value, Tensor):
             continue
         if grad and value.requires_grad:
@@ -138,342 +139,224 @@ def _refuse_gradients(arguments: Iterable[tuple[str, Any]]) -> None:
             raise InputError(what, where=name, expected="a tensor without a tangent", hint=hint)
 
 
-# Each operation: its check, its empty results, its reference.
+# Each operation: its check, its empty results, its reference. `a`: the arguments of its schema.
 
 
-def _check_embedding(tokens: Tensor, table: Tensor) -> None:
-    check_activations("table", table)
-    check_tensor("tokens", tokens, (None,), torch.int64, table.device)
+def _check_embedding(a: Any) -> None:
+    check_activations("table", a.table)
+    check_tensor("tokens", a.tokens, (None,), torch.int64, a.table.device)
 
 
-def _empty_embedding(tokens: Tensor, table: Tensor) -> Tensor:
-    return table.new_empty(tokens.shape[0], table.shape[1])
+def _check_rms_norm(a: Any) -> None:
+    check_activations("x", a.x)
+    check_norm("weight", a.weight, a.x)
 
 
-def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    check_activations("x", x)
-    check_norm("weight", weight, x)
+def _check_norm_residual(a: Any) -> None:
+    check_activations("y", a.y)
+    check_norm("weight", a.weight, a.y)
+    check_tensor("residual", a.residual, tuple(a.y.shape), a.y.dtype, a.y.device)
 
 
-def _empty_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
+def _check_quantize(a: Any) -> None:
+    check_activations("x", a.x)
+    require_fp8(a.x.device)
 
 
-def _check_norm_residual(y: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
-    check_activations("y", y)
-    check_norm("weight", weight, y)
-    check_tensor("residual", residual, tuple(y.shape), y.dtype, y.device)
+def _check_rms_norm_quantize(a: Any) -> None:
+    _check_rms_norm(a)
+    require_fp8(a.x.device)
 
 
-def _empty_quantized(x: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
-    T, K = x.shape
-    scale = (T, cdiv(K, reference.FP8_BLOCK)) if blocks else (T,)
-    return x.new_empty((T, K), dtype=torch.float8_e4m3fn), x.new_empty(scale, dtype=torch.float32)
+def _empty_quantized(a: Any) -> tuple[Tensor, Tensor]:
+    T, K = a.x.shape
+    scale = (T, cdiv(K, reference.FP8_BLOCK)) if a.blocks else (T,)
+    return a.x.new_empty((T, K), dtype=torch.float8_e4m3fn), a.x.new_empty(scale, dtype=torch.float32)
 
 
-def _check_quantize(x: Tensor, *, blocks: bool = False) -> None:
-    check_activations("x", x)
-    require_fp8(x.device)
-
-
-def _quantize(x: Tensor, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, a: Any) -> tuple[Tensor, Tensor]:
     if not x.shape[1]:  # a row without values has no largest one
-        values, scale = _empty_quantized(x, blocks)
+        values, scale = _empty_quantized(a)
         return values, scale.fill_(1.0)
-    values, scale = reference.quantize_fp8_blocks(x, x.shape[0]) if blocks else reference.quantize_fp8(x)
+    values, scale = reference.quantize_fp8_blocks(x, x.shape[0]) if a.blocks else reference.quantize_fp8(x)
     return values.contiguous(), scale
 
 
-def _check_rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, *, blocks: bool = False) -> None:
-    _check_rms_norm(x, weight, eps)
-    require_fp8(x.device)
+def _check_linear(a: Any, activation: str | None = None, residual: Tensor | None = None) -> None:
+    check_linear(a.x, a.weight, a.bias, residual, None, activation, a.scale)
+    if a.scale is not None and a.scale.dtype == torch.float32:
+        require_fp8(a.x.device)
 
 
-def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
-    return _quantize(reference.rms_norm(x, weight, eps), blocks=blocks)
+def _check_norm_linear(a: Any, activation: str | None = None) -> None:
+    _check_linear(a, activation)
+    check_norm("norm_weight", a.norm_weight, a.x)
 
 
-def _check_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> None:
-    check_linear(x, weight, bias, None, None, None, scale)
-    check_norm("norm_weight", norm_weight, x)
-    _check_fp8(scale, x)
+def _linear(a: Any, x: Tensor) -> Tensor:
+    return reference.linear(x, a.weight, a.bias, a.scale)
 
 
-def _check_fp8(scale: Tensor | None, x: Tensor) -> None:
-    if scale is not None and scale.dtype == torch.float32:
-        require_fp8(x.device)
+def _normalized(x: Tensor, a: Any) -> Tensor:
+    return x if a.norm_weight is None else reference.rms_norm(x, a.norm_weight, a.eps)
 
 
-def _empty_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _norm_rope(x: Tensor, a: Any, norm_weight: Tensor | None) -> Tensor:
+    return torch.empty_like(x).copy_(reference.norm_rope(x, a.cos, a.sin, norm_weight, a.eps))
 
 
-def _norm_linear(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    h = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
-    return reference.linear(h, weight, bias, scale)
+def _check_mixture_residual(a: Any) -> None:
+    check_activations("h", a.h)
+    check_tensor("logits", a.logits, (a.h.shape[0], None), a.h.dtype, a.h.device)
+    check_mixture(
+        a.h, a.logits.shape[1], a.gate_up, a.down, a.residual, a.top_k, a.activation, a.norm_weight, a.gate_up_scale,
+        a.down_scale,
+    )  # fmt: skip
 
 
-def _check_norm_gate_up(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, bias: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    check_linear(x, weight, bias, None, None, activation, scale)
-    check_norm("norm_weight", norm_weight, x)
-    _check_fp8(scale, x)
+def _mixture_residual(a: Any) -> Tensor:
+    weights, experts = reference.route(a.logits, a.top_k, a.normalize)
+    operands = a.gate_up, a.down, a.activation, a.gate_up_scale, a.down_scale
+    return a.residual + reference.mixture(_normalized(a.h, a), weights, experts, *operands)
 
 
-def _empty_norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+def _heads(a: Any) -> Tensor:
+    return a.qkv.new_empty(a.qkv.shape[0], a.Nq, a.k_pages.shape[-1])
 
 
-def _norm_gate_up(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, bias: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return reference.gated(_norm_linear(x, norm_weight, eps, weight, bias, scale), activation)
+def _pages(a: Any) -> KVPages:
+    return KVPages(a.k_pages, a.v_pages, a.k_scales, a.v_scales)
 
 
-def _check_linear_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> None:
-    check_linear(x, weight, bias, residual, None, None, scale)
-    _check_fp8(scale, x)
+def _rope(a: Any) -> Rope:
+    return Rope(a.cos_sin, a.q_norm, a.k_norm, a.eps)
 
 
-def _empty_linear_residual(x: Tensor, weight: Tensor, residual: Tensor, *rest: Any) -> Tensor:
-    return residual.new_empty(residual.shape)
+def _check_kv_write(a: Any) -> None:
+    check_kv_write(a.qkv, _rope(a), _pages(a), a.positions, a.slots, a.Nq, a.Nkv)
 
 
-def _linear_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    return residual + reference.linear(x, weight, bias, scale)
-
-
-def _check_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> None:
-    check_heads("x", x, cos, sin, "norm_weight", norm_weight)
-
-
-def _empty_norm_rope(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _norm_rope(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    return torch.empty_like(x).copy_(reference.norm_rope(x, cos, sin, norm_weight, eps))
-
-
-def _check_qk_norm_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:  # fmt: skip
-    check_qk_heads(q, k, cos, sin, q_norm, k_norm)
-
-
-def _empty_qk_norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
-def _qk_norm_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _norm_rope(q, cos, sin, q_norm, eps), _norm_rope(k, cos, sin, k_norm, eps)
-
-
-def _check_mixture_residual(
-    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    check_activations("h", h)
-    check_tensor("logits", logits, (h.shape[0], None), h.dtype, h.device)
-    E = logits.shape[1]
-    check_mixture(h, E, gate_up, down, residual, top_k, activation, norm_weight, gate_up_scale, down_scale)
-
-
-def _empty_mixture_residual(
-    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, *rest: Any
-) -> Tensor:
-    return residual.new_empty(residual.shape)
-
-
-def _mixture_residual(
-    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    h = h if norm_weight is None else reference.rms_norm(h, norm_weight, eps)
-    weights, experts = reference.route(logits, top_k, normalize)
-    return residual + reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
-
-
-def _heads_of(qkv: Tensor, Nq: int, D: int) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], Nq, D)
-
-
-def _check_kv_write(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int, Nkv: int,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *, k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    pages = KVPages(k_pages, v_pages, k_scales, v_scales)
-    check_kv_write(qkv, Rope(cos_sin, q_norm, k_norm, eps), pages, positions, slots, Nq, Nkv)
-
-
-def _empty_kv_write(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int,
-    *rest: Any, **_: Any,
-) -> Tensor:  # fmt: skip
-    return _heads_of(qkv, Nq, k_pages.shape[-1])
-
-
-def _kv_write(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int, Nkv: int,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *, k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    q, k, v = qkv.unflatten(1, (-1, k_pages.shape[-1])).split((Nq, Nkv, Nkv), 1)
-    q = q if q_norm is None else reference.rms_norm(q, q_norm, eps)
-    k = k if k_norm is None else reference.rms_norm(k, k_norm, eps)
-    q, k = reference.rope(q, cos_sin[positions]), reference.rope(k, cos_sin[positions])
-    kept = slots >= 0
-    reference.write_kv(k[kept], k_pages, slots[kept], k_scales)
-    reference.write_kv(v[kept], v_pages, slots[kept], v_scales)
+def _kv_write(a: Any, Nkv: int, positions: Tensor, slots: Tensor) -> Tensor:
+    q, k, v = a.qkv.unflatten(1, (-1, a.k_pages.shape[-1])).split((a.Nq, Nkv, Nkv), 1)
+    q = q if a.q_norm is None else reference.rms_norm(q, a.q_norm, a.eps)
+    k = k if a.k_norm is None else reference.rms_norm(k, a.k_norm, a.eps)
+    q, k = reference.rope(q, a.cos_sin[positions]), reference.rope(k, a.cos_sin[positions])
+    stored = slots >= 0
+    reference.write_kv(k[stored], a.k_pages, slots[stored], a.k_scales)
+    reference.write_kv(v[stored], a.v_pages, slots[stored], a.v_scales)
     return q
 
 
-def _check_prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
-    check_attention(AttentionInput(q, pages, sequences, Scores(scale), q))
-    check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
+def _attention_input(a: Any, heads: Tensor, out: Tensor, rope: Rope | None = None) -> AttentionInput:
+    return AttentionInput(heads, _pages(a), Sequences(a.block_tables, a.seq_lens), Scores(a.scale), out, rope)
 
 
-def _empty_q(q: Tensor, *rest: Any, **_: Any) -> Tensor:
-    return q.new_empty(q.shape)
+def _check_prefill(a: Any) -> None:
+    check_attention(_attention_input(a, a.q, a.q))
+    check_tensor("query_starts", a.query_starts, (a.seq_lens.shape[0] + 1,), torch.int32, a.q.device)
 
 
-def _prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    out, starts = torch.zeros_like(q), query_starts.tolist()
+def _prefill(a: Any) -> Tensor:
+    out, starts = torch.zeros_like(a.q), a.query_starts.tolist()
     if starts[-1]:
         new = [end - start for start, end in pairwise(starts)]
-        rest = (block_tables, new, seq_lens.tolist(), scale, k_scales, v_scales)
-        out[: starts[-1]] = reference.paged_attention(q[: starts[-1]], k_pages, v_pages, *rest)
+        rest = (a.block_tables, new, a.seq_lens.tolist(), a.scale, a.k_scales, a.v_scales)
+        out[: starts[-1]] = reference.paged_attention(a.q[: starts[-1]], a.k_pages, a.v_pages, *rest)
     return out
 
 
-def _check_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
-    check_decode(AttentionInput(q, pages, sequences, Scores(scale), q))
-
-
-def _decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    out, some = torch.zeros_like(q), seq_lens > 0
-    lens = seq_lens[some].tolist()
+def _decode(a: Any, q: Tensor) -> Tensor:
+    out, some = torch.zeros_like(q), a.seq_lens > 0
+    lens = a.seq_lens[some].tolist()
     if lens:
-        rest = (block_tables[some], [1] * len(lens), lens, scale, k_scales, v_scales)
-        out[some] = reference.paged_attention(q[some], k_pages, v_pages, *rest)
+        rest = (a.block_tables[some], [1] * len(lens), lens, a.scale, a.k_scales, a.v_scales)
+        out[some] = reference.paged_attention(q[some], a.k_pages, a.v_pages, *rest)
     return out
 
 
-def _splits(out: Tensor, k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> dict[str, Any]:
-    """What decode kernels take besides, without a look at the lengths: a table holds no more tokens than its pages."""
-    longest = block_tables.shape[1] * k_pages.shape[1]
-    most = seq_lens.shape[0] * cdiv(longest, KV_SPLIT)
-    ends = ((seq_lens + (KV_SPLIT - 1)) // KV_SPLIT).cumsum(0, dtype=torch.int32)
+def _rope_decode(a: Any) -> Tensor:
+    page_size, Nkv = a.k_pages.shape[1:3]
+    at = (a.seq_lens.long() - 1).clamp(min=0)
+    slots = a.block_tables.gather(1, at[:, None] // page_size).squeeze(1).long() * page_size + at % page_size
+    return _decode(a, _kv_write(a, Nkv, at, torch.where(a.seq_lens > 0, slots, -1)))
+
+
+def _splits(a: Any, out: Tensor) -> dict[str, Any]:
+    """Further arguments of decode kernels. They do not depend on the lengths: a table holds no more tokens than its pages."""
+    longest = a.block_tables.shape[1] * a.k_pages.shape[1]
+    most = a.seq_lens.shape[0] * cdiv(longest, KV_SPLIT)
+    ends = ((a.seq_lens + (KV_SPLIT - 1)) // KV_SPLIT).cumsum(0, dtype=torch.int32)
     return {
-        "split_starts": torch.nn.functional.pad(ends, (1, 0)),
-        "max_splits": most,
-        "max_seq_len": longest,
+        "split_starts": torch.nn.functional.pad(ends, (1, 0)), "max_splits": most, "max_seq_len": longest,
         "workspace": Workspace(out.device, most * out.shape[1] * (out.shape[2] + 2), 0),  # two kernels share it
         "out": out.zero_(),  # rows of padding may not be written
-    }
+    }  # fmt: skip
 
 
-def _check_rope_decode(
-    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    Nq: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    pages, sequences = KVPages(k_pages, v_pages, k_scales, v_scales), Sequences(block_tables, seq_lens)
-    out, rope = _heads_of(qkv, Nq, k_pages.shape[-1]), Rope(cos_sin, q_norm, k_norm, eps)
-    check_decode(AttentionInput(qkv, pages, sequences, Scores(scale), out, rope), Nq)
-
-
-def _empty_rope_decode(
-    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    Nq: int, *rest: Any, **_: Any,
-) -> Tensor:  # fmt: skip
-    return _heads_of(qkv, Nq, k_pages.shape[-1])
-
-
-def _rope_decode(
-    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    Nq: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, *,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    scales, page_size, Nkv = {"k_scales": k_scales, "v_scales": v_scales}, k_pages.shape[1], k_pages.shape[2]
-    at = (seq_lens.long() - 1).clamp(min=0)
-    slots = block_tables.gather(1, at[:, None] // page_size).squeeze(1).long() * page_size + at % page_size
-    slots = torch.where(seq_lens > 0, slots, -1)
-    q = _kv_write(qkv, cos_sin, at, slots, k_pages, v_pages, Nq, Nkv, q_norm, k_norm, eps, **scales)
-    return _decode(q, k_pages, v_pages, block_tables, seq_lens, scale, **scales)
-
-
-def _scratch(x: Tensor, *rest: Any, **_: Any) -> dict[str, Any]:
-    return {"workspace": Scratch(x.device)}
+def _scratch(a: Any) -> dict[str, Any]:
+    return {"workspace": Scratch(a.x.device)}
 
 
 _DEFINITIONS = {
-    "embedding": _Definition(_check_embedding, _empty_embedding, reference.embedding),
-    "rms_norm": _Definition(_check_rms_norm, _empty_rms_norm, reference.rms_norm),
+    "embedding": _Definition(
+        _check_embedding, lambda a: a.table.new_empty(a.tokens.shape[0], a.table.shape[1]),
+        lambda a: reference.embedding(a.tokens, a.table),
+    ),
+    "rms_norm": _Definition(
+        _check_rms_norm, lambda a: a.x.new_empty(a.x.shape), lambda a: reference.rms_norm(a.x, a.weight, a.eps)
+    ),
     "norm_residual": _Definition(
-        _check_norm_residual, lambda y, weight, eps, residual: torch.empty_like(y), reference.norm_residual
+        _check_norm_residual, lambda a: torch.empty_like(a.y),
+        lambda a: reference.norm_residual(a.y, a.weight, a.eps, a.residual),
     ),
     "rms_norm_quantize": _Definition(
-        _check_rms_norm_quantize, lambda x, weight, eps, *, blocks=False: _empty_quantized(x, blocks), _rms_norm_quantize
+        _check_rms_norm_quantize, _empty_quantized, lambda a: _quantize(reference.rms_norm(a.x, a.weight, a.eps), a)
     ),
-    "quantize": _Definition(_check_quantize, lambda x, *, blocks=False: _empty_quantized(x, blocks), _quantize),
-    "norm_linear": _Definition(_check_norm_linear, _empty_norm_linear, _norm_linear, _scratch),
-    "norm_gate_up": _Definition(_check_norm_gate_up, _empty_norm_gate_up, _norm_gate_up, _scratch),
-    "linear_residual": _Definition(_check_linear_residual, _empty_linear_residual, _linear_residual, _scratch),
-    "norm_rope": _Definition(_check_norm_rope, _empty_norm_rope, _norm_rope),
-    "qk_norm_rope": _Definition(_check_qk_norm_rope, _empty_qk_norm_rope, _qk_norm_rope),
-    "qk_norm_rope_kv_write": _Definition(_check_kv_write, _empty_kv_write, _kv_write),
+    "quantize": _Definition(_check_quantize, _empty_quantized, lambda a: _quantize(a.x, a)),
+    "norm_linear": _Definition(
+        _check_norm_linear, lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[0]),
+        lambda a: _linear(a, _normalized(a.x, a)), _scratch,
+    ),
+    "norm_gate_up": _Definition(
+        lambda a: _check_norm_linear(a, a.activation), lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[0] // 2),
+        lambda a: reference.gated(_linear(a, _normalized(a.x, a)), a.activation), _scratch,
+    ),
+    "linear_residual": _Definition(
+        lambda a: _check_linear(a, residual=a.residual), lambda a: a.residual.new_empty(a.residual.shape),
+        lambda a: a.residual + _linear(a, a.x), _scratch,
+    ),
+    "norm_rope": _Definition(
+        lambda a: check_heads("x", a.x, a.cos, a.sin, "norm_weight", a.norm_weight), lambda a: torch.empty_like(a.x),
+        lambda a: _norm_rope(a.x, a, a.norm_weight),
+    ),
+    "qk_norm_rope": _Definition(
+        lambda a: check_qk_heads(a.q, a.k, a.cos, a.sin, a.q_norm, a.k_norm),
+        lambda a: (torch.empty_like(a.q), torch.empty_like(a.k)),
+        lambda a: (_norm_rope(a.q, a, a.q_norm), _norm_rope(a.k, a, a.k_norm)),
+    ),
+    "qk_norm_rope_kv_write": _Definition(_check_kv_write, _heads, lambda a: _kv_write(a, a.Nkv, a.positions, a.slots)),
     "paged_attention_prefill": _Definition(
-        _check_prefill, _empty_q, _prefill, lambda q, *rest, **_: {"out": torch.zeros_like(q)}
+        _check_prefill, lambda a: a.q.new_empty(a.q.shape), _prefill, lambda a: {"out": torch.zeros_like(a.q)}
     ),
     "paged_attention_decode": _Definition(
-        _check_decode, _empty_q, _decode, lambda q, k, v, tables, lens, *_, **__: _splits(_empty_q(q), k, tables, lens)
+        lambda a: check_decode(_attention_input(a, a.q, a.q)), lambda a: a.q.new_empty(a.q.shape),
+        lambda a: _decode(a, a.q), lambda a: _splits(a, torch.empty_like(a.q)),
     ),
     "rope_paged_attention_decode": _Definition(
-        _check_rope_decode, _empty_rope_decode, _rope_decode,
-        lambda *args, **__: _splits(_empty_rope_decode(*args), args[2], args[4], args[5]),
+        lambda a: check_decode(_attention_input(a, a.qkv, _heads(a), _rope(a)), a.Nq), _heads, _rope_decode,
+        lambda a: _splits(a, _heads(a)),
     ),
-    "mixture_residual": _Definition(_check_mixture_residual, _empty_mixture_residual, _mixture_residual),
-}
+    "mixture_residual": _Definition(
+        _check_mixture_residual, lambda a: a.residual.new_empty(a.residual.shape), _mixture_residual
+    ),
+}  # fmt: skip
 
 
 def _declare_fallback(op: Any) -> None:
     """Tell Inductor that an op has no lowering. Inductor is loaded when it asks for the op's shapes.
 
-    It finds that out by itself. But before PyTorch 2.13 it then writes the whole graph so far, as text that nobody reads: many
-    minutes for the norm after the last of 28 layers (pytorch/pytorch#185951).
+    It would detect that, but before PyTorch 2.13 it then formats the whole graph so far, which takes minutes in a model of 28
+    layers (pytorch/pytorch#185951).
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if WRITES_GRAPHS and lowering is not None and op not in lowering.lowerings:
@@ -481,7 +364,7 @@ def _declare_fallback(op: Any) -> None:
         lowering.make_fallback(op, layout_constraint=strides, warn=False)
 
 
-def _register(operation: Operation, own: _Definition) -> dict[str, Implementations]:
+def _register(operation: Operation, definition: _Definition) -> dict[str, Implementations]:
     """Define the op of an operation, and that of its packed form. Return their functions on real tensors."""
 
     @functools.cache
@@ -493,57 +376,73 @@ def _register(operation: Operation, own: _Definition) -> dict[str, Implementatio
                 raise
             raise UnsupportedError("Triton is not installed", where=operation.name, hint="pip install triton") from error
 
-    def kernel(*args: Any, **options: Any) -> Any:
-        own.check(*args, **options)
-        device, first = args[0].device, defined[operation.name].names[0]
+    check, additional = definition.check, definition.additional
+
+    def kernel(a: Any) -> Any:
+        check(a)
+        values = vars(a)
+        first = next(iter(values))
+        device = values[first].device
         if capability(device) < LEAST:
             found = "an AMD GPU" if capability(device) == 0 else f"compute capability {capability(device) / 10}"
             expected = f"an NVIDIA GPU of compute capability {LEAST / 10} or later, or a CPU"
             raise UnsupportedError("no kernels for this device", where=first, expected=expected, found=found)
-        given = dict(zip(defined[operation.name].names, args, strict=False)) | options | own.more(*args, **options)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device
-                return function()(**given, check=False)
-        return function()(**given, check=False)
+                return function()(**values, **additional(a), check=False)
+        return function()(**values, **additional(a), check=False)
 
-    def on_cpu(*args: Any, **options: Any) -> Any:
-        own.check(*args, **options)
-        return own.reference(*args, **options)
+    def on_cpu(a: Any) -> Any:
+        check(a)
+        return definition.reference(a)
 
-    def empty(*args: Any, **options: Any) -> Any:
-        own.check(*args, **options)
-        return own.empty(*args, **options)
+    def empty(a: Any) -> Any:
+        check(a)
+        return definition.empty(a)
 
     defined = {operation.name: _define(operation.name, str(operation.schema), kernel, on_cpu, empty)}
     if operation.name in _PACKED:
         schema = re.sub(r"Tensor\?? (weight|bias|scale)(=None)?", r"Tensor[] \1", str(operation.schema))
         name = f"packed_{operation.name}"
-        defined[name] = _define(name, schema, _of_parts(kernel), _of_parts(on_cpu), _of_parts(empty))
+        defined[name] = _define(name, schema, kernel, on_cpu, empty)
     return defined
 
 
-def _define(
-    name: str, schema: str, kernel: Callable[..., Any], on_cpu: Callable[..., Any], empty: Callable[..., Any]
-) -> Implementations:
-    """Define an op: its functions on a GPU, on a CPU and for fake tensors."""
+def _define(name: str, schema: str, *functions: Callable[[Any], Any]) -> Implementations:
+    """Define an op: its functions on a GPU, on a CPU and for fake tensors, which take the arguments as one object."""
     qualified = f"{NAMESPACE}::{name}"
     # The strides of the arguments are those of the traced program: the kernels take contiguous tensors, and Inductor must not
     # choose others.
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     op = getattr(torch.ops.minirt, name).default
-    names = tuple(argument.name for argument in op._schema.arguments)
-    written = {argument.name for argument in op._schema.arguments if argument.is_write}
+    parameters = op._schema.arguments
+    names = tuple(parameter.name for parameter in parameters)
+    arguments = type("Arguments", (), {parameter.name: parameter.default_value for parameter in parameters})
+    written = {parameter.name for parameter in parameters if parameter.is_write}
+    packed = any(isinstance(parameter.type, torch.ListType) for parameter in parameters)
+
+    def of_schema(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            if packed:
+                args = tuple(_rows(arg) if isinstance(arg, list) else arg for arg in args)
+            a = arguments()
+            a.__dict__.update(zip(names, args), **options)  # noqa: B905  (strict takes time)
+            return function(a)
+
+        return run
+
+    kernel, on_cpu, empty = map(of_schema, functions)
 
     def fake(*args: Any, **options: Any) -> Any:
         _declare_fallback(op)
         return empty(*args, **options)
 
     def autograd(*args: Any, **options: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | options
-        _refuse_gradients(given.items())
+        values = dict(zip(names, args, strict=False)) | options
+        _refuse_gradients(values.items())
         for name in written:
-            if given.get(name) is not None:  # else a backward pass would take the new values for those that it needs
-                torch.autograd.graph.increment_version(given[name])
+            if values.get(name) is not None:  # else a backward pass would take the new values for those that it needs
+                torch.autograd.graph.increment_version(values[name])
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **options)
 
@@ -557,13 +456,6 @@ def _define(
 # Operations that have an op `packed_NAME` as well: its `weight`, `bias` and `scale` are those of several linears, whose rows are
 # multiplied together. A graph with it always computes what the parameters hold, wherever they lie.
 _PACKED = ("norm_linear", "norm_gate_up")
-
-
-def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    def joined(*args: Any) -> Any:
-        return function(*(_rows(own) if isinstance(own, list) else own for own in args))
-
-    return joined
 
 
 def _rows(parts: list[Tensor]) -> Tensor | None:
@@ -585,6 +477,6 @@ def _rows(parts: list[Tensor]) -> Tensor | None:
 
 IMPLEMENTATIONS = {
     name: implementation
-    for operation, own in _DEFINITIONS.items()
-    for name, implementation in _register(OPERATIONS[operation], own).items()
+    for operation, definition in _DEFINITIONS.items()
+    for name, implementation in _register(OPERATIONS[operation], definition).items()
 }

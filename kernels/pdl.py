@@ -9,8 +9,9 @@ completely and its writes are visible. Two rules keep this correct:
 2. Every program waits at least once, even if it has nothing to do. So a kernel ends only after all earlier kernels have ended,
     and waiting for the predecessor means waiting for all of them.
 
-When to trigger affects only speed: the waiting programs of the next kernel occupy space on the SMs. docs/design/pdl.md lists what
-each kernel does, and why.
+When to trigger affects only speed, since waiting programs of the next kernel occupy space on the SMs. A kernel whose programs
+fill the SMs triggers at its start: waiting programs then take only what ending programs free. Others trigger after their last
+reads, because waiting programs would take space from reading ones. docs/design/pdl.md lists what each kernel does, and why.
 """
 
 import triton

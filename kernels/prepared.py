@@ -1,21 +1,21 @@
 """`prepared`: kernels whose launches skip most of Triton's host work, which takes longer than a small kernel runs.
 
-Triton's own launch (`JITFunction.run`) finds the compiled kernel from the specialization of all arguments, checks global values
-and hooks, and encodes every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it
-keeps the C function that Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
+`JITFunction.run` finds the compiled kernel from the specialization of all arguments, checks global values and hooks, and encodes
+every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it keeps the C function that
+Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
 
 The key distinguishes everything that Triton's specialization does: device, types, dtypes, addresses that are multiples of 16,
-integers that are 1 or multiples of 16, constexprs and launch options. Launches that it does not cover take Triton's own path: an
-integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
-constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
+integers that are 1 or multiples of 16, constexprs and launch options. `JITFunction.run` launches what it does not cover: an
+integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Only that path checks global
+values, which are constants, and notices a CPU tensor.
 
 An argument may be a record, that is a NamedTuple of tensors, numbers, bools, texts and None: kernels read its fields by name.
 Its bools, texts and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest,
-and TMA descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants
-as a constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
+and TMA descriptors are separate arguments, because Triton 3.6 passes neither. Kernels do not annotate a record of constants as a
+constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
 
-No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
-If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
+Instead of Triton's version, what Triton passes to its C function is recorded and compared with what is expected. If it differs, a
+warning says so, once, and from then on Triton launches what is not prepared yet.
 """
 
 import copy
@@ -35,9 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minirt.device import interpreting
 from minirt.wording import warn
 
-by_triton: ContextVar[bool] = ContextVar(
-    "by_triton", default=False
-)  # whether this thread's launches take Triton's own path
+by_triton: ContextVar[bool] = ContextVar("by_triton", default=False)  # whether this thread's launches are Triton's
 _INTERPRETING = interpreting()  # Triton asks when it imports a kernel
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")  # that are handed on without a dictionary
 _ABSENT = object()  # their value if they are not given
@@ -50,8 +48,8 @@ class Tile:
 
     Args:
         make: makes Triton's descriptor.
-        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. A view takes longer on the host than all
-            else that an argument needs, so it is made only when a descriptor is encoded.
+        width: of the matrix as which a contiguous tensor is seen. None: it is a matrix. The view is made only when a descriptor
+            is encoded, because it takes long on the host.
     """
 
     def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any, width: int | None = None) -> None:
@@ -73,8 +71,8 @@ class Tiled(NamedTuple):
 
 def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
     """The argument of a kernel, not of Gluon, that gets `tensor` as a TMA descriptor for tiles of rows × columns."""
-    own = Tiled(tensor, _tile(rows, columns))
-    return own.tile.descriptor(tensor) if _INTERPRETING else own
+    tile = _tile(rows, columns)
+    return tile.descriptor(tensor) if _INTERPRETING else Tiled(tensor, tile)
 
 
 @functools.cache
@@ -100,14 +98,6 @@ class _Launch(NamedTuple):
     encode: Callable[[tuple[Any, ...]], list[tuple[Any, ...]]]
 
 
-class _Recorded(NamedTuple):
-    """What Triton passed to its C function. `constants`, `nested`: as in `_Launch`. `maps`: the arguments for each descriptor."""
-
-    constants: tuple[Any, ...]
-    nested: bool
-    maps: list[tuple[Any, ...]]
-
-
 class PreparedKernel(JITFunction):
     """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
 
@@ -121,13 +111,9 @@ class PreparedKernel(JITFunction):
         return functools.partial(entry, grid)
 
     def _by_triton(
-        self,
-        grid: Any,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        launches: dict[Any, _Launch | None],
+        self, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], launches: dict[Any, _Launch | None],
         key: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch by Triton, and prepare the next launch with this key. key None: it is not covered."""
         real = tuple(map(_for_triton, arguments))
         compiled = self.run(*real, grid=grid, warmup=False, **options)
@@ -186,8 +172,8 @@ def prepared(kernel: Any) -> Any:
     """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`."""
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
-    own = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
-    return own(
+    prepared_class = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
+    return prepared_class(
         kernel.fn, do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment, noinline=kernel.noinline, debug=kernel.debug,
     )  # fmt: skip
@@ -235,16 +221,16 @@ def _given(values: tuple[Any, ...], others: dict[str, Any]) -> dict[str, Any]:
 def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
     """The function that reads the records' fields and calls the launch function of their types, which takes them, too."""
     fields = {name: _fields(name, len(kinds[name]._fields)) for name in records}  # type: ignore[attr-defined]
-    every = [field for own in fields.values() for field in own]
+    every = [field for names in fields.values() for field in names]
     by_types: dict[tuple[type, ...], Callable[..., None]] = {}
 
     def of_types(types: tuple[type, ...]) -> Callable[..., None]:
-        found = iter(types)
-        of_fields = {name: tuple(next(found) for _ in own) for name, own in fields.items()}
+        remaining = iter(types)
+        of_fields = {name: tuple(next(remaining) for _ in names) for name, names in fields.items()}
         by_types[types] = _launch_function(kernel, {**kinds, **of_fields}, every)
         return by_types[types]
 
-    read = "".join(f"    {', '.join(own)}, = {name}\n" for name, own in fields.items())
+    read = "".join(f"    {', '.join(names)}, = {name}\n" for name, names in fields.items())
     source = f"""
 def by_fields(_grid, {_passed(kernel)}):
 {read}    _types = ({"".join(f"type({field}), " for field in every)})
@@ -259,19 +245,16 @@ def _fields(name: str, count: int) -> list[str]:
 
 
 class _Arguments:
-    """The source lines that turn arguments into the values of Triton's C function, and what a launch's key has of them."""
+    """The source lines that turn arguments into the values of Triton's C function, and their parts of a launch's key."""
 
     def __init__(self) -> None:
         self.lines, self.key, self.pointers = list[str](), list[str](), list[str]()
         self.integers, self.tiles = list[str](), list[str]()
 
     def value(self, name: str, kind: type | None, at: int, specialized: bool) -> str | None:
-        """What is passed for the argument `name` of this type. None: the type is not covered.
+        """What is passed for the argument `name` of type `kind` (None: a constexpr). None: the type is not covered.
 
-        Args:
-            kind: None for a constexpr.
-            at: place of the parameter.
-            specialized: whether Triton specializes an integer.
+        `at`: place of the parameter. `specialized`: whether Triton specializes an integer.
         """
         if kind is None or kind is str or kind in _CONSTANTS:
             self.key.append(name)  # like Triton, it takes 1 and True for equal
@@ -306,26 +289,25 @@ class _Arguments:
 def _launch_function(
     kernel: PreparedKernel, types: Mapping[str, type | tuple[type, ...]], fields: Sequence[str] = ()
 ) -> Callable[..., None]:
-    """The function that launches a kernel with arguments of these types.
-
-    Its source is generated, as a loop over the arguments would take several times as long.
+    """The function that launches a kernel with arguments of these types. A loop over the arguments would take far longer.
 
     Args:
         types: those of the parameters that are no constexprs; of a record, the types of its fields.
         fields: names of the fields of all records, which the function takes after the arguments and the options.
     """
-    found, values = _Arguments(), list[str]()
+    arguments, values = _Arguments(), list[str]()
     for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
         kind = types.get(name)
         if isinstance(kind, tuple):
-            value = found.record(name, kind)
+            value = arguments.record(name, kind)
         else:
-            value = found.value(name, kind, at, not parameter.do_not_specialize)
+            value = arguments.value(name, kind, at, not parameter.do_not_specialize)
         if value is None:
             count, end = len(kernel.params), len(kernel.params) + len(_OPTIONS)
             return lambda grid, *rest: kernel._by_triton(grid, rest[:count], _given(rest[count:end], rest[end]), {}, None)
         values.append(value)
-    lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
+    lines, key, pointers = arguments.lines, arguments.key, arguments.pointers
+    integers, tiles = arguments.integers, arguments.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
     aligned = ["_aligned = True"]
     if pointers:
@@ -372,27 +354,27 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Launch | None:
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    recorded = _record(compiled, arguments)
+    constants, nested, first_maps = _record(compiled, arguments)
     maps: dict[Hashable, tuple[Any, ...]] = {}
 
     def encode(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        found = _record(compiled, arguments).maps
+        encoded = _record(compiled, arguments)[2]
         tiled = [(at, a.tensor) for at, a in enumerate(arguments) if type(a) is Tiled]
         if len(maps) > _MOST_MAPS:
             maps.clear()
-        maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), found, strict=True))
-        return found
+        maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), encoded, strict=True))
+        return encoded
 
-    launch = _closure(launcher.launch)["launcher"].cell_contents if recorded.maps else launcher.launch
-    return _Launch(launch, recorded.constants, recorded.nested, maps, encode)
+    launch = _closure(launcher.launch)["launcher"].cell_contents if first_maps else launcher.launch
+    return _Launch(launch, constants, nested, maps, encode)
 
 
-def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
-    """What Triton passes to its C function for these arguments. ValueError if it is not the arguments, in order."""
-    places, calls = (
-        [object() for _ in range(4)],
-        list[tuple[Any, ...]](),
-    )  # places: the grid's three sizes and the stream
+def _record(compiled: Any, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, list[tuple[Any, ...]]]:
+    """What Triton passes to its C function: `constants` and `nested` of `_Launch`, and the arguments for each descriptor.
+
+    Raises ValueError if it is not these arguments, in order.
+    """
+    places, calls = [object() for _ in range(4)], list[tuple[Any, ...]]()  # places: the grid's three sizes and the stream
     given = [_for_triton(a) for a in arguments]
     descriptors = [type(a) is Tiled for a in arguments]
     launcher = copy.copy(compiled.run)
@@ -400,9 +382,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
     def record(*call: Any) -> None:
         calls.append(call)
 
-    if any(
-        descriptors
-    ):  # then `launch` is a function that encodes descriptors and calls the C function, its `launcher`
+    if any(descriptors):  # then `launch` is a function that encodes descriptors and calls the C function, its `launcher`
         encodes, cells = launcher.launch, _closure(launcher.launch) | {"launcher": CellType(record)}
         launcher.launch = FunctionType(encodes.__code__, encodes.__globals__, closure=tuple(cells.values()))
     else:
@@ -411,11 +391,11 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
     (call,) = calls
     nested = isinstance(call[-1], tuple | list) and call[-1] is not given[-1]  # not a record that is the last argument
     values, maps, at = list(call[-1] if nested else call[4:]), list[tuple[Any, ...]](), 0
-    wanted = len(given) + sum(2 * len(g.shape) for g, own in zip(given, descriptors, strict=True) if own)
+    wanted = len(given) + sum(2 * len(g.shape) for g, described in zip(given, descriptors, strict=True) if described)
     values = values[len(values) - wanted :]
     as_expected = len(values) == wanted and all(a is b for a, b in zip(call[:4], places, strict=True))
-    for argument, own in zip(given, descriptors, strict=True):
-        if own:
+    for argument, described in zip(given, descriptors, strict=True):
+        if described:
             end = at + 1 + 2 * len(argument.shape)
             maps.append(tuple(values[at:end]))
             as_expected = as_expected and list(values[at + 1 : end]) == [*argument.shape, *argument.strides]
@@ -425,7 +405,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
             at += 1
     if not as_expected:
         raise ValueError(f"{compiled.name}: its C function takes other arguments")
-    return _Recorded(call[4:-1] if nested else call[4 : len(call) - wanted], nested, maps)
+    return call[4:-1] if nested else call[4 : len(call) - wanted], nested, maps
 
 
 def _closure(function: Any) -> dict[str, CellType]:

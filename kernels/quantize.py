@@ -1,5 +1,7 @@
-"""Quantizes activations to FP8, before linear layers with fp8 weights: e4m3, with an fp32 scale for each row or, before weights
-with a scale for each block, for each row and 128 columns."""
+"""Quantizes activations to FP8 before linear layers with FP8 weights.
+
+Values are e4m3, with an fp32 scale for each row or, before weights with a scale for each block, for each row and 128 columns.
+"""
 
 import torch
 import triton
@@ -8,31 +10,21 @@ from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require_fp8, sm_count
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require_fp8, sm_count, token_block
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.regimes import Limits, Regime
 
-CASES = [
-    {"T": 1, "K": 16},
-    {"T": 3, "K": 97},
-    {"T": 17, "K": 576},
-    {"T": 129, "K": 1536},
-    {"T": 2, "K": 29568},
-]
+CASES = [{"T": 1, "K": 16}, {"T": 3, "K": 97}, {"T": 17, "K": 576}, {"T": 129, "K": 1536}, {"T": 2, "K": 29568}]
 
 _BLOCK = 4096  # values in one load
-_SHORT, _ROWS = 1024, 8  # rows up to so long are quantized so many by a program: one program each would start too slowly
+_SHORT, _ROWS = 1024, 8  # programs quantize `_ROWS` rows each if rows have at most `_SHORT` columns
 _GROUPS = 8  # of 128 columns, which one program quantizes
 
 
-def _token_block(T: int) -> int:
-    """T rounded up to a power of two. The number of programs for a row depends on it, so that few variants are compiled."""
-    return max(16, next_power_of_2(T))
-
-
-REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block, limits=Limits(("fp16", "fp32"))),)
+# The number of programs for a row depends on `token_block`, so that few variants are compiled.
+REGIMES = (Regime("quantize", "tokens", 1, variant=token_block, limits=Limits(("fp16", "fp32"))),)
 
 
 @prepared
@@ -92,10 +84,7 @@ def group_scales(x, GROUP: tl.constexpr):
 
 @triton.jit
 def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
-    """Quantize x [n · GROUP] of a row, a scale for each GROUP values. Returns e4m3 values and stores the scales.
-
-    `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
-    """
+    """Quantize x [n · GROUP] of a row, from group `first` of `groups` on. Returns e4m3 values, stores the scales."""
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     x, scale = group_scales(x, GROUP)
     group = first + tl.arange(0, GROUPS)
@@ -138,21 +127,14 @@ def quantized_buffers(
 
 
 def quantize(
-    x: Tensor,
-    out: Tensor | None = None,
-    scale: Tensor | None = None,
-    *,
-    blocks: bool = False,
-    early: bool = False,
-    pdl: bool = False,
-    check: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, out: Tensor | None = None, scale: Tensor | None = None, *, blocks: bool = False, early: bool = False,
+    pdl: bool = False, check: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
     The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. With
-    `blocks`, each 128 columns of a row have a scale, and `scale` is [T, ⌈K / 128⌉]. `out` and `scale` are optional
-    output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
-    later). With `early` as well, the next kernel may start before this one has its input.
+    `blocks`, each 128 columns of a row have a scale, and `scale` is [T, ⌈K / 128⌉]. `out`, `scale`: optional output tensors.
+    `early`, `pdl`: as for `rms_norm`.
     """
     if check:
         check_activations("x", x)
@@ -172,7 +154,7 @@ def quantize(
     elif T and K:
         block = min(_BLOCK, next_power_of_2(K))
         # With few tokens, there are enough SMs for several programs per row.
-        parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))
+        parts = max(1, min(cdiv(K, block), sm_count(x.device) // token_block(T)))
         options = launch_options(max(1, block // 256), 1, pdl)
         _quantize_kernel[(T, parts)](x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=early, **options)
     return out, scale

@@ -1,7 +1,7 @@
 """The eager PyTorch definition of every kernel except sampling. Eager layers run it; tests and benchmarks compare with it.
 
-It needs only PyTorch, so it works without Triton. Rounding follows Hugging Face transformers: norms normalize in fp32,
-cast to the activation dtype, then scale; rotary embedding rotates halves in the activation dtype; softmax is in fp32.
+Rounding follows Hugging Face transformers: norms normalize in fp32, cast to the activation dtype, then scale; rotary embedding
+rotates halves in the activation dtype; softmax is in fp32.
 """
 
 import functools
@@ -65,11 +65,7 @@ def linear(
 
 
 def weight_format(weight: Tensor, scale: Tensor | None, itemsize: int) -> str:
-    """The name of a weight's format: "fp16" (16 bits), "fp32", "fp8", "fp8_blocks", "int4", or "int4_fp32".
-
-    Args:
-        itemsize: bytes of an activation.
-    """
+    """The name of a weight's format, as in `regimes.Limits`. itemsize: bytes of an activation."""
     if weight.dtype is torch.float8_e4m3fn:
         return "fp8" if scale is None or scale.ndim < weight.ndim else "fp8_blocks"
     if weight.dtype is torch.int16:
@@ -82,9 +78,8 @@ def linear_fp8(
 ) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
-    Two or more tokens are quantized first, each with its own scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
-    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations. `quantize` overrides this:
-    the single token of an expert may be one of several in the step.
+    Two or more tokens are quantized first, each with a separate scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
+    A single token keeps 16-bit activations. `quantize` overrides this: the token of an expert may be one of several in the step.
     """
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 exceeds fp16's range
     if x.shape[0] > 1 if quantize is None else quantize:
@@ -180,10 +175,7 @@ def unpack_int4_scale(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(q − z) · s of packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → [N, K] in `dtype`, rounded once.
-
-    A group is 128, 64 or 32 columns, see `int4_group`.
-    """
+    """(q − z) · s of packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → [N, K] in `dtype`, rounded once."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     factor, zero = unpack_int4_scale(scale)
     g = int4_group(K, scale.shape[0])
@@ -195,8 +187,7 @@ def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = t
 def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, K] → codes [N, K] uint8, scales fp32 and zero points int32 [N, ⌈K / group⌉], with (codes − zero) · scale ≈ x.
 
-    The 16 levels reach from a group's smallest value to its largest; 0 is one of them. Narrower ranges have less error, but clip
-    the largest values, which costs more in perplexity (docs/decisions/int4.md). The scale is 1 for a group of zeros.
+    The 16 levels reach from a group's smallest value to its largest; 0 is one of them. The scale is 1 for a group of zeros.
     """
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
@@ -225,8 +216,8 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """The experts of each token (Shazeer et al. 2017): logits [T, E] → weights [T, k] in their dtype, experts [T, k] int64.
 
-    The softmax over all experts and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal
-    ones, the lower comes first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
+    The softmax and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal ones, the lower comes
+    first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
     """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)  # `topk` promises no order of ties
@@ -239,11 +230,9 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 def expert_tiles(experts: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
     """The pairs of a token and an expert, sorted by expert, and tiles of up to `block_t` pairs of one expert.
 
-    Args:
-        experts: [T, k]. Pair t · k + j is token t with its j-th expert.
-    Returns:
-        order: [T · k] int32, the pairs in ascending order of expert, then of pair.
-        tiles: [3, tiles] int32: each tile's expert, its first place in `order`, and the end of its expert's places there.
+    experts: [T, k]. Pair t · k + j is token t with its j-th expert.
+    → order [T · k] int32, the pairs in ascending order of expert, then of pair; tiles [3, tiles] int32: each tile's expert, its
+    first place in `order`, and the end of its expert's places there.
     """
     flat = experts.flatten()
     tiles, start = [], 0
@@ -255,9 +244,9 @@ def expert_tiles(experts: Tensor, num_experts: int, block_t: int) -> tuple[Tenso
 
 
 def few_tokens(T: int, k: int, E: int) -> bool:
-    """Whether T tokens are so few that hardly two of them use the same of E experts, k each. Their activations are not quantized.
+    """Whether T tokens, rounded up to a power of two, are so few that hardly two of them use the same of E experts, k each.
 
-    T counts as the next power of two, so that steps of one size of kernels are alike.
+    Their activations are not quantized.
     """
     return T <= 1 or (T <= FEW_TOKENS and 2 * k << (T - 1).bit_length() <= E)
 
@@ -277,53 +266,43 @@ class SharedExpert(NamedTuple):
     down_scale: Tensor | None = None
 
 
-def shared_expert(h: Tensor, own: SharedExpert, activation: str, quantize: bool | None = None) -> Tensor:
+def shared_expert(h: Tensor, expert: SharedExpert, activation: str, quantize: bool | None = None) -> Tensor:
     """sigmoid(gate · h) · down · gated(gate_up · h): h [T, H] → [T, H]. `quantize`: see `linear`."""
-    y = gated(linear(h, own.gate_up, scale=own.gate_up_scale, quantize=quantize), activation)
-    return linear(h, own.gate).sigmoid() * linear(y, own.down, scale=own.down_scale, quantize=quantize)
+    y = gated(linear(h, expert.gate_up, scale=expert.gate_up_scale, quantize=quantize), activation)
+    return linear(h, expert.gate).sigmoid() * linear(y, expert.down, scale=expert.down_scale, quantize=quantize)
 
 
 def computes_shared(
     T: int, top_k: int, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None, down_scale: Tensor | None,
     shared: SharedExpert,
 ) -> bool:  # fmt: skip
-    """Whether a mixture computes this shared expert like one more expert of each token, with activations that are not quantized:
+    """Whether a mixture computes this shared expert as a further expert of each token, with activations that are not quantized:
     there are `few_tokens`, and weights and scales have the form of an expert's, which is not 4 bits."""
     alike = gate_up.dtype != torch.int16
-    for own, of_experts in (
+    for shared_part, part in (
         (shared.gate_up, gate_up), (shared.down, down), (shared.gate_up_scale, gate_up_scale), (shared.down_scale, down_scale)
     ):  # fmt: skip
-        if own is None or of_experts is None:
-            alike &= own is of_experts
+        if shared_part is None or part is None:
+            alike &= shared_part is part
         else:
-            alike &= own.dtype == of_experts.dtype and own.shape == of_experts.shape[1:]
+            alike &= shared_part.dtype == part.dtype and shared_part.shape == part.shape[1:]
     return alike and few_tokens(T, top_k, gate_up.shape[0])
 
 
 def mixture(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    quantize: bool | None = None,
-) -> Tensor:
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None, quantize: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
 
-    Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
-    in transformers. With FP8 weights, activations are quantized unless these are `few_tokens`, whatever the number of tokens
-    of one expert.
+    A token's terms are rounded and added in ascending order of its experts, as in transformers. With FP8 weights, activations are
+    quantized unless these are `few_tokens`; `quantize` overrides that.
 
     Args:
-        x: [T, H].
-        weights, experts: [T, k], see `route`.
+        x: [T, H]. weights, experts: [T, k], see `route`.
         gate_up: [E, 2I, H]. down: [E, H, I].
         gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H]; of blocks [E, 2I / g, ⌈H / 128⌉] and
             [E, ⌈H / g⌉, ⌈I / 128⌉].
-        quantize: overrides whether activations are quantized: these may be some tokens of a step.
     """
     T, k = experts.shape
     out, quantize = torch.zeros_like(x), not few_tokens(T, k, gate_up.shape[0]) if quantize is None else quantize
@@ -346,10 +325,8 @@ def mixture(
 def rope(x: Tensor, cos_sin: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """Rotary embedding (Su et al. 2021) of the first R channels of each head, by halves of R as in Llama → [T, N, D].
 
-    Args:
-        x: [T, N, D].
-        cos_sin: [T, R] fp32 (cos | sin), R ≤ D and even. None: nothing is rotated.
-        scales: [T] fp32, factors of the rotated heads (Llama 4's scale of queries by their position).
+    x: [T, N, D]. cos_sin: [T, R] fp32 (cos | sin), R ≤ D and even; None: nothing is rotated. scales: [T] fp32, factors of the
+    rotated heads (Llama 4's scale of queries by their position).
     """
     if cos_sin is not None:
         R = cos_sin.shape[1]
@@ -398,8 +375,8 @@ def write_kv(x: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None = No
     FP8 pages take a scale for each token and head: `scales` [P, page_size, Nkv] fp32.
     """
     if scales is not None:
-        x, own = quantize_fp8(x)
-        scales.view(-1, scales.shape[-1]).index_copy_(0, slots, own)
+        x, x_scales = quantize_fp8(x)
+        scales.view(-1, scales.shape[-1]).index_copy_(0, slots, x_scales)
         x, pages = x.view(torch.uint8), pages.view(torch.uint8)  # as bytes: not every operation supports fp8
     pages.view(-1, *x.shape[1:]).index_copy_(0, slots, x)
 
@@ -414,34 +391,22 @@ def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dt
 
 
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    scale: float,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_lens: Sequence[int],
+    seq_lens: Sequence[int], scale: float, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
     Sequences with one new token are computed together, padded to the longest context; the others one by one. A row is NaN if one
     of its scores is NaN or +inf, or if all are -inf.
 
     Args:
-        q: [T, Nq, D], the new tokens of all sequences, one sequence after the other.
-        k_pages, v_pages: [P, page_size, Nkv, D].
+        q: [T, Nq, D], the new tokens of all sequences, one sequence after the other. The result has its shape.
+        k_pages, v_pages: [P, page_size, Nkv, D]. k_scales, v_scales: scales of FP8 pages, see `write_kv`.
         block_tables: [B, pages].
-        query_lens: [B], the number of new tokens of each sequence.
-        seq_lens: [B], the number of cached tokens of each sequence, new ones included.
+        query_lens, seq_lens: [B], the numbers of new and of cached tokens of each sequence, the new ones cached too.
         scale: factor of the scores.
-        k_scales, v_scales: scales of FP8 pages, see `write_kv`.
         window: each token sees itself and the window − 1 tokens before it; None: all tokens before it.
-
-    Returns:
-        [T, Nq, D].
     """
     out = torch.empty_like(q)
     starts = list(accumulate(query_lens, initial=0))
@@ -467,8 +432,8 @@ def paged_attention(
             if new < total or window is not None:
                 mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
                 mask = mask if window is None else mask.triu(total - new - window + 1)
-            own = q[rows].transpose(0, 1).unsqueeze(0)
-            out[rows] = _attention(own, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
+            queries = q[rows].transpose(0, 1).unsqueeze(0)
+            out[rows] = _attention(queries, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
     return out
 
 
@@ -520,8 +485,8 @@ def _exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor
     step = max(1, _EXACT_SCORES // (q.shape[0] * length))
     for start in range(0, q.shape[1], step):
         rows = slice(start, start + step)
-        own = q[:, rows].float().unflatten(0, (nkv, -1))  # [Nkv, Nq / Nkv, T, D]
-        scores = own @ k.float().unsqueeze(1).mT * scale
+        queries = q[:, rows].float().unflatten(0, (nkv, -1))  # [Nkv, Nq / Nkv, T, D]
+        scores = queries @ k.float().unsqueeze(1).mT * scale
         if mask is not None:
             scores = scores.masked_fill(~mask[rows], -torch.inf)
         out[:, rows] = (scores.softmax(-1) @ v.float().unsqueeze(1)).flatten(0, 1).to(q.dtype)

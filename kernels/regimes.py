@@ -1,8 +1,8 @@
 """`Regime`: the sizes for which an operation launches one kernel, declared once, in the operation's dispatch module.
 
-A dispatch module has a table of regimes for each operation, and dispatch follows that table. Warm-up runs a step in every regime
+A dispatch module has a table of regimes for each operation. Dispatch follows it, warm-up runs a step in every regime
 (`representatives`), the buckets of CUDA graphs end where regimes and their padding end (`next_end`), and `minirt tune` and the
-tests read the tables as well. A new regime in a table is therefore warmed up and captured without another edit.
+tests read it. A new regime in a table is therefore warmed up and captured without another edit.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -98,9 +98,9 @@ class SumOrder:
     not on those of other sequences.
 
     Args:
-        k: who adds along K, in attention along the cached tokens. "steps": one MMA after the other, in ascending order; "warps":
-            each warp does so for its part of K, and the parts are added at the end; "threads": each thread for the columns that
-            it loads, then a tree of threads.
+        k: how sums along K, in attention along the cached tokens, are added. "steps": one MMA after the other, in ascending
+            order; "warps": each warp a part of K in such steps, then the parts; "threads": each thread the columns that it loads,
+            then a tree of threads.
         splits: whether several programs may each compute a part of K. The parts are added in their order.
         by_tokens: whether the order depends on the number of tokens of the step, within the regime: through the split, or the
             length of a step in K. In attention: on the number of sequences, or of a sequence's new tokens.
@@ -163,11 +163,10 @@ def covering(
 ) -> tuple[RegimeKind, ...]:
     """The regimes of a table that cover a size on a compute capability. Cached: every launch asks.
 
-    Args:
-        format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
+    format: of the weight, as in `Limits.formats`: regimes that declare others are left out. None: any.
     """
-    found = (regime for regime in table if regime.covers(size, capability))
-    return tuple(r for r in found if format is None or r.limits is None or format in r.limits.formats)
+    regimes = (regime for regime in table if regime.covers(size, capability))
+    return tuple(r for r in regimes if format is None or r.limits is None or format in r.limits.formats)
 
 
 def operations(axis: Axis) -> list[list[Regime]]:
@@ -196,8 +195,8 @@ def next_end(size: int, regimes: Iterable[Regime]) -> int | None:
 def representatives(limit: int, operations: Iterable[Sequence[Regime]], pick: Callable[[int, int], int]) -> list[int]:
     """Sizes up to `limit` that together launch every compiled kernel of every operation.
 
-    For each operation, the sizes are divided into intervals that launch the same compiled kernels. `pick(first, last)` chooses a
-    size from an interval, unless a size that was chosen for another operation is in it.
+    `pick(first, last)` chooses a size from an interval of sizes that launch the same compiled kernels of an operation, unless a
+    size that was chosen for another operation is in it.
     """
     sizes: set[int] = set()
     for regimes in operations:

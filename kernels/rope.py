@@ -15,11 +15,9 @@ from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import compile_time, prepared
 
 CASES = [
-    {"B": 1, "Nq": 1, "Nk": 1, "T": 1, "D": 2},
-    {"B": 3, "Nq": 7, "Nk": 1, "T": 1, "D": 64},
-    {"B": 2, "Nq": 4, "Nk": 2, "T": 17, "D": 96},
-    {"B": 1, "Nq": 3, "Nk": 3, "T": 37, "D": 128},
-]
+    {"B": 1, "Nq": 1, "Nk": 1, "T": 1, "D": 2}, {"B": 3, "Nq": 7, "Nk": 1, "T": 1, "D": 64},
+    {"B": 2, "Nq": 4, "Nk": 2, "T": 17, "D": 96}, {"B": 1, "Nq": 3, "Nk": 3, "T": 37, "D": 128},
+]  # fmt: skip
 
 
 class _Heads(NamedTuple):
@@ -104,16 +102,9 @@ def norm_rope(
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    check: bool = True,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 1e-6, *, check: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_rope` of q [B, Nq, T, D] and k [B, Nk, T, D] in one launch. q_norm, k_norm: [D], or None for both."""
     if check:
         check_qk_heads(q, k, cos, sin, q_norm, k_norm)

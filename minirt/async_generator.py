@@ -13,7 +13,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, overload
 
-from minirt import models
 from minirt.call_driver import CallDriver, Wakeup
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.request import Request, TokenOutput
@@ -21,7 +20,7 @@ from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import InputError, SlowReaderError
 from minirt.foreign_names import checks_names
 from minirt.generator import Generator
-from minirt.loading.options import LoadOptions
+from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
@@ -49,11 +48,11 @@ class AsyncGenerator:
             max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
         """
         if not isinstance(generator, Generator):
-            hint, found = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
-            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=found, hint=hint)
+            hint, shown = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
+            raise InputError("not a generator", where="generator", expected="a minirt.Generator", found=shown, hint=hint)
         if type(max_unread) is not int or max_unread < 1:
-            expected, found = "an integer >= 1", repr(max_unread)[:80]
-            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)
+            expected, shown = "an integer >= 1", repr(max_unread)[:80]
+            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=shown)
         self.generator, self._max_unread = generator, max_unread
         self._ports: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
         self._lock = threading.Lock()
@@ -61,7 +60,7 @@ class AsyncGenerator:
     @classmethod
     async def from_pretrained(
         cls,
-        model: str | Path | LoadOptions = models.EMBEDDED,
+        model: str | Path | LoadOptions = EMBEDDED,
         *,
         max_unread: int = MAX_UNREAD,
         progress: Callable[[str, int, int], None] | None = None,
@@ -95,9 +94,7 @@ class AsyncGenerator:
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
         call = await self._prepare(prompts, params, priority, single=is_single(prompts))
-        async with aclosing(self._run(call, final_only=True)) as pieces:
-            async for _ in pieces:
-                pass
+        await self._finish(call)
         return call.result()
 
     @overload
@@ -122,9 +119,7 @@ class AsyncGenerator:
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
         call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
-        async with aclosing(self._run(call, final_only=True)) as pieces:
-            async for _ in pieces:
-                pass
+        await self._finish(call)
         return call.scores()
 
     @_check_names
@@ -151,11 +146,8 @@ class AsyncGenerator:
             SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
             MinirtError: the request failed.
         """
-        call = await self._prepare(prompt, params, priority, single=True)
-        async with aclosing(self._run(call, self._max_unread)) as pieces:
-            async for stream, piece in pieces:
-                if stream.completion.error is not None:
-                    raise stream.completion.error
+        async with aclosing(self.stream_completion(prompt, params, priority=priority)) as pieces:
+            async for piece, _ in pieces:
                 yield piece
 
     @_check_names
@@ -189,11 +181,17 @@ class AsyncGenerator:
         await self.close()
 
     async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
-        own = params if isinstance(params, list | tuple) else [params]
-        grammars = any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in own)  # to be compiled
+        several = params if isinstance(params, list | tuple) else [params]
+        grammars = any(getattr(one, "structured_outputs", None) is not None for one in several)  # to be compiled
         if _size([prompts] if single else prompts) < _LONG and not grammars:
             return self.generator._prepare(prompts, params, priority, single)
         return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single)
+
+    async def _finish(self, call: Call) -> None:
+        """Run a call's requests to their ends."""
+        async with aclosing(self._run(call, final_only=True)) as pieces:
+            async for _ in pieces:
+                pass
 
     async def _run(
         self, call: Call, limit: int | None = None, *, final_only: bool = False

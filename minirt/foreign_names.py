@@ -1,7 +1,7 @@
 """What vLLM, llama.cpp and transformers call an option, argument or class, and what it is here.
 
 The command line, `Generator` and its methods, `SamplingParams`, the lines of `--prompts` and `import` take their hints from it.
-docs/coming-from.md explains more.
+The record of a setting has its other names (`Setting.elsewhere`); the table here has the rest. docs/coming-from.md explains more.
 """
 
 import inspect
@@ -25,53 +25,25 @@ _BEAMS = "not supported: minirt has no beam search"
 _ALWAYS = "not needed: it is always on"
 _NO_CODE = "not needed: minirt never runs code of a checkpoint"
 
+_Entry = tuple[str, str | None, str | None] | str
 # Name → (whose it is, what the command line has instead, what Python has instead). A text without an instead: why there is none.
-_NAMES: dict[str, tuple[str, str | None, str | None] | str] = {
-    "quantization": (_VLLM, "--quantize", "quantization=…"),
+_REST: dict[str, _Entry] = {
     "load_format": (_VLLM, "--random-weights for dummy", 'random_weights=True for "dummy"'),
     "enforce_eager": (_VLLM, "--no-cuda-graphs", "cuda_graphs=False"),
     "enable_prefix_caching": (_VLLM, "on by default, and --no-prefix-cache is off", "prefix_cache=…"),
     "no_enable_prefix_caching": (_VLLM, "--no-prefix-cache", "prefix_cache=False"),
-    "max_seq_len": (_VLLM, "--max-model-len", "max_model_len=…"),
-    "kv_cache_memory_bytes": (_VLLM, "--kv-cache-memory", "kv_cache_memory=…"),
     "mamba_cache_mode": "not needed: states of recurrent layers are kept, with --state-cache-memory",
     "mamba_block_size": "not needed: states of recurrent layers are kept at any token",
     "num_iters": (_VLLM, "--repeats", None),
-    "allowed_origins": (_VLLM, "--allow-origin", None),
-    "torch_dtype": (_HF, "--dtype", "dtype=…"),
-    "device_map": (_HF, "--device", "device=…"),
-    "ctx_size": (_LLAMA, "--max-model-len", "max_model_len=…"),
-    "n_ctx": (_LLAMA, "--max-model-len", "max_model_len=…"),
-    "parallel": (_LLAMA, "--max-num-seqs", "max_num_seqs=…"),
     "batch_size": (_LLAMA, "--max-num-batched-tokens of tokens, --max-num-seqs of sequences", None),
-    "ubatch_size": (_LLAMA, "--max-num-batched-tokens", "max_num_batched_tokens=…"),
-    "alias": (_LLAMA, "--served-model-name", None),
     "main_gpu": (_LLAMA, "--device cuda:N", "device=… with cuda:N"),
     "seed": (_LLAMA, "--seed", None),
-    "cache_type_k": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
-    "cache_type_v": (_LLAMA, "--kv-cache-dtype", "kv_cache_dtype=…"),
-    "n_threads": (_LLAMA, "--threads", "threads=…"),
-    "hf_repo": (_LLAMA, "--model", None),
     "system_prompt": (_LLAMA, "--system", None),
     "prompt": (_LLAMA, "PROMPT, without an option", None),
     "file": (_LLAMA, "--prompt-file", None),
     "input_len": (_VLLM, "--input-len-range", None),
     "output_len": (_VLLM, "--output-len-range", None),
-    "max_new_tokens": (_HF, "--max-tokens", "SamplingParams(max_tokens=…)"),
-    "n_predict": (_LLAMA, "--max-tokens", "SamplingParams(max_tokens=…)"),
-    "predict": (_LLAMA, "--max-tokens", "SamplingParams(max_tokens=…)"),
-    "temp": (_LLAMA, "--temperature", "SamplingParams(temperature=…)"),
-    "repeat_penalty": (_LLAMA, "--repetition-penalty", "SamplingParams(repetition_penalty=…)"),
     "do_sample": (_HF, "--temperature above 0", "SamplingParams(temperature=…) above 0"),
-    "stop_strings": (_HF, "--stop", "SamplingParams(stop=…)"),
-    "eos_token_id": (_HF, "--stop-token-ids", "SamplingParams(stop_token_ids=…)"),
-    "num_return_sequences": (_HF, "--n", "SamplingParams(n=…)"),
-    "guided_decoding": (_VLLM, None, "SamplingParams(structured_outputs=…)"),
-    "guided_json": (_VLLM, "--json-schema", 'SamplingParams(structured_outputs={"json": …})'),
-    "guided_regex": (_VLLM, "--regex", 'SamplingParams(structured_outputs={"regex": …})'),
-    "guided_choice": (_VLLM, "--choice", 'SamplingParams(structured_outputs={"choice": …})'),
-    "guided_grammar": (_VLLM, "--grammar", 'SamplingParams(structured_outputs={"grammar": …})'),
-    "json_schema_file": (_LLAMA, "--json-schema", None),
     "grammar_file": (_LLAMA, "--grammar, in Lark syntax", None),
     "sampling_params": (_VLLM, None, "params=…"),
     "use_tqdm": (_VLLM, None, "progress=… of Generator.generate and Generator.score"),
@@ -124,12 +96,15 @@ _SHORT = {
 # The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
 _LLAMA_BENCH = {
     **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
-    "-pg": "llama-bench's name; here minirt bench latency, which times prompt and new tokens together",
+    "-pg": "llama-bench's name; here minirt bench throughput, which times prompt and new tokens together",
     **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
     **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
 }
-# Commands of vLLM, ollama, llama.cpp and transformers → what to write here.
+# Commands of vLLM, ollama, llama.cpp and transformers, and older ones of minirt → what to write here.
 _COMMANDS = {
+    **dict.fromkeys(("decode", "bench decode"), "here minirt bench speed -p 0"),
+    **dict.fromkeys(("prefill", "bench prefill"), "here minirt bench speed -n 0"),
+    **dict.fromkeys(("latency", "bench latency"), "here minirt bench throughput with one length of prompts and outputs"),
     **dict.fromkeys(("run", "cli"), "minirt chat --model MODEL is a conversation, minirt generate PROMPT completes a text"),
     **dict.fromkeys(("complete", "completions", "infer"), "here minirt generate PROMPT"),
     **dict.fromkeys(("run-batch", "batch"), "here minirt generate --prompts FILE"),
@@ -144,6 +119,23 @@ _COMMANDS = {
 }  # fmt: skip
 
 
+def names() -> dict[str, _Entry]:
+    """`_REST`, and the names that the records of settings have."""
+    import minirt
+    from minirt.settings import Settings, settings_of
+
+    _ = minirt.LoadOptions, minirt.SamplingParams  # so that their classes are known
+    known = dict(_REST)
+    for kind in Settings.__subclasses__():
+        for name, record in settings_of(kind).items():
+            in_file = {"transformers": record.file} if record.file not in (None, name) else {}
+            for program, spellings in (*in_file.items(), *record.elsewhere.items()):
+                whose = f"{program}'{'s' * (program[-1] != 's')} name"
+                entry = whose, record.option_name, kind._python and kind._python.format(name)
+                known.update(dict.fromkeys(spellings.split(), entry))
+    return known
+
+
 def command_hint(name: str) -> str | None:
     """What to write for another program's command; None: no command that is known here."""
     return _COMMANDS.get(name)
@@ -151,12 +143,12 @@ def command_hint(name: str) -> str | None:
 
 def python_hint(name: object) -> str | None:
     """What to write in Python for another library's name; None: no library's name that is known here."""
-    return _hint(_NAMES.get(str(name)), 2)
+    return _hint(names().get(str(name)), 2)
 
 
 def json_hint(name: str) -> str | None:
     """What to write as a key of a request for another library's name, or as an option of the command; None: see `python_hint`."""
-    entry = _NAMES.get(name)
+    entry = names().get(name)
     value = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", (None if isinstance(entry, str | None) else entry[2]) or "")
     if entry is None or value is None:
         return _hint(entry, 1)
@@ -165,36 +157,42 @@ def json_hint(name: str) -> str | None:
 
 def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:
     """The `known` names that begin like a name, or else are spelled nearly like it. Dashes in front do not count."""
-    names = {own.lstrip("-").lower(): own for own in known}
+    spellings = {spelling.lstrip("-").lower(): spelling for spelling in known}
     bare = name.lstrip("-").lower()
-    begun = [own for own in names if min(len(own), len(bare)) >= 3 and (own.startswith(bare) or bare.startswith(own))]
-    return [names[own] for own in begun[:most] or get_close_matches(bare, names, n=most, cutoff=0.7)]
+    begun = [word for word in spellings if min(len(word), len(bare)) >= 3 and (word.startswith(bare) or bare.startswith(word))]
+    return [spellings[word] for word in begun[:most] or get_close_matches(bare, spellings, n=most, cutoff=0.7)]
 
 
 def check_names(
-    given: Iterable[str], known: Sequence[str], where: str, error: type[MinirtError] = InputError,
+    given: Iterable[str], known: Sequence[str], place: str, error: type[MinirtError] = InputError,
     elsewhere: Mapping[str, str] | None = None, unnamed: Sequence[object] = (),
 ) -> None:
     """Refuse argument names that are not `known`, with what to write instead. `elsewhere`: what to write for names of others.
     `unnamed`: arguments without a name, all of which are refused."""
     if unnamed:
-        what, expected = "an argument without its name", f"{where}({known[0]}=…), or another name"
-        raise error(what, where=where, expected=expected, found=quoted(unnamed[0], 80))
+        what, expected = "an argument without its name", f"{place}({known[0]}=…), or another name"
+        raise error(what, where=place, expected=expected, found=quoted(unnamed[0], 80))
     for name in given:
         if name in known:
             continue
         if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
-            raise error("no such argument", where=where, found=name, hint=hint)
+            raise error("no such argument", where=place, found=name, hint=hint)
         near = similar(name, known)
         hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise error("no such argument", where=where, expected=f"one of {', '.join(known)}", found=name, hint=hint)
+        raise error("no such argument", where=place, expected=f"one of {', '.join(known)}", found=name, hint=hint)
 
 
-def checks_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator of methods: an argument name that they do not have is an `InputError` of `check_names`, not a TypeError."""
+def checks_names(
+    elsewhere: Mapping[str, str], options: Sequence[str] = ()
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator of methods: an argument name that they do not have is an `InputError` of `check_names`, not a TypeError.
+
+    `options`: the names that a method takes as `**options`.
+    """
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        known = list(inspect.signature(method).parameters)[1:]  # without self
+        known = [*inspect.signature(method).parameters][1:]  # without self
+        known = [*known[:-1], *options] if options else known
 
         def check(given: Iterable[str]) -> None:
             check_names(given, known, method.__qualname__.removesuffix(".__init__"), elsewhere=elsewhere)
@@ -216,15 +214,15 @@ def checks_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[_P, _R]], C
 
 def option_hint(name: str, options: Collection[str], command: str = "minirt") -> str | None:
     """The same on the command line, for "--name" or "-n" and a command with these options and arguments."""
-    entry: tuple[str, str | None, str | None] | str | None = None
+    entry: _Entry | None = None
     if f"{command} ".startswith("minirt bench "):
         entry = _LLAMA_BENCH.get(name)
-    text = _hint(entry or _NAMES.get(_SHORT.get(name, name.lstrip("-").replace("-", "_"))), 1)
+    text = _hint(entry or names().get(_SHORT.get(name, name.lstrip("-").replace("-", "_"))), 1)
     named = re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")
     return text if all(option in options for option in named) else None
 
 
-def _hint(entry: tuple[str, str | None, str | None] | str | None, side: int) -> str | None:
+def _hint(entry: _Entry | None, side: int) -> str | None:
     if entry is None or isinstance(entry, str):
         return entry
     return f"{entry[0]}; here {entry[side]}" if entry[side] else None

@@ -8,41 +8,41 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, overload
 
 import torch
 
-from minirt import models
 from minirt.call_driver import CallDriver
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
-from minirt.engine.limits import MAX_STEP_MS, EngineLimits, check_limits
+from minirt.engine.limits import EngineLimits
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, Request, TokenOutput
-from minirt.engine.runner import Proposer
 from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.foreign_names import check_names, checks_names
 from minirt.loading.load import load
-from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
-from minirt.loading.options import OF_GENERATE, LoadOptions, longest_length
+from minirt.loading.memory import measured_plan, out_of_memory_while
+from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
+from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
+from minirt.settings import settings_of
 from minirt.sizes import format_size
-from minirt.speculative.options import SpeculativeOptions, drafts_of
 from minirt.speculative.proposers import proposer_of
 from minirt.step.kv_cache import KVCache, page_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
-# Argument names that belong to another call.
-_OF_LOADING = {own.name: f"Generator.from_pretrained({own.name}=…)" for own in fields(LoadOptions)}
+_LOADING = settings_of(LoadOptions)
+_OF_LOADING = {name: f"Generator.from_pretrained({name}=…)" for name in _LOADING}  # arguments that belong to another call
+_OPTIONS = [name for name, record in _LOADING.items() if record.engine]  # those of a loaded model
 _check_names = checks_names(OF_SAMPLING)
 
 
@@ -60,7 +60,7 @@ class Generator:
         step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
     """
 
-    @checks_names(_OF_LOADING)
+    @checks_names(_OF_LOADING, _OPTIONS)
     def __init__(
         self,
         model: Model,
@@ -69,36 +69,23 @@ class Generator:
         name: str = "model",
         generation_config: dict | None = None,
         eos_token_ids: Sequence[int] = (),
-        kv_cache_memory: int | str | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        max_waiting: int | None = None,
-        max_step_ms: float = MAX_STEP_MS,
-        prefix_cache: bool = True,
-        state_cache_memory: int | str | None = None,
-        cuda_graphs: bool = True,
-        speculative: SpeculativeOptions | Proposer | None = None,
-        max_model_len: int | None = None,
+        **options: Any,
     ) -> None:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, max_step_ms, prefix_cache,
-                state_cache_memory, cuda_graphs, speculative, max_model_len: see `minirt.LoadOptions`.
+            options: those fields of `minirt.LoadOptions` that are about memory, steps and requests: max_model_len, max_num_seqs …
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
-            found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
-            raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
-        check_limits(max_num_seqs, max_num_batched_tokens, max_waiting, max_step_ms)
-        options = MemoryOptions(
-            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs, *drafts_of(speculative),
-            state_cache_memory, prefix_cache, max_model_len,
-        )  # fmt: skip
+            shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
+            raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
+        settings = LoadOptions(**options)
+        num_drafts, _ = settings.drafts
+        speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
         self.speculative = speculative
-        if options.max_drafts:
-            model.keep_undo(1 + options.max_drafts)
+        if num_drafts:
+            model.keep_undo(1 + num_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -108,17 +95,18 @@ class Generator:
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         self.step_state_bytes = model.step_state_bytes
-        self.memory = measured_plan(model, options)
+        self.memory = measured_plan(model, settings)
         self._cache: KVCache | None = KVCache(
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
             num_snapshots=self.memory.snapshots,
         )  # fmt: skip
         limits = EngineLimits(
-            max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens, max_waiting,
-            max_step_ms, model_len=longest_length(model.config),
+            settings.max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens,
+            settings.max_waiting, settings.max_step_ms, model_len=longest_length(model.config),
         )
         engine = Engine(
-            model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device, prefix_cache=prefix_cache,
+            model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device,
+            prefix_cache=settings.prefix_cache,
             cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative, model, self._cache),
             adaptive_drafts=getattr(speculative, "adaptive", True),
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
@@ -134,7 +122,7 @@ class Generator:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path | LoadOptions = models.EMBEDDED,
+        model: str | Path | LoadOptions = EMBEDDED,
         *,
         progress: Callable[[str, int, int], None] | None = None,
         **options: Any,
@@ -146,30 +134,23 @@ class Generator:
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then on a GPU with ("kernels", ready, total), or with
                 ("compiling kernels", …) if some are not in Triton's cache, and with ("CUDA graphs", captured, total).
-            options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
-                kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
-                max_waiting, max_step_ms, prefix_cache, state_cache_memory, threads, revision, random_weights, seed,
-                check_weights, layers, warmup, cuda_graphs, speculative.
+            options: the fields of `minirt.LoadOptions`, which documents them.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
-        check_names(options, [own.name for own in fields(LoadOptions)], "from_pretrained", ConfigError, OF_GENERATE)
+        check_names(options, list(_LOADING), "from_pretrained", ConfigError, OF_GENERATE)
         if progress is not None and not callable(progress):
-            expected, found = "a function of three arguments", repr(progress)[:80]
-            raise InputError("not a function", where="progress", expected=expected, found=found)
+            expected, shown = "a function of three arguments", repr(progress)[:80]
+            raise InputError("not a function", where="progress", expected=expected, found=shown)
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
         with out_of_memory_while("allocating KV pages", loaded.model.device):
             generator = cls(
                 loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
-                eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
-                max_waiting=settings.max_waiting, max_step_ms=settings.max_step_ms, prefix_cache=settings.prefix_cache,
-                state_cache_memory=settings.state_cache_memory, cuda_graphs=settings.cuda_graphs,
-                speculative=settings.speculative, max_model_len=settings.max_model_len,
-            )
+                eos_token_ids=loaded.eos_token_ids, **{name: getattr(settings, name) for name in _OPTIONS},
+            )  # fmt: skip
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
@@ -220,11 +201,7 @@ class Generator:
         all_at_once = progress or self.max_waiting is not None  # else the others are prepared while the first ones run
         at_once = None if all_at_once else self.max_num_seqs
         call = self._prepare(prompts, params, priority, is_single(prompts), at_once)
-        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
-            for stream, piece in pieces:
-                if advance is not None and piece.finish_reason is not None:
-                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
+        self._finish(call, progress, "token_ids")
         return call.result()
 
     @_check_names
@@ -307,11 +284,7 @@ class Generator:
         """
         self._engine.wake()
         call = self._processor.prepare_scores(prompts, completions, priority)
-        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
-            for stream, _ in pieces:
-                if advance is not None:
-                    advance(n_finished=1, n_tokens=len(stream.completion.prompt_token_ids))
+        self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
     @_check_names
@@ -473,6 +446,14 @@ class Generator:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
 
+    def _finish(self, call: Call, progress: bool, counted: str) -> None:
+        """Run requests until all have ended. The progress bar counts the tokens of this field of each completion."""
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call, final_only=True)) as pieces, bar as advance:
+            for stream, piece in pieces:
+                if advance is not None and piece.finish_reason is not None:
+                    advance(n_finished=1, n_tokens=len(getattr(stream.completion, counted)))
+
     def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
@@ -515,8 +496,8 @@ def _pieces(running: Generation[tuple[Piece, Completion], None, None]) -> Iterat
 
 def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(tokens, list | tuple) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        expected, found = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
-        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=found)
+        expected, shown = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
+        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=shown)
     return tuple(tokens)
 
 

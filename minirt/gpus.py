@@ -114,18 +114,18 @@ def _parts(name: str) -> tuple[str, int | None]:
 
 def _is_named(name: str, mib: int, plain: str, size_gb: int | None) -> bool:
     """Whether these `_parts` of a text are those of the GPU `name` of the table."""
-    own = _parts(name)[0]
+    words = _parts(name)[0]
     fits = size_gb is None or abs((size_gb << 10) - mib) <= _SIZE_TOLERANCE * mib
-    return fits and plain in (own, own.removeprefix("rtx"))
+    return fits and plain in (words, words.removeprefix("rtx"))
 
 
 def _similar(plain: str) -> list[str]:
     """At most three GPUs whose names begin with `plain`; else those with which it begins; else those spelled nearly like it."""
-    names = {_parts(name)[0]: [own for own in _KNOWN if _parts(own)[0] == _parts(name)[0]] for name in _KNOWN}
+    names = {_parts(name)[0]: [other for other in _KNOWN if _parts(other)[0] == _parts(name)[0]] for name in _KNOWN}
     if not plain:
         return []
-    short = {own.removeprefix("rtx"): own for own in names}
-    near = [own for bare, own in short.items() if own.startswith(plain) or bare.startswith(plain)]
-    near = near or [own for bare, own in short.items() if plain.startswith((own, bare))]
+    short = {words.removeprefix("rtx"): words for words in names}
+    near = [words for bare, words in short.items() if words.startswith(plain) or bare.startswith(plain)]
+    near = near or [words for bare, words in short.items() if plain.startswith((words, bare))]
     near = near or [short[bare] for bare in get_close_matches(plain.removeprefix("rtx"), short, n=2, cutoff=0.7)]
-    return [name for own in near for name in names[own]][:3]
+    return [name for words in near for name in names[words]][:3]

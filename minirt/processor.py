@@ -105,8 +105,8 @@ class Processor:
         if _is_array(prompt):
             return _array_tokens(prompt)
         if not isinstance(prompt, str):
-            found, expected = type(prompt).__name__, "a text, or a list, tuple or array of token ids"
-            raise InputError("not a prompt", expected=expected, found=found, hint=_instead(prompt))
+            shown, expected = type(prompt).__name__, "a text, or a list, tuple or array of token ids"
+            raise InputError("not a prompt", expected=expected, found=shown, hint=_instead(prompt))
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self.text().encode(prompt, max_tokens)
@@ -170,17 +170,17 @@ class Processor:
     ) -> Iterator[int]:
         """Prepare one prompt after the other, adding it to the call. Yields their numbers."""
         bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of parameters by their identity: prompts often share them
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                sampling = self.effective_sampling(own)
+                sampling = self.effective_sampling(chosen)
                 tokens = self._encode(prompt, sampling)
                 sampling = self._after_reasoning(tokens, sampling)
-                count = 1 if own is None else own.n
-                if id(own) not in bad_words:
-                    bad_words[id(own)] = self._bad_words(sampling)
+                count = 1 if chosen is None else chosen.n
+                if id(chosen) not in bad_words:
+                    bad_words[id(chosen)] = self._bad_words(sampling)
                 first = Request(
                     self._backend.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
-                    history_len=_history_len(prompt, tokens), bad_words=bad_words[id(own)],
+                    history_len=_history_len(prompt, tokens), bad_words=bad_words[id(chosen)],
                 )  # fmt: skip
                 self._backend.check(first)
             if count > 1:
@@ -204,9 +204,9 @@ class Processor:
         if is_single(prompts):
             prompts = [prompts] * len(completions)
         elif not isinstance(prompts, list | tuple) or len(prompts) != len(completions):
-            found = len(prompts) if isinstance(prompts, list | tuple) else type(prompts).__name__
+            shown = len(prompts) if isinstance(prompts, list | tuple) else type(prompts).__name__
             expected = f"one prompt, or a list of {len(completions)}, a prompt for each completion"
-            raise InputError("not the prompts of the completions", where="prompts", expected=expected, found=found)
+            raise InputError("not the prompts of the completions", where="prompts", expected=expected, found=shown)
         pairs = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
@@ -232,8 +232,8 @@ class Processor:
         """
         both = isinstance(prompt, str) + isinstance(completion, str)
         if both == 1:
-            found = f"{type(prompt).__name__} and {type(completion).__name__}"
-            raise InputError("not a prompt and its completion", expected="two texts, or token ids for both", found=found)
+            shown = f"{type(prompt).__name__} and {type(completion).__name__}"
+            raise InputError("not a prompt and its completion", expected="two texts, or token ids for both", found=shown)
         if not both:
             tokens = self.encode(prompt)
             count, tokens = len(tokens), tokens + self.encode(completion)
@@ -283,9 +283,9 @@ class Processor:
 
     def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
-        own = params if isinstance(params, EffectiveSampling) else _one(params)
-        if own is None or own.truncate_prompt_tokens is None:
-            return self._backend.max_len - (own is None or own.max_tokens != 0)
+        sampling = params if isinstance(params, EffectiveSampling) else _one(params)
+        if sampling is None or sampling.truncate_prompt_tokens is None:
+            return self._backend.max_len - (sampling is None or sampling.max_tokens != 0)
         return None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
@@ -298,12 +298,12 @@ class Processor:
 
     def _check_known(self, tokens: list[int]) -> None:
         """Refuse a token that the tokenizer has and the model has no embedding for. The engine refuses ids that neither has."""
-        for place, token in enumerate(tokens):
+        for i, token in enumerate(tokens):
             if type(token) is int and self._vocab_size <= token < self.text().vocab_size:
-                found = f'{token}, "{shortened(self.text().decode([token], skip_special_tokens=False))}"'
+                shown = f'{token}, "{shortened(self.text().decode([token], skip_special_tokens=False))}"'
                 hint = "the tokenizer has more tokens than the model was trained with: leave this one out"
-                where, expected = f"prompt token {place}", f"ids from 0 to {self._vocab_size - 1}"
-                raise InputError("the model has no such token", where=where, expected=expected, found=found, hint=hint)
+                place, expected = f"prompt token {i}", f"ids from 0 to {self._vocab_size - 1}"
+                raise InputError("the model has no such token", where=place, expected=expected, found=shown, hint=hint)
 
     def _after_reasoning(self, tokens: list[int], sampling: EffectiveSampling) -> EffectiveSampling:
         """`sampling`, without `reasoning_end` if the prompt ends with it and white space: its grammar begins at once."""
@@ -315,8 +315,8 @@ class Processor:
             text = self._tokenizer.decode(last, skip_special_tokens=False)
         except InputError:  # no token ids, which the backend's check names
             return sampling
-        _, found, rest = text.rpartition(spec.reasoning_end)
-        return replace(sampling, structured_outputs=replace(spec, reasoning_end=None)) if found and not rest.strip() else sampling
+        _, end, rest = text.rpartition(spec.reasoning_end)
+        return replace(sampling, structured_outputs=replace(spec, reasoning_end=None)) if end and not rest.strip() else sampling
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
         """The bad words in token ids.
@@ -331,8 +331,8 @@ class Processor:
         spelled = [self.text().spellings(word) for word in sampling.bad_words]
         for word, spellings in zip(sampling.bad_words, spelled, strict=True):
             if not spellings:
-                found = f'"{shortened(word)}"'
-                raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
+                shown = f'"{shortened(word)}"'
+                raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=shown)
         return tuple(ids for spellings in spelled for ids in spellings)
 
 
@@ -408,7 +408,8 @@ class Call:
     def scores(self) -> Any:
         """What `score` returns, once all requests of `Processor.prepare_scores` have ended. Raises as `result`."""
         self.result()
-        scores = [_score(stream.completion, own.num_unscored) for stream, own in zip(self.streams, self.requests, strict=True)]
+        pairs = zip(self.streams, self.requests, strict=True)
+        scores = [_score(stream.completion, request.num_unscored) for stream, request in pairs]
         return scores[0] if self.single else scores
 
 
@@ -446,9 +447,9 @@ def _is_array(value: Any) -> TypeGuard[TokenArray]:
 def _array_tokens(array: TokenArray) -> list[int]:
     dtype = getattr(array.dtype, "name", str(array.dtype).removeprefix("torch."))
     if array.ndim != 1 or re.fullmatch(r"u?int[0-9]+", dtype) is None:
-        found = f"{dtype} with {array.ndim} dimensions"
+        shown = f"{dtype} with {array.ndim} dimensions"
         hint = "list(array) makes one prompt of each row" if array.ndim == 2 else None
-        raise InputError("not an array of token ids", expected="integers in one dimension", found=found, hint=hint)
+        raise InputError("not an array of token ids", expected="integers in one dimension", found=shown, hint=hint)
     try:
         return list(array.tolist())
     except (RuntimeError, TypeError) as error:  # a tensor without values, on the meta device
@@ -458,8 +459,8 @@ def _array_tokens(array: TokenArray) -> list[int]:
 def _one(params: Any) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
-    what, found = "one prompt takes one SamplingParams", type(params).__name__
-    raise InputError(what, where="params", found=found, hint=_params_hint(params))
+    what, shown = "one prompt takes one SamplingParams", type(params).__name__
+    raise InputError(what, where="params", found=shown, hint=_params_hint(params))
 
 
 def _params_hint(params: Any) -> str | None:
@@ -475,16 +476,16 @@ def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[An
         params = [params] * len(prompts)
     if not isinstance(params, list | tuple) or len(params) != len(prompts):
         many = isinstance(params, list | tuple)
-        what, found = "not one SamplingParams for each prompt", len(params) if many else type(params).__name__
+        what, shown = "not one SamplingParams for each prompt", len(params) if many else type(params).__name__
         expected = f"one for all, or a list of {len(prompts)}"
-        raise InputError(what, where="params", expected=expected, found=found, hint=_params_hint(params))
+        raise InputError(what, where="params", expected=expected, found=shown, hint=_params_hint(params))
     return prompts, params
 
 
 def _priorities(priority: Any, count: int) -> list[int]:
     """A priority for each of `count` prompts."""
-    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
-    if len(own) != count or not set(map(type, own)) <= {int}:
-        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
-        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
-    return own
+    priorities = list(priority) if isinstance(priority, list | tuple) else [priority] * count
+    if len(priorities) != count or not set(map(type, priorities)) <= {int}:
+        expected, shown = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
+        raise InputError("not an acceptable value", where="priority", expected=expected, found=shown)
+    return priorities

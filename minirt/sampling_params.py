@@ -3,74 +3,31 @@
 Imports no torch, so that `from minirt import SamplingParams` is fast.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from dataclasses import dataclass, field
 from typing import Any
 
 from minirt.errors import ConfigError, InputError, MinirtError
-from minirt.foreign_names import check_names
+from minirt.settings import (
+    Integer,
+    Number,
+    Settings,
+    documented,
+    is_token_id,
+    setting,
+    settings_of,
+    switch,
+    texts,
+    token_ids,
+)
 from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 16_000_000  # listed tokens of one prompt; each takes about 145 bytes on the host
 _FILE = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class _Range:
-    low: float
-    high: float
-    text: str
-    integer: bool = False
-    open_low: bool = False
-
-    def check(self, value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> Any:
-        """Return `value` as an int or a float. Raise `error` if its type is wrong or it is out of range."""
-        kind = Integral if self.integer else Real
-        if not isinstance(value, bool) and isinstance(value, kind):
-            try:
-                number: float = int(value) if isinstance(value, Integral) and self.integer else float(value)
-            except OverflowError:  # an int beyond the range of float
-                number = math.inf
-            inside = self.low < number if self.open_low else self.low <= number
-            if inside and number <= self.high and number != math.inf:
-                return number
-        raise error("not an acceptable value", where=where, expected=self.text, found=repr(value)[:500], hint=hint)
-
-
-_RANGES = {
-    "temperature": _Range(0, math.inf, "a finite number >= 0 (0 is greedy)"),
-    "top_k": _Range(-1, math.inf, "an integer >= 0 (0 or -1 is off)", integer=True),
-    "top_p": _Range(0, 1, "a number above 0 and at most 1 (1 is off)", open_low=True),
-    "min_p": _Range(0, 1, "a number from 0 to 1 (0 is off)"),
-    "seed": _Range(0, 2**64 - 1, "an integer from 0 to 2**64 - 1", integer=True),
-    "presence_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
-    "frequency_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
-    "repetition_penalty": _Range(1e-3, 1e3, "a number from 0.001 to 1,000 (1 is off)"),
-    "max_tokens": _Range(0, math.inf, "an integer >= 1, or 0 with prompt_logprobs", integer=True),
-    "min_tokens": _Range(0, math.inf, "an integer >= 0", integer=True),
-    "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),
-    "logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
-    "prompt_logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
-    "n": _Range(1, 16384, "an integer from 1 to 16384", integer=True),
-}
-_BIAS = _Range(-100, 100, "token ids with numbers from -100 to 100")
-_OFF: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_PENALTIES: dict[str, float] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_SWITCHES = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True, "detokenize": True}
-# Settings that only the user can set, with their defaults.
-_USERS: dict[str, Any] = {
-    "logit_bias": {}, "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "stop_token_ids": (),
-    "truncate_prompt_tokens": None, "logprobs": None, "prompt_logprobs": None, "structured_outputs": None,
-}  # fmt: skip
-_DEFAULTS: dict[str, Any] = {**_OFF, "seed": 0, "max_tokens": DEFAULT_MAX_TOKENS, "stop": (), **_PENALTIES, **_USERS, **_SWITCHES}
-_IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in generation_config.json
-# Setting → its name in the file, for those that the file can have.
-_FILE_KEYS = {name: _IN_FILE.get(name, name) for name in (*_OFF, "max_tokens", "stop", "repetition_penalty")}
+_MAX_IDS, _MAX_STOPS = 1024, 16  # entries that a request of the server may list
 
 # Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
 # values that mean "off" (null and empty always do). `resolve` reports those that are set.
@@ -86,150 +43,149 @@ _NOT_SUPPORTED: dict[str, tuple] = {
 }
 
 
-def _strings(value: object, where: str, error: type[MinirtError], what: str = "stop strings") -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else value
-    if isinstance(strings, list | tuple) and all(isinstance(s, str) and s for s in strings):
-        return tuple(strings)
-    raise error(
-        f"not acceptable {what}",
-        where=where,
-        expected="a string, or a list or tuple of strings, none empty",
-        found=repr(value)[:500],
-    )
+_BIAS = Number(-100, 100, text="token ids with numbers from -100 to 100")
+_TOP_K = Integer(-1, text="an integer >= 0 (0 or -1 is off)")
+_COUNT = Integer(-1, MAX_LOGPROBS, text=f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens")
+_PENALTY = Number(-2, 2, "0 is off")
+_MAX_TOKENS = Integer(0, text="an integer >= 1, or 0 with prompt_logprobs")
+_TRUNCATED = Integer(-1, text="an integer >= 1, or -1 for what the model can take")
+_LENGTH_IN_FILE = Integer(1)  # of `max_new_tokens`
 
 
-def _token_ids(value: object, where: str) -> tuple[int, ...]:
-    """Different token ids, in their order. Whether the model has them is checked with the request."""
-    if isinstance(value, list | tuple) and all(_is_id(v) for v in value):
-        return tuple(dict.fromkeys(map(int, value)))
-    raise InputError("not token ids", where=where, expected="a list of integers >= 0", found=repr(value)[:500])
+def _top_k(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> int:
+    return max(_TOP_K(value, place, error, hint), 0)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _biases(value: object, where: str) -> dict[int, float]:
+def _biases(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> dict[int, float]:
     """Token id → bias. Ids may be decimal strings, as they are in JSON."""
     if not isinstance(value, Mapping):
-        raise InputError("not biases", where=where, expected=_BIAS.text, found=repr(value)[:500])
+        raise error("not biases", where=place, expected=_BIAS.text, found=repr(value)[:500], hint=hint)
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19 else key
-        if not _is_id(token) or int(token) in biases:
-            what = "not a token id" if not _is_id(token) else "a token id appears twice"
-            raise InputError(what, where=where, expected=_BIAS.text, found=repr(key)[:500])
-        biases[int(token)] = _BIAS.check(bias, where, InputError)
+        if not is_token_id(token) or int(token) in biases:
+            what = "a token id appears twice" if is_token_id(token) else "not a token id"
+            raise error(what, where=place, expected=_BIAS.text, found=repr(key)[:500], hint=hint)
+        biases[int(token)] = _BIAS(bias, place, error, hint)
     return biases
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
+def _structured(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.of(value)
+    except InputError as refused:
+        raise refused.at(f"{place}{str(refused.where).removeprefix('StructuredOutputsParams')}") from refused
 
-    Args:
-        temperature: divisor of the logits; 0 is greedy decoding.
-        top_k: keep the k most probable tokens; 0 (or -1) is off.
-        top_p: keep the most probable tokens whose total probability reaches top_p; 1 is off.
-        min_p: keep tokens with at least min_p times the probability of the most probable token; 0 is off.
-        seed: seed of the random draws, 0 to 2**64 - 1. The same seed, prompt and settings give the same draws.
-        max_tokens: maximum number of new tokens. 0, with `prompt_logprobs`: none, the prompt is only scored.
-        min_tokens: before this number of new tokens, neither an end-of-sequence token nor one of `stop_token_ids` is drawn, and
-            no stop string ends the text.
-        stop: a string or several strings; generation ends where one of them appears. A special token is a stop token.
-        stop_token_ids: tokens that end the generation, in addition to the model's end-of-sequence tokens.
-        include_stop_str_in_output: whether the text includes the stop string, or the text of the token that ended it.
-        ignore_eos: continue past the model's end-of-sequence tokens.
-        presence_penalty: subtracted from the logits of tokens that were generated; -2 to 2.
-        frequency_penalty: subtracted from a token's logit for each time it was generated; -2 to 2.
-        repetition_penalty: positive logits of tokens in the prompt or the generated tokens are divided by it, negative ones are
-            multiplied; 1 is off.
-        logit_bias: token id → a number from -100 to 100 that is added to its logit. An engine takes up to 4,096, and as many
-            of `bad_words` after they are split, with as many tokens before their last ones.
-        allowed_token_ids: the only tokens that may be drawn.
-        bad_words: texts that are not generated: the token that would complete one is never drawn. They are forbidden as the
-            tokenizer splits them in a text, within a word and after a space; other tokens with the same text are not.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: False: make no text, only token ids.
-        truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the model can take.
-        logprobs: return the log-probability and the rank of each new token, and so many of the most probable tokens, 0 to 20;
-            -1: all tokens. They are those of the model, before temperature, penalties, biases and masks.
-        prompt_logprobs: the same for each token of the prompt but the first. A request that would list more than
-            `MAX_PROMPT_LOGPROBS` tokens in all is refused.
-        structured_outputs: what the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields
-            as a mapping.
-        n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(Settings):
+    """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
 
     Raises:
         InputError: a value has the wrong type or is out of range, or values contradict each other.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: str | Sequence[str] | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    n: int = 1
+    _python = "SamplingParams({}=…)"
 
-    def __new__(cls, *unnamed: Any, **given: Any) -> "SamplingParams":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, unnamed=unnamed)
-        return super().__new__(cls)
+    # fmt: off
+    max_tokens: int | None = setting(
+        "Maximum number of new tokens; default: 256.", check=_MAX_TOKENS, file="max_new_tokens", unset=DEFAULT_MAX_TOKENS,
+        details="0, with `prompt_logprobs`: none, the prompt is only scored. A number that the context has no room for is "
+        'accepted: the text ends where the context ends, with the `finish_reason` "length".',
+        elsewhere={"llama.cpp": "n_predict predict"}, request=False)
+    temperature: float | None = setting(
+        "Divisor of the logits; 0 is greedy.", check=Number(0, note="0 is greedy"), file="temperature", unset=0.0, acts="draws",
+        elsewhere={"llama.cpp": "temp"})
+    top_k: int | None = setting(
+        "Keep the k most probable tokens; 0 (or -1) is off.", check=_top_k, file="top_k", unset=0, acts="draws", scope="filter")
+    top_p: float | None = setting(
+        "Keep the most probable tokens up to this probability mass; 1 is off.",
+        check=Number(0, 1, "1 is off", open_low=True), file="top_p", unset=1.0, acts="draws", scope="filter")
+    min_p: float | None = setting(
+        "Keep tokens at least this probable, relative to the most probable token; 0 is off.",
+        check=Number(0, 1, "0 is off"), file="min_p", unset=0.0, acts="draws", scope="filter")
+    seed: int | None = setting(
+        "Seed of the draws.", option_help="Seed of sampling (and of random weights).", unset=0, acts="draws",
+        check=Integer(0, 2**64 - 1, text="an integer from 0 to 2**64 - 1"),
+        details="The same seed, prompt and settings give the same draws. Without one, a seed is drawn.")
+    stop: str | Sequence[str] | None = setting(
+        "End the text before this string, or at this special token.", check=texts("stop strings"),
+        file="stop_strings", unset=(), most=_MAX_STOPS,
+        details="A string that holds a special token and other text is refused, unless `skip_special_tokens` is False.")
+    ignore_eos: bool = setting("Continue after an end-of-sequence token.", False, check=switch)
+    min_tokens: int | None = setting(
+        "New tokens before an end token or a stop string may end the text.", check=Integer(0), unset=0, acts="logits",
+        details="Until then, neither an end-of-sequence token nor one of `stop_token_ids` is drawn.")
+    stop_token_ids: Sequence[int] | None = setting(
+        "More tokens that end the text, beside the model's end-of-sequence tokens.", check=token_ids, unset=(), most=_MAX_IDS,
+        elsewhere={"transformers": "eos_token_id"})
+    include_stop_str_in_output: bool = setting(
+        "Print also what ended the text: a stop string or a token.", False, check=switch,
+        details="The text of a special token only if it is a stop string, or `skip_special_tokens` is False.")
+    presence_penalty: float | None = setting(
+        "Subtract this from the logits of generated tokens, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits")
+    frequency_penalty: float | None = setting(
+        "Subtract this for each time a token was generated, -2 to 2; 0 is off.", check=_PENALTY, unset=0.0, acts="logits")
+    repetition_penalty: float | None = setting(
+        "Divide the positive logits of tokens seen by this, and multiply negative ones, 0.001 to 1,000; 1 is off.",
+        check=Number(1e-3, 1e3, text="a number from 0.001 to 1,000 (1 is off)"), file="repetition_penalty", unset=1.0,
+        acts="logits", elsewhere={"llama.cpp": "repeat_penalty"}, details="Tokens of the prompt and generated ones are seen.")
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = setting(
+        "Add a number from -100 to 100 to a token's logit.", check=_biases, unset={}, acts="logits", most=_MAX_IDS,
+        details="An engine takes up to 4,096, and as many of `bad_words` after they are split, with as many tokens before their "
+        "last ones.")
+    allowed_token_ids: Sequence[int] | None = setting("Draw no other tokens than these.", check=token_ids, acts="logits")
+    bad_words: str | Sequence[str] | None = setting(
+        "Never generate this text.", check=texts("bad words"), unset=(), acts="logits", most=_MAX_IDS,
+        details="The token that would complete a text is never drawn. Texts are forbidden as the tokenizer splits them in a "
+        "text, within a word and after a space; other tokens with the same text are not.")
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = setting(
+        "What the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields as a mapping.",
+        check=_structured, acts="logits", option="", elsewhere={"vLLM": "guided_decoding"}, request=False)
+    skip_special_tokens: bool = setting(
+        "Leave special tokens out of the text.", True, check=switch, group="Output",
+        option="--skip-special-tokens/--no-skip-special-tokens")
+    n: int = setting(
+        "Samples of each prompt, each with its own result.", 1, check=Integer(1, 16384, text="an integer from 1 to 16384"),
+        details="The prompt is computed once. Sample i has the seed `seed` + i (modulo 2**64).", scope="detail", request=False,
+        elsewhere={"transformers": "num_return_sequences"})
+    truncate_prompt_tokens: int | None = setting(
+        "Keep this many last tokens of a prompt; -1: as many as fit.", group="Prompts", scope="detail",
+        check=_TRUNCATED)
+    logprobs: int | None = setting(
+        "Log-probabilities and ranks of new tokens, and of 0 to 20 of the most probable ones; -1: of all.", check=_COUNT,
+        details="They are those of the model, before temperature, penalties, biases and masks.",
+        option_help="With --json: log-probabilities of new tokens, and of 0 to 20 of the most probable ones; -1: of all.",
+        group="Output", scope="detail", request=False)
+    prompt_logprobs: int | None = setting(
+        "The same for each token of the prompt but the first.", check=_COUNT,
+        details=f"A request that would list more than {MAX_PROMPT_LOGPROBS:,} tokens in all is refused.",
+        option_help="With --json: the same for the prompt. --max-tokens 0 generates nothing.",
+        group="Output", scope="detail", request=False)
+    detokenize: bool = setting(
+        "Make a text. False: only token ids.", True, check=switch, option_help="Make no text: print token ids.", group="Output",
+        scope="detail", request=False)
 
     def __post_init__(self) -> None:
-        for name, accepted in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None:
-                value = accepted.check(value, f"SamplingParams.{name}", InputError)
-                object.__setattr__(self, name, max(value, 0) if name == "top_k" else value)  # top_k = -1 becomes 0
-        for name, what in (("stop", "stop strings"), ("bad_words", "bad words")):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _strings(getattr(self, name), f"SamplingParams.{name}", InputError, what))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _token_ids(getattr(self, name), f"SamplingParams.{name}"))
         if self.n is None:
-            object.__setattr__(self, "n", 1)
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _biases(self.logit_bias, "SamplingParams.logit_bias"))
-        if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                found = repr(getattr(self, name))
-                raise InputError("not an acceptable value", where=f"SamplingParams.{name}", expected="True or False", found=found)
+            self._set("n", 1)
+        super().__post_init__()
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
         if self.n > 1 and self.temperature == 0:
-            where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
-            raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
+            place, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
+            raise InputError("greedy decoding has one sample", where=place, expected=expected, found=self.n)
         if self.max_tokens == 0:
-            expected = _RANGES["max_tokens"].text
+            expected = _MAX_TOKENS.text
             if self.prompt_logprobs is None:
                 _contradiction("max_tokens", "asks for nothing without prompt_logprobs", expected, 0)
             for name, unset in (("n", 1), ("structured_outputs", None)):
                 if (value := getattr(self, name)) != unset:
                     _contradiction(name, "is about new tokens, and max_tokens is 0", "max_tokens of 1 or more", value)
         if self.truncate_prompt_tokens == 0:
-            _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _RANGES["truncate_prompt_tokens"].text, 0)
+            _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _TRUNCATED.text, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _contradiction("allowed_token_ids", "allows no token", "at least one token id, or None for all", "none")
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -245,21 +201,19 @@ class SamplingParams:
                 _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
 
 
-# For whom gives a field as an argument of its own.
-OF_SAMPLING = {own.name: f"params=SamplingParams({own.name}=…)" for own in fields(SamplingParams)}
+_SETTINGS = settings_of(SamplingParams)
+# For whom gives a field as an argument of a call.
+OF_SAMPLING = {name: f"params=SamplingParams({name}=…)" for name in _SETTINGS}
+# The value of each setting of a request that nobody sets. `n` is one of the call.
+_DEFAULTS = {name: r.unset if r.default is None else r.default for name, r in _SETTINGS.items() if name != "n"}
+_IN_FILE = {name: record.file for name, record in _SETTINGS.items() if record.file}
+_OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws"]
+FILTERS = [name for name, record in _SETTINGS.items() if record.scope == "filter"]
+_OF_LOGITS = [name for name, record in _SETTINGS.items() if record.acts == "logits"]
 
 
-
-def _structured(value: object) -> StructuredOutputsParams:
-    try:
-        return StructuredOutputsParams.of(value)
-    except InputError as error:
-        field = str(error.where).removeprefix("StructuredOutputsParams")
-        raise error.at(f"SamplingParams.structured_outputs{field}") from error
-
-
-def _contradiction(name: str, what: str, expected: str, found: object) -> None:
-    raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=found)
+def _contradiction(name: str, what: str, expected: str, shown: object) -> None:
+    raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=shown)
 
 
 @dataclass(frozen=True)
@@ -269,42 +223,38 @@ class EffectiveSampling:
     `not_applied` lists the settings of generation_config.json that minirt does not support, as "name=value", for display.
     """
 
+    max_tokens: int
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
-    max_tokens: int
     stop: tuple[str, ...]
     ignore_eos: bool
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[str, ...]
+    structured_outputs: StructuredOutputsParams | None
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    detokenize: bool
     sources: dict[str, str] = field(default_factory=dict)
     not_applied: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line with the settings that decide the choice of tokens, each with its source."""
-        names = [n for n in ("temperature", "top_k", "top_p", "min_p", "seed") if getattr(self, n) != _OFF.get(n)]
-        if self.temperature == 0:
-            names = []
-        names += [n for n, off in _PENALTIES.items() if getattr(self, n) != off]
-        others = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs")
-        names += [n for n in others if getattr(self, n) not in (0, {}, None, ())]
+        drawn = _OF_DRAWS if self.temperature > 0 else []
+        names = [name for name in (*drawn, *_OF_LOGITS) if getattr(self, name) != _DEFAULTS[name] or name == "seed"]
         parts = [f"{name} {_shortened(getattr(self, name))} ({self.sources[name]})" for name in names]
-        return " · ".join([f"greedy ({self.sources['temperature']})", *parts] if self.temperature == 0 else parts)
+        return " · ".join(parts if self.temperature > 0 else [f"greedy ({self.sources['temperature']})", *parts])
 
 
 def _shortened(value: object) -> str:
@@ -328,20 +278,20 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     config = _checked_file(generation_config)
     sampling = config.get("do_sample", False)
     values, sources = dict(_DEFAULTS), dict.fromkeys(_DEFAULTS, "default")
-    for name, key in _FILE_KEYS.items() if config else ():
+    for name, key in _IN_FILE.items() if config else ():
         stated = config.get(key)
         if stated is not None and getattr(params, name) is None:
             value = _from_file(name, stated)  # also if it is not used: a malformed value is an error
-            if sampling or name not in _OFF:
+            if sampling or name not in _OF_DRAWS:
                 values[name], sources[name] = value, _FILE
     for name, value in vars(params).items():
         if value is not None and name in values:
             values[name] = value
-            if name not in _SWITCHES or value != _SWITCHES[name]:
+            if _SETTINGS[name].default != value:  # a switch always has a value
                 sources[name] = "user"
     if sampling and sources["temperature"] == "default":
         values["temperature"], sources["temperature"] = 1.0, _FILE
-    implied = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(params, n) is not None]
+    implied = [name for name in _OF_DRAWS if name != "temperature" and getattr(params, name) is not None]
     implied += ["n"] if params.n > 1 else []
     if implied and values["temperature"] == 0 and sources["temperature"] != "user":
         values["temperature"], sources["temperature"] = 1.0, f"implied by {implied[0]}"
@@ -376,9 +326,7 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _from_file(name: str, value: object) -> Any:
-    where = f"{_FILE}: {_IN_FILE.get(name, name)}"
-    if name == "stop":
-        return _strings(value, where, ConfigError)
-    accepted = _Range(1, math.inf, "an integer >= 1", integer=True) if name == "max_tokens" else _RANGES[name]
-    number = accepted.check(value, where, ConfigError, f"correct the file, or set {name} yourself")
-    return max(number, 0) if name == "top_k" else number
+    check = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
+    if check is None:
+        return value
+    return check(value, f"{_FILE}: {_IN_FILE[name]}", ConfigError, f"correct the file, or set {name} yourself")

@@ -1,7 +1,9 @@
-"""Sizes in bytes and numbers of tokens as text, in the form that options take: "4GiB", "32k"."""
+"""Sizes in bytes and numbers of tokens as text, in the form that options take: "4GiB", "32k". `ranges`: several numbers."""
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from minirt.errors import InputError
 
@@ -41,3 +43,15 @@ def format_size(count: int, *, up: bool = False) -> str:
     value = math.ceil(value * 100) / 100 if up else value
     number = f"{value:.2f}".rstrip("0").rstrip(".")
     return number + ("B" if exponent == 0 else "KMGT"[exponent - 1] + "iB")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
+    ordered = sorted(set(numbers))
+    firsts, lasts = ([n for n in ordered if n + step not in ordered] for step in (-1, 1))
+    runs = list(zip(firsts, lasts, strict=True))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    steps = {(after[0] - run[0], after[1] - run[1]) for run, after in pairwise(runs)}  # equal runs: both are the same
+    if len(runs) > 3 and len(steps) == 1 and all(first == last for first, last in steps):
+        texts = [*texts[:2], "…", texts[-1]]
+    return ",".join(texts)

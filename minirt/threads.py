@@ -2,7 +2,7 @@
 
 An idle thread that spins on a busy core keeps the others from working: on a shared machine PyTorch can be many times slower than
 with one thread. So idle threads spin only for a short time, and the number of threads respects cgroup limits. Values that the
-user set in OMP_* or GOMP_* variables stay. `bench/tools/threads.py` measures both.
+user set in OMP_* or GOMP_* variables stay.
 """
 
 import os
@@ -38,8 +38,8 @@ def set_threads(threads: int | None) -> None:
     if threads is not None:
         most = os.cpu_count() or 1
         if type(threads) is not int or not 1 <= threads <= most:
-            expected, found = f"an integer from 1 to {most}, the CPUs here", repr(threads)[:80]
-            raise ConfigError("not a number of threads", where="--threads", expected=expected, found=found)
+            expected, shown = f"an integer from 1 to {most}, the CPUs here", repr(threads)[:80]
+            raise ConfigError("not a number of threads", where="--threads", expected=expected, found=shown)
         torch.set_num_threads(threads)
     elif not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and torch.get_num_threads() > usable_cpus():
         torch.set_num_threads(usable_cpus())
@@ -62,7 +62,7 @@ def cgroup_quota(root: Path) -> float | None:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    found = []
+    quotas = []
     for line in groups:
         number, names, path = [*line.split(":", 2), "", ""][:3]
         controllers = names.split(",")
@@ -72,12 +72,12 @@ def cgroup_quota(root: Path) -> float | None:
             mount, files = root / "sys/fs/cgroup" / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
-        own = mount / path.lstrip("/")
+        group = mount / path.lstrip("/")
         # In a container, the path may be the host's and not exist here, so the mount itself is always read, too.
-        for folder in (own, *own.parents):
+        for folder in (group, *group.parents):
             if folder == mount or mount in folder.parents:
-                found.append(_limit(folder, files))
-    limits = [limit for limit in found if limit is not None]
+                quotas.append(_limit(folder, files))
+    limits = [limit for limit in quotas if limit is not None]
     return min(limits, default=None)
 
 

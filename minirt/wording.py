@@ -8,14 +8,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
-# Options that are not an argument of their name with underscores.
-_RENAMED = {"quantize": "quantization", "speculate": "speculative", "speculative-config": "speculative"}
-_SWITCHES = {
-    "fp8": 'quantization="fp8"', "quantize-head": "quantize_head=True", "no-quantize-head": "quantize_head=False",
-    "check-weights": "check_weights=True", "random-weights": "random_weights=True", "no-warmup": "warmup=False",
-    "no-cuda-graphs": "cuda_graphs=False", "no-prefix-cache": "prefix_cache=False",
-}  # fmt: skip
 # In a sentence, the word after an option is its value only if it looks like one.
 _WORDS = "auto|cpu|cuda:[0-9N]+|cuda|bfloat16|float16|float32|fp8|int4|eager|triton|ngram|mtp"
 _VALUE = rf"[0-9][0-9.]*\w*\b|(?:{_WORDS})\b|'?[^\s,;()']+=[^\s,;()']+'?"
@@ -54,12 +48,26 @@ def worded_place(place: str) -> str:
     return _argument(name, value or None)
 
 
+@cache
+def _arguments() -> dict[str, str]:
+    """Option without its dashes → the argument of `LoadOptions`; of a switch with its value: "fp8" → 'quantization="fp8"'."""
+    import minirt
+    from minirt.settings import settings_of
+
+    arguments = {"speculative-config": "speculative"}
+    for name, record in settings_of(minirt.LoadOptions).items():
+        for option in record.options or [f"--{name}"]:
+            on = not (record.default is True or option.startswith("--no-"))
+            is_switch = isinstance(record.default, bool) or "/" in (record.option or "")
+            arguments[option[2:]] = f"{name}={on}" if is_switch else name
+        arguments |= {option.lstrip("-"): f'{name}="{value}"' for option, value in record.short.items()}
+    return arguments
+
+
 def _argument(name: str, value: str | None) -> str:
-    if name in _SWITCHES:
-        return _SWITCHES[name] + ("" if value is None else f" {value}")
-    argument = _RENAMED.get(name, name.replace("-", "_"))
-    if value is None:
-        return argument
+    argument = _arguments().get(name, name.replace("-", "_"))
+    if value is None or "=" in argument:
+        return argument if value is None else f"{argument} {value}"
     value = value.strip("'")
     return f"{argument}={value}" if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", value) else f'{argument}="{value}"'
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -10,22 +11,6 @@ from typing import TYPE_CHECKING, Any
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
-from minirt.models import (
-    llama,
-    ministral3,
-    mistral,
-    mistral3,
-    qwen2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-    smollm3,
-)
 from minirt.models.foreign_fields import warn_of_unread_fields
 from minirt.models.presets import raw_configs
 
@@ -33,29 +18,16 @@ if TYPE_CHECKING:
     from minirt.layers import Layer
 
 __all__ = [
-    "ARCHITECTURES", "EMBEDDED", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
+    "ARCHITECTURES", "Preset", "build", "build_with_drafts", "decoder_fields", "embedded", "parse_config", "preset",
     "presets",
 ]  # fmt: skip
 
-EMBEDDED = "embedded"  # the name of the model that is part of the package
-ARCHITECTURES: dict[str, ModuleType] = {
-    "llama": llama,
-    "ministral3": ministral3,
-    "mistral": mistral,
-    "mistral3": mistral3,
-    "qwen2": qwen2,
-    "qwen2_5_vl": qwen2_5_vl,
-    "qwen2_moe": qwen2_moe,
-    "qwen3": qwen3,
-    "qwen3_5": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
-    "qwen3_vl": qwen3_vl,
-    "smollm3": smollm3,
-}
+_TYPES = (
+    "llama", "ministral3", "mistral", "mistral3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3",
+)  # fmt: skip
+# `model_type` → the architecture's module. NAME_text is the decoder of NAME alone, in a file of its own.
+ARCHITECTURES: dict[str, ModuleType] = {name: import_module(f"minirt.models.{name.removesuffix('_text')}") for name in _TYPES}
 
 
 @dataclass(frozen=True)
@@ -73,22 +45,19 @@ def embedded() -> Path:
     return Path(__file__).parent / "embedded"
 
 
-def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
-    """Parse and check the content of a config.json. `where` names the file in messages. A warning lists unknown fields.
+def parse_config(raw: Any, file: str = "config.json") -> ModelConfig:
+    """Parse and check the content of a config.json. `file`: for messages. A warning lists unknown fields.
 
     Raises:
         ConfigError: a value is wrong or missing.
         UnsupportedError: minirt does not support a value.
     """
-    fields = Fields(raw, where)
+    fields = Fields(raw, file)
     model_type = fields.string("model_type")
     if model_type not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"architecture {shown(model_type)} is not supported",
-            where=fields.place("model_type"),
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            hint="take a model of one of these architectures; minirt models lists some",
-        )
+        what, expected = f"architecture {shown(model_type)} is not supported", f"one of {', '.join(ARCHITECTURES)}"
+        hint = "take a model of one of these architectures; minirt models lists some"
+        raise fields.unsupported("model_type", what, expected, found=None, hint=hint)
     config: ModelConfig = ARCHITECTURES[model_type].config(fields)
     warn_of_unread_fields(fields)
     return config

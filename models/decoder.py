@@ -1,10 +1,10 @@
 """Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError
 from minirt.modeling.config import (
     ACTIVATIONS,
     DTYPES,
@@ -30,34 +30,19 @@ from minirt.wording import warn
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
+T = TypeVar("T")
 FINAL_NORM = "model.norm"  # checkpoint prefix of the norm before the head
 EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
 def decoder_config(
-    fields: Fields,
-    *,
-    model_type: str,
-    classes: Collection[str],
-    max_positions: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    zero_centered_norms: bool = False,
-    attention_gate: str | None = None,
-    tie_word_embeddings: bool = False,
-    theta: float = 10000.0,
-    eps: float = 1e-6,
-    partial_rotary: bool = False,
-    rope_keys: Collection[str] = (),
-    no_rope_layers: Collection[int] = (),
-    moe: MoEConfig | None = None,
-    window: "Window | None" = None,
-    handled: Collection[str] = (),
-) -> ModelConfig:
+    fields: Fields, *, model_type: str, classes: Collection[str], max_positions: int, kv_heads: int | None = None,
+    head_dim: int | None = None, attention_bias: bool | None = None, qkv_bias: bool = False, o_bias: bool = False,
+    mlp_bias: bool = False, qk_norm: bool = False, zero_centered_norms: bool = False, attention_gate: str | None = None,
+    tie_word_embeddings: bool = False, theta: float = 10000.0, eps: float = 1e-6, partial_rotary: bool = False,
+    rope_keys: Collection[str] = (), no_rope_layers: Collection[int] = (), moe: MoEConfig | None = None,
+    window: "Window | None" = None, handled: Collection[str] = (),
+) -> ModelConfig:  # fmt: skip
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
     Fields that would change the model, and that no layer here computes, are refused by name: see `foreign_fields`.
@@ -68,6 +53,7 @@ def decoder_config(
         max_positions: default of the field `max_position_embeddings`.
         kv_heads: default of the field `num_key_value_heads`; None: as many as `num_attention_heads`, as for null.
         head_dim: default of the field `head_dim`; None: `hidden_size // num_attention_heads`, as for null.
+        attention_bias: default of the field `attention_bias`, biases of all four projections; None: it is not read.
         qkv_bias: whether Q, K and V have biases.
         o_bias: whether the output projection has a bias.
         mlp_bias: whether the linear layers of the MLP have biases.
@@ -88,44 +74,30 @@ def decoder_config(
     if moe is None:
         refuse_experts(fields)
     refuse_other_classes(fields, classes)
+    if attention_bias is not None:
+        qkv_bias = o_bias = fields.boolean("attention_bias", default=attention_bias)
     hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
     if heads % kv:
-        raise ConfigError(
-            "the query heads cannot be divided evenly among the key/value heads",
-            where=fields.place("num_key_value_heads"),
-            expected=f"a divisor of num_attention_heads ({heads})",
-            found=kv,
-        )
+        what = "the query heads cannot be divided evenly among the key/value heads"
+        raise fields.wrong("num_key_value_heads", what, f"a divisor of num_attention_heads ({heads})", found=kv)
     positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
     head_size = _head_dim(fields, hidden, heads, head_dim)
-    layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    layers = _num_layers(fields)
     config = ModelConfig(
-        model_type=model_type,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=head_size,
-        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
+        model_type=model_type, hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE), num_layers=layers, num_heads=heads,
+        num_kv_heads=kv, head_dim=head_size, vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", default=eps, minimum=1e-20, maximum=0.1),
         max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tie_word_embeddings),
-        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")],
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        dtype=_dtype(fields),
-        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys),
-        moe=moe,
+        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")], qkv_bias=qkv_bias, o_bias=o_bias,
+        mlp_bias=mlp_bias, qk_norm=qk_norm, dtype=_dtype(fields),
+        rope=read_rope(fields, positions, head_size, theta=theta, partial=partial_rotary, keys=rope_keys), moe=moe,
         sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
-        no_rope_layers=frozenset(no_rope_layers),
-        attention_gate=attention_gate,
-        zero_centered_norms=zero_centered_norms,
-    )
+        no_rope_layers=frozenset(no_rope_layers), attention_gate=attention_gate, zero_centered_norms=zero_centered_norms,
+    )  # fmt: skip
     refuse_foreign_fields(fields, config, handled)
     refuse_other_names(fields)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
@@ -142,29 +114,30 @@ def moe_config(fields: Fields, *, shared_expert: bool = False, normalize: bool =
     The number of experts is `num_experts` or `num_local_experts`, which must agree.
     """
     given = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
-    if len(set(given.values())) > 1:
-        what = "num_experts and num_local_experts contradict each other"
-        raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
-    experts = next(iter(given.values())) if given else fields.integer(EXPERT_FIELDS[0], maximum=MAX_EXPERTS)
+    experts = _once(fields, given) or fields.integer(EXPERT_FIELDS[0], maximum=MAX_EXPERTS)
     shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE) if shared_expert else 0
+    dense, count = fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or (), _num_layers(fields)
+    if absent := [number for number in dense if number >= count]:
+        what, expected = "the list names a layer that the model does not have", f"numbers from 0 to {count - 1}"
+        raise fields.wrong("mlp_only_layers", what, expected, found=absent[0])
     return MoEConfig(
-        num_experts=experts,
-        experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE),
-        shared_intermediate_size=shared,
+        num_experts=experts, experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE), shared_intermediate_size=shared,
         normalize=fields.boolean("norm_topk_prob", default=normalize),
-        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS),
-        dense_layers=_dense_layers(fields),
-    )
+        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS), dense_layers=frozenset(dense),
+    )  # fmt: skip
 
 
-def _dense_layers(fields: Fields) -> frozenset[int]:
-    found = fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or ()
-    layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    if absent := [number for number in found if number >= layers]:
-        what, where = "the list names a layer that the model does not have", fields.place("mlp_only_layers")
-        raise ConfigError(what, where=where, expected=f"numbers from 0 to {layers - 1}", found=absent[0])
-    return frozenset(found)
+def _num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def _once(fields: Fields, given: Mapping[str, T]) -> T | None:
+    """The value of a field that has two names, from the names that the file has; None: it has neither."""
+    if len(set(given.values())) > 1:
+        what = f"{' and '.join(given)} contradict each other"
+        raise ConfigError(what, where=fields.file, found=given, hint="remove the wrong one")
+    return next(iter(given.values()), None)
 
 
 def _dtype(fields: Fields) -> str:
@@ -174,10 +147,7 @@ def _dtype(fields: Fields) -> str:
         if (value := fields.raw.get(name)) not in (None, "auto"):
             plain = value.removeprefix("torch.") if isinstance(value, str) else value
             given[name] = fields.over({name: plain}).choice(name, DTYPES)
-    if len(set(given.values())) > 1:
-        what = "dtype and torch_dtype contradict each other"
-        raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
-    return next(iter(given.values()), "float32")
+    return _once(fields, given) or "float32"
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
@@ -186,19 +156,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
     else:
         value = fields.integer_or_none("head_dim", maximum=MAX_HEAD_DIM) or hidden // heads
         if fields.raw.get("head_dim") is None and hidden % heads:
-            raise ConfigError(
-                "head_dim is missing, and it does not follow from the other sizes",
-                where=fields.place("hidden_size"),
-                expected=f"a multiple of num_attention_heads ({heads})",
-                found=hidden,
-            )
+            what = "head_dim is missing, and it does not follow from the other sizes"
+            raise fields.wrong("hidden_size", what, f"a multiple of num_attention_heads ({heads})")
     if value % 2 or value > MAX_HEAD_DIM:
-        raise ConfigError(
-            "the head size is not acceptable: rotary embedding rotates pairs of channels",
-            where=fields.place("head_dim"),
-            expected=f"an even number up to {MAX_HEAD_DIM}",
-            found=value,
-        )
+        what = "the head size is not acceptable: rotary embedding rotates pairs of channels"
+        raise fields.wrong("head_dim", what, f"an even number up to {MAX_HEAD_DIM}", found=value)
     return value
 
 
@@ -209,8 +171,7 @@ def refuse_unserved(fields: Fields) -> None:
     """
     read_quantization(fields)  # refuses unknown formats
     if not fields.boolean("is_causal", default=True):
-        what = "attention to later tokens is not supported: this is an embedding model"
-        raise UnsupportedError(what, where=fields.place("is_causal"), expected="true", found="false")
+        raise fields.unsupported("is_causal", "attention to later tokens is not supported: this is an embedding model", "true")
     name = "dual_chunk_attention_config"
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
@@ -225,7 +186,7 @@ def refuse_experts(fields: Fields) -> None:
     for name in EXPERT_FIELDS:
         if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
             what = f"mixtures of experts are not supported for model_type {fields.string('model_type')!r}"
-            raise UnsupportedError(what, where=fields.place(name), expected="no field, or 0", found=experts)
+            raise fields.unsupported(name, what, "no field, or 0", found=experts)
 
 
 def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
@@ -235,13 +196,9 @@ def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
             what = "the prefix FSDP is ignored: it tells how the model was trained"
             warn(f"{fields.place('architectures')}: {name}: {what}")
         elif name not in classes:
-            raise UnsupportedError(
-                f"not a class of model_type {fields.string('model_type')!r} that minirt computes",
-                where=fields.place("architectures"),
-                expected=" or ".join(classes),
-                found=shown(name),
-                hint="only decoders with a language-model head are supported; correct model_type if it is wrong",
-            )
+            what = f"not a class of model_type {fields.string('model_type')!r} that minirt computes"
+            hint = "only decoders with a language-model head are supported; correct model_type if it is wrong"
+            raise fields.unsupported("architectures", what, " or ".join(classes), found=shown(name), hint=hint)
 
 
 @dataclass(frozen=True)
@@ -270,12 +227,11 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
 
     No layer of `decoder_layers` has a window. It changes nothing for sequences that are not longer.
     """
-    kinds = _layer_types(fields, num_layers)
+    kinds = read_layer_types(fields, num_layers, ("full_attention", "sliding_attention"), "full_attention")
     used = absent.used is None or fields.boolean("use_sliding_window", default=absent.used)
     # transformers saves a window that is not used as 0.
     if absent.size is None and fields.raw.get("use_sliding_window") and "sliding_window" not in fields.raw:
-        where, expected = fields.place("sliding_window"), "a number of tokens, or null, if use_sliding_window is true"
-        raise ConfigError("the field is missing", where=where, expected=expected)
+        raise fields.missing("sliding_window", "a number of tokens, or null, if use_sliding_window is true")
     window = fields.integer_or_none("sliding_window", default=absent.size, minimum=0, maximum=MAX_POSITIONS)
     first = 0
     if absent.first is not None:
@@ -284,20 +240,19 @@ def _window(fields: Fields, num_layers: int, absent: Window) -> int | None:
         if "sliding_attention" not in kinds:
             return None
         if not used or not window:
-            where, expected = fields.place("layer_types"), "full_attention, or a sliding_window that is used"
-            raise UnsupportedError("the layer type is not supported", where=where, expected=expected, found="sliding_attention")
+            what, expected = "the layer type is not supported", "full_attention, or a sliding_window that is used"
+            raise fields.unsupported("layer_types", what, expected, found="sliding_attention")
     elif not used or window is None or first >= num_layers:
         return None
     return window or fields.integer("sliding_window", maximum=MAX_POSITIONS)  # 0 is refused
 
 
-def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    """`layer_types`: absent, null, or full or sliding attention for each layer."""
+def read_layer_types(fields: Fields, num_layers: int, known: Collection[str], expected: str) -> list[str] | None:
+    """`layer_types`: absent, null, or one of the `known` kinds for each layer. `expected`: for the error."""
     kinds = fields.strings_or_none("layer_types")
     for kind in kinds or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            what, where = "the layer type is not supported", fields.place("layer_types")
-            raise UnsupportedError(what, where=where, expected="full_attention", found=shown(kind))
+        if kind not in known:
+            raise fields.unsupported("layer_types", "the layer type is not supported", expected, found=shown(kind))
     if kinds is not None:
         fields.check_count("layer_types", kinds, num_layers, "layer")
     return kinds
@@ -308,7 +263,7 @@ def read_no_rope_layers(fields: Fields) -> frozenset[int]:
 
     An absent list means that of every `no_rope_layer_interval` layers the last one has none, as in transformers.
     """
-    count = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    count = _num_layers(fields)
     interval = fields.integer("no_rope_layer_interval", default=4, maximum=MAX_LAYERS)
     flags = fields.integers_or_none("no_rope_layers", minimum=0, maximum=1)
     if flags is None:
@@ -350,38 +305,19 @@ def block(config: ModelConfig, name: str, prefix: str, attention: AttentionSetti
     """
     from minirt.layers import MLP, Attention, MoE
 
+    inner, norm, mlp = f"{prefix}.self_attn", f"{prefix}.post_attention_layernorm", f"{prefix}.mlp"
     mixer = Attention(
-        config,
-        name=f"{name}.attention",
-        norm=f"{prefix}.input_layernorm",
-        q=f"{prefix}.self_attn.q_proj",
-        k=f"{prefix}.self_attn.k_proj",
-        v=f"{prefix}.self_attn.v_proj",
-        o=f"{prefix}.self_attn.o_proj",
-        q_norm=f"{prefix}.self_attn.q_norm" if config.qk_norm else None,
-        k_norm=f"{prefix}.self_attn.k_norm" if config.qk_norm else None,
-        gate=f"{prefix}.self_attn.gate_proj" if config.attention_gate == "gate_proj" else None,
-        settings=attention,
-    )
-    norm = f"{prefix}.post_attention_layernorm"
+        config, name=f"{name}.attention", norm=f"{prefix}.input_layernorm", settings=attention,
+        q=f"{inner}.q_proj", k=f"{inner}.k_proj", v=f"{inner}.v_proj", o=f"{inner}.o_proj",
+        q_norm=f"{inner}.q_norm" if config.qk_norm else None, k_norm=f"{inner}.k_norm" if config.qk_norm else None,
+        gate=f"{inner}.gate_proj" if config.attention_gate == "gate_proj" else None,
+    )  # fmt: skip
     if mixture and config.moe is not None:
-        shared = f"{prefix}.mlp.shared_expert" if config.moe.shared_intermediate_size else None
-        experts = MoE(
-            config,
-            name=f"{name}.moe",
-            norm=norm,
-            router=f"{prefix}.mlp.gate",
-            experts=f"{prefix}.mlp.experts",
-            shared=shared,
-            shared_gate=None if shared is None else f"{shared}_gate",
-        )
-        return [mixer, experts]
-    mlp = MLP(
-        config,
-        name=f"{name}.mlp",
-        norm=norm,
-        gate=f"{prefix}.mlp.gate_proj",
-        up=f"{prefix}.mlp.up_proj",
-        down=f"{prefix}.mlp.down_proj",
-    )
-    return [mixer, mlp]
+        shared = f"{mlp}.shared_expert" if config.moe.shared_intermediate_size else None
+        return [mixer, MoE(
+            config, name=f"{name}.moe", norm=norm, router=f"{mlp}.gate", experts=f"{mlp}.experts", shared=shared,
+            shared_gate=shared and f"{shared}_gate",
+        )]  # fmt: skip
+    return [mixer, MLP(
+        config, name=f"{name}.mlp", norm=norm, gate=f"{mlp}.gate_proj", up=f"{mlp}.up_proj", down=f"{mlp}.down_proj"
+    )]  # fmt: skip

@@ -8,13 +8,7 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """`attention_bias` adds a bias to all four attention projections, `mlp_bias` to all three MLP projections."""
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
-        fields,
-        model_type="llama",
-        classes=("LlamaForCausalLM", "LLaMAForCausalLM"),
-        max_positions=2048,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.boolean("mlp_bias", default=False),
-    )
+        fields, model_type="llama", classes=("LlamaForCausalLM", "LLaMAForCausalLM"), max_positions=2048,
+        attention_bias=False, mlp_bias=fields.boolean("mlp_bias", default=False),
+    )  # fmt: skip

@@ -45,8 +45,8 @@ def with_mtp(config: ModelConfig, decoder: "Sequence[Layer]", rows: int | None) 
     if mixture and mtp.intermediate_size is not None:
         what = "an MLP of its own size is not supported beside mixtures of experts"
         raise UnsupportedError(what, where="mtp_intermediate_size", expected="no such field", found=mtp.intermediate_size)
-    own = replace(config, intermediate_size=mtp.intermediate_size or config.intermediate_size)
-    attention, mlp = block(own, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
+    sized = replace(config, intermediate_size=mtp.intermediate_size or config.intermediate_size)
+    attention, mlp = block(sized, "mtp", "mtp.layers.0", config.attention(), mixture=mixture)
     names = {"norm_embedding": "mtp.pre_fc_norm_embedding", "norm_hidden": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc"}
     draft: list[Layer] = [
         DraftInput(config, name="mtp.input", **names),

@@ -4,23 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 COLUMNS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-)
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 # The fields that all models of a family share.
 QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
@@ -32,19 +23,20 @@ LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_ep
 LLAMA31 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}
 LLAMA32 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}}
 SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5}
-QWEN35 = {
-    "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+HYBRID = {
+    "max_position_embeddings": 262144, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
+QWEN35 = HYBRID | {
+    "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6,
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
         "mrope_section": [11, 11, 10],
     },
 }  # fmt: skip
 QWEN35_MOE = QWEN35 | {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}
-QWEN3_NEXT = QWEN3_MOE | {
-    "model_type": "qwen3_next", "max_position_embeddings": 262144, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-    "num_experts": 512, "num_experts_per_tok": 10, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+QWEN3_NEXT = QWEN3_MOE | HYBRID | {
+    "model_type": "qwen3_next", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "num_experts": 512, "num_experts_per_tok": 10,
 }  # fmt: skip
 SMOLLM3 = {"model_type": "smollm3", "max_position_embeddings": 65536, "rope_theta": 5e6, "rms_norm_eps": 1e-6}
 MISTRAL = {
@@ -62,6 +54,7 @@ MOE_30B, MOE_235B = {"moe_intermediate_size": 768}, {"moe_intermediate_size": 15
 MOE_512, MOE_1024 = ({"moe_intermediate_size": n, "shared_expert_intermediate_size": n} for n in (512, 1024))
 CODER = {"max_position_embeddings": 262144, "rope_theta": 1e7}
 SHORT = {"max_position_embeddings": 32768}
+VALUES_16, VALUES_32, VALUES_48, VALUES_64 = ({"linear_num_value_heads": heads} for heads in (16, 32, 48, 64))
 EPS5, EPS6 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}
 # Name, Hub owner, family, values of COLUMNS, overrides of the family's fields, further overrides of the -Instruct model (None:
 # there is no such model).
@@ -88,42 +81,14 @@ ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dic
     ("Llama-3.2-3B", "meta-llama", LLAMA32, (3072, 28, 24, 8, 128, 8192, 128256, True), {}, {}),
     ("SmolLM2-135M", "HuggingFaceTB", SMOLLM2, (576, 30, 9, 3, 64, 1536, 49152, True), {}, {}),
     ("SmolLM2-360M", "HuggingFaceTB", SMOLLM2, (960, 32, 15, 5, 64, 2560, 49152, True), {}, {}),
-    (
-        "SmolLM2-1.7B",
-        "HuggingFaceTB",
-        SMOLLM2,
-        (2048, 24, 32, 32, 64, 8192, 49152, True),
-        {"rope_theta": 130000.0},
-        {},
-    ),
-    ("Qwen3.5-0.8B", "Qwen", QWEN35, (1024, 24, 8, 2, 256, 3584, 248320, True), {"linear_num_value_heads": 16}, None),
-    ("Qwen3.5-4B", "Qwen", QWEN35, (2560, 32, 16, 4, 256, 9216, 248320, True), {"linear_num_value_heads": 32}, None),
-    ("Qwen3.5-9B", "Qwen", QWEN35, (4096, 32, 16, 4, 256, 12288, 248320, False), {"linear_num_value_heads": 32}, None),
-    ("Qwen3.5-27B", "Qwen", QWEN35, (5120, 64, 24, 4, 256, 17408, 248320, False), {"linear_num_value_heads": 48}, None),
-    (
-        "Qwen3.5-35B-A3B",
-        "Qwen",
-        QWEN35_MOE,
-        (2048, 40, 16, 2, 256, None, 248320, False),
-        MOE_512 | {"linear_num_value_heads": 32},
-        None,
-    ),
-    (
-        "Qwen3.5-122B-A10B",
-        "Qwen",
-        QWEN35_MOE,
-        (3072, 48, 32, 2, 256, None, 248320, False),
-        MOE_1024 | {"linear_num_value_heads": 64},
-        None,
-    ),
-    (
-        "Qwen3-Next-80B-A3B",
-        "Qwen",
-        QWEN3_NEXT,
-        (2048, 48, 16, 2, 256, 5120, 151936, False),
-        MOE_512 | {"linear_num_value_heads": 32},
-        None,
-    ),
+    ("SmolLM2-1.7B", "HuggingFaceTB", SMOLLM2, (2048, 24, 32, 32, 64, 8192, 49152, True), {"rope_theta": 130000.0}, {}),
+    ("Qwen3.5-0.8B", "Qwen", QWEN35, (1024, 24, 8, 2, 256, 3584, 248320, True), VALUES_16, None),
+    ("Qwen3.5-4B", "Qwen", QWEN35, (2560, 32, 16, 4, 256, 9216, 248320, True), VALUES_32, None),
+    ("Qwen3.5-9B", "Qwen", QWEN35, (4096, 32, 16, 4, 256, 12288, 248320, False), VALUES_32, None),
+    ("Qwen3.5-27B", "Qwen", QWEN35, (5120, 64, 24, 4, 256, 17408, 248320, False), VALUES_48, None),
+    ("Qwen3.5-35B-A3B", "Qwen", QWEN35_MOE, (2048, 40, 16, 2, 256, None, 248320, False), MOE_512 | VALUES_32, None),
+    ("Qwen3.5-122B-A10B", "Qwen", QWEN35_MOE, (3072, 48, 32, 2, 256, None, 248320, False), MOE_1024 | VALUES_64, None),
+    ("Qwen3-Next-80B-A3B", "Qwen", QWEN3_NEXT, (2048, 48, 16, 2, 256, 5120, 151936, False), MOE_512 | VALUES_32, None),
     ("SmolLM3-3B", "HuggingFaceTB", SMOLLM3, (2048, 36, 16, 4, 128, 11008, 128256, True), {}, None),
     ("Ministral-3-8B", "mistralai", MINISTRAL3, (4096, 34, 32, 8, 128, 14336, 131072, False), {}, {}),
     ("Mistral-7B", "mistralai", MISTRAL, (4096, 32, 32, 8, 128, 14336, 32768, False), {}, {}),
@@ -154,8 +119,8 @@ def raw_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name, owner, family, values, differs, instruct in ROWS:
         raw = {"dtype": "bfloat16"} | family | dict(zip(COLUMNS, values, strict=True)) | differs
         variants = {name: raw} if instruct is None else {name: raw, f"{name}-Instruct": raw | instruct}
-        known |= {own: (f"{owner}/{HUB_NAMES.get(own, own)}", fields) for own, fields in variants.items()}
-        known |= {own: (f"{owner}/{own}", raw) for own, same in SAME_FIELDS.items() if same == name}
+        known |= {variant: (f"{owner}/{HUB_NAMES.get(variant, variant)}", fields) for variant, fields in variants.items()}
+        known |= {later: (f"{owner}/{later}", raw) for later, same in SAME_FIELDS.items() if same == name}
     for name, (hub_id, raw) in known.items():
         yield name, hub_id, raw
         if name in FP8_RELEASES:

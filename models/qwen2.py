@@ -18,16 +18,11 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
-    found = decoder_config(
-        fields,
-        model_type="qwen2",
-        classes=("Qwen2ForCausalLM",),
-        max_positions=32768,
-        kv_heads=32,
-        qkv_bias=True,
+    decoder = decoder_config(
+        fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True,
         window=WINDOW_OFF_BY_DEFAULT,
-    )
-    return found if fields.raw.get("mtp_num_hidden_layers") is None else replace(found, mtp=read_mtp(fields))
+    )  # fmt: skip
+    return decoder if fields.raw.get("mtp_num_hidden_layers") is None else replace(decoder, mtp=read_mtp(fields))
 
 
 def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":

@@ -18,14 +18,6 @@ def decoder_fields(fields: Fields) -> Fields:
 
 def _decoder(fields: Fields) -> ModelConfig:
     return decoder_config(
-        fields,
-        model_type="qwen2_5_vl",
-        classes=(),
-        max_positions=32768,
-        kv_heads=8,
-        theta=1e6,
-        eps=1e-5,
-        qkv_bias=True,
-        rope_keys=MROPE_KEYS,
-        window=Window(4096, used=False, first=80),
-    )
+        fields, model_type="qwen2_5_vl", classes=(), max_positions=32768, kv_heads=8, theta=1e6, eps=1e-5, qkv_bias=True,
+        rope_keys=MROPE_KEYS, window=Window(4096, used=False, first=80),
+    )  # fmt: skip

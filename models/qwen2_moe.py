@@ -8,14 +8,8 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """`qkv_bias` is the bias of q, k and v, by default true; the output projection has none."""
-    bias = fields.boolean("qkv_bias", default=True)
     return decoder_config(
-        fields,
-        model_type="qwen2_moe",
-        classes=("Qwen2MoeForCausalLM",),
-        max_positions=32768,
-        kv_heads=16,
-        qkv_bias=bias,
-        moe=moe_config(fields, shared_expert=True),
+        fields, model_type="qwen2_moe", classes=("Qwen2MoeForCausalLM",), max_positions=32768, kv_heads=16,
+        qkv_bias=fields.boolean("qkv_bias", default=True), moe=moe_config(fields, shared_expert=True),
         window=MOE_WINDOW_OFF_BY_DEFAULT,
-    )
+    )  # fmt: skip

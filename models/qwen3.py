@@ -8,16 +8,7 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """`attention_bias` adds a bias to all four attention projections. An absent head_dim means 128."""
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
-        fields,
-        model_type="qwen3",
-        classes=("Qwen3ForCausalLM",),
-        max_positions=32768,
-        kv_heads=32,
-        head_dim=128,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        window=WINDOW_OFF_BY_DEFAULT,
-    )
+        fields, model_type="qwen3", classes=("Qwen3ForCausalLM",), max_positions=32768, kv_heads=32, head_dim=128,
+        attention_bias=False, qk_norm=True, window=WINDOW_OFF_BY_DEFAULT,
+    )  # fmt: skip

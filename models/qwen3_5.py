@@ -9,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -19,9 +18,8 @@ from minirt.modeling.config import (
     GatedDeltaNetConfig,
     ModelConfig,
     MoEConfig,
-    shown,
 )
-from minirt.models.decoder import decoder_config, decoder_layers
+from minirt.models.decoder import decoder_config, decoder_layers, read_layer_types
 from minirt.models.mtp import read_mtp, with_mtp
 from minirt.models.vision import text_config, text_fields
 
@@ -60,53 +58,30 @@ def hybrid_config(
     ropes = [fields.nested(name).raw for name in ("rope_parameters", "rope_scaling")]
     if not any("partial_rotary_factor" in level for level in (fields.raw, *ropes)):
         fields = fields.over({**fields.raw, "partial_rotary_factor": 0.25})
-    for name, only in _ONLY.items():
-        value = fields.raw.get(name)
-        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
-            place = fields.place(name)
-            raise UnsupportedError("the value is not supported", where=place, expected=shown(only), found=shown(value))
-    bias = fields.boolean("attention_bias", default=False)
-    found = decoder_config(
-        fields,
-        model_type=model_type,
-        classes=classes,
-        max_positions=32768,
-        kv_heads=4,
-        head_dim=256,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        zero_centered_norms=True,
-        attention_gate="q_proj",
-        partial_rotary=True,
-        rope_keys=MROPE_KEYS,
-        moe=moe,
+    for name, value in _ONLY.items():
+        fields.only(name, value, what="the value is not supported")
+    config = decoder_config(
+        fields, model_type=model_type, classes=classes, max_positions=32768, kv_heads=4, head_dim=256, attention_bias=False,
+        qk_norm=True, zero_centered_norms=True, attention_gate="q_proj", partial_rotary=True, rope_keys=MROPE_KEYS, moe=moe,
         handled=_HANDLED,
-    )
-    return replace(found, gated_delta_net=_gated_delta_net(fields, found.num_layers, grouped), mtp=read_mtp(fields))
+    )  # fmt: skip
+    return replace(config, gated_delta_net=_gated_delta_net(fields, config.num_layers, grouped), mtp=read_mtp(fields))
 
 
 def layers(config: ModelConfig) -> "list[Layer]":
     """`decoder_layers`, with gated DeltaNet in place of the attention of its layers."""
     from minirt.layers import Attention, GatedDeltaNet  # imported here because it imports torch
 
-    found, linear, number = decoder_layers(config), config.gated_delta_net, 0
-    for place, layer in enumerate(found):
-        if isinstance(layer, Attention):
-            if linear is not None and number in linear.layers:
-                found[place] = GatedDeltaNet(
-                    config,
-                    name=f"layers.{number}.gated_delta_net",
-                    norm=layer.norm.name,
-                    prefix=f"model.layers.{number}.linear_attn",
-                    num_k_heads=linear.num_k_heads,
-                    num_v_heads=linear.num_v_heads,
-                    head_k_dim=linear.head_k_dim,
-                    head_v_dim=linear.head_v_dim,
-                    grouped=linear.grouped,
-                )
-            number += 1
-    return found
+    layers, linear = decoder_layers(config), config.gated_delta_net
+    places = [place for place, layer in enumerate(layers) if isinstance(layer, Attention)]
+    for number, place in enumerate(places):
+        if linear is not None and number in linear.layers:
+            layers[place] = GatedDeltaNet(
+                config, name=f"layers.{number}.gated_delta_net", norm=f"model.layers.{number}.input_layernorm",
+                prefix=f"model.layers.{number}.linear_attn", num_k_heads=linear.num_k_heads, num_v_heads=linear.num_v_heads,
+                head_k_dim=linear.head_k_dim, head_v_dim=linear.head_v_dim, grouped=linear.grouped,
+            )  # fmt: skip
+    return layers
 
 
 def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], list[Layer]]":
@@ -115,20 +90,15 @@ def draft_layers(config: ModelConfig, rows: int | None) -> "tuple[list[Layer], l
 
 
 def _gated_delta_net(fields: Fields, num_layers: int, grouped: bool) -> GatedDeltaNetConfig:
-    kinds = fields.strings_or_none("layer_types")
+    kinds = read_layer_types(fields, num_layers, _KINDS, " or ".join(_KINDS))
     if kinds is None:
         interval = fields.integer("full_attention_interval", default=4, maximum=MAX_LAYERS)
         kinds = [_KINDS[(i + 1) % interval == 0] for i in range(num_layers)]
-    fields.check_count("layer_types", kinds, num_layers, "layer")
-    for kind in kinds:
-        if kind not in _KINDS:
-            where, expected = fields.place("layer_types"), " or ".join(_KINDS)
-            raise UnsupportedError("the layer type is not supported", where=where, expected=expected, found=shown(kind))
     keys = fields.integer("linear_num_key_heads", default=16, maximum=MAX_HEADS)
     values = fields.integer("linear_num_value_heads", default=32, maximum=MAX_HEADS)
     if values % keys:
-        what, where = "the value heads cannot be divided evenly among the key heads", fields.place("linear_num_value_heads")
-        raise ConfigError(what, where=where, expected=f"a multiple of linear_num_key_heads ({keys})", found=values)
+        what = "the value heads cannot be divided evenly among the key heads"
+        raise fields.wrong("linear_num_value_heads", what, f"a multiple of linear_num_key_heads ({keys})", found=values)
     key_dim, value_dim = (
         fields.integer(f"linear_{what}_head_dim", default=128, maximum=MAX_HEAD_DIM) for what in ("key", "value")
     )

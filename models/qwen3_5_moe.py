@@ -3,8 +3,7 @@
 As in Qwen3.5, official files are those of a model that also sees images, with the decoder's fields in `text_config`.
 """
 
-from minirt.errors import UnsupportedError
-from minirt.modeling.config import Fields, ModelConfig, shown
+from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import moe_config
 from minirt.models.qwen3_5 import decoder_fields as decoder_fields
 from minirt.models.qwen3_5 import draft_layers as draft_layers
@@ -24,13 +23,8 @@ def config(fields: Fields) -> ModelConfig:
 
 def _decoder(fields: Fields) -> ModelConfig:
     """No layer has a dense MLP, so files have no `intermediate_size`."""
-    for name, only in _ONLY.items():
-        if fields.raw.get(name) not in (None, only):
-            expected = "no field" if only == [] else f"no field or {shown(only)}"
-            raise UnsupportedError(
-                "every layer of this architecture is a mixture whose weights are normalized", where=fields.place(name),
-                expected=expected, found=shown(fields.raw[name]),
-            )  # fmt: skip
+    for name, value in _ONLY.items():
+        fields.only(name, value, what="every layer of this architecture is a mixture whose weights are normalized")
     moe = moe_config(fields, shared_expert=True, normalize=True)
     if fields.raw.get("intermediate_size") is None:
         fields = fields.over({**fields.raw, "intermediate_size": moe.intermediate_size})

@@ -8,16 +8,7 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """`attention_bias` adds a bias to all four attention projections. An absent head_dim follows from the hidden size."""
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
-        fields,
-        model_type="qwen3_moe",
-        classes=("Qwen3MoeForCausalLM",),
-        max_positions=32768,
-        kv_heads=4,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        moe=moe_config(fields),
-        window=MOE_WINDOW_OFF_BY_DEFAULT,
-    )
+        fields, model_type="qwen3_moe", classes=("Qwen3MoeForCausalLM",), max_positions=32768, kv_heads=4,
+        attention_bias=False, qk_norm=True, moe=moe_config(fields), window=MOE_WINDOW_OFF_BY_DEFAULT,
+    )  # fmt: skip

@@ -14,17 +14,7 @@ def config(fields: Fields) -> ModelConfig:
 
 
 def _decoder(fields: Fields) -> ModelConfig:
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
-        fields,
-        model_type="qwen3_vl",
-        classes=(),
-        max_positions=128000,
-        kv_heads=32,
-        head_dim=128,
-        theta=5e5,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        rope_keys=MROPE_KEYS,
-    )
+        fields, model_type="qwen3_vl", classes=(), max_positions=128000, kv_heads=32, head_dim=128, theta=5e5,
+        attention_bias=False, qk_norm=True, rope_keys=MROPE_KEYS,
+    )  # fmt: skip

@@ -8,19 +8,9 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """Without `no_rope_layers`, the last of every `no_rope_layer_interval` layers has no rotary embedding."""
-    bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
-        fields,
-        model_type="smollm3",
-        classes=("SmolLM3ForCausalLM",),
-        max_positions=32768,
-        kv_heads=4,
-        theta=2e6,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.boolean("mlp_bias", default=False),
-        tie_word_embeddings=True,
-        no_rope_layers=read_no_rope_layers(fields),
-        window=Window(used=False),
+        fields, model_type="smollm3", classes=("SmolLM3ForCausalLM",), max_positions=32768, kv_heads=4, theta=2e6,
+        attention_bias=False, mlp_bias=fields.boolean("mlp_bias", default=False), tie_word_embeddings=True,
+        no_rope_layers=read_no_rope_layers(fields), window=Window(used=False),
         handled=("no_rope_layers", "no_rope_layer_interval"),
-    )
+    )  # fmt: skip

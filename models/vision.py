@@ -6,7 +6,6 @@ The tensors of the vision encoder are not loaded, and a warning says so (`minirt
 from collections.abc import Callable, Collection
 from typing import Any
 
-from minirt.errors import ConfigError
 from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.models.decoder import refuse_other_classes
 from minirt.models.foreign_fields import refuse_foreign_fields
@@ -33,21 +32,19 @@ def text_fields(fields: Fields, *, tied: bool = False, flat: bool = False) -> Fi
     if not inner:
         if flat:
             return fields
-        raise ConfigError("the field is missing", where=fields.place("text_config"), expected="the decoder's fields")
+        raise fields.missing("text_config", "the decoder's fields")
     for name in _SIZES:
-        if inner.get(name) not in (None, own := fields.raw.get(name)) and own is not None:
-            what, where = "the value contradicts text_config", fields.place(name)
-            raise ConfigError(what, where=where, expected=shown(inner[name]), found=shown(own), hint="remove the wrong one")
-    raw: dict[str, Any] = {name: value for name, value in inner.items() if name != "architectures"}
+        if inner.get(name) not in (None, outer := fields.raw.get(name)) and outer is not None:
+            raise fields.wrong(name, "the value contradicts text_config", shown(inner[name]), hint="remove the wrong one")
     taken = [name for name in _OF_BOTH if fields.raw.get(name) is not None]
-    if {"dtype", "torch_dtype"} & set(taken):
-        raw = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
+    left_out = ("architectures", *(("dtype", "torch_dtype") if {"dtype", "torch_dtype"} & set(taken) else ()))
+    raw: dict[str, Any] = {name: value for name, value in inner.items() if name not in left_out}
     taken += [name for name in _TOKENS if name not in raw and name in fields.raw]
     raw |= {name: fields.raw[name] for name in taken}
     levels = [level for level in (fields, fields.nested("text_config")) if level.raw.get("tie_word_embeddings") is not None]
     stated = [level.boolean("tie_word_embeddings") for level in levels]
     raw["tie_word_embeddings"] = any(stated) if stated else tied
-    return Fields(raw, fields.where, "text_config.", frozenset(taken), fields.read)
+    return Fields(raw, fields.file, "text_config.", frozenset(taken), fields.read)
 
 
 def text_config(
@@ -56,10 +53,8 @@ def text_config(
     """The config of the decoder. `fields`: those of the top level, `text`: from `text_fields`."""
     refuse_other_classes(fields, classes)
     if text is fields:
-        return decoder(fields.over({name: own for name, own in fields.raw.items() if name not in _WRAPPER}))
+        wrapper = ("architectures", "text_config")
+        return decoder(fields.over({name: value for name, value in fields.raw.items() if name not in wrapper}))
     parsed = decoder(text)
     refuse_foreign_fields(fields, parsed, ("text_config",))
     return parsed
-
-
-_WRAPPER = ("architectures", "text_config")

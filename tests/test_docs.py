@@ -20,7 +20,7 @@ import pytest
 from support import pages
 from support.package import ROOT
 
-from minirt.bench.tools import cli_page
+from minirt.bench.tools import settings_tables
 from minirt.errors import MinirtError
 
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
@@ -38,13 +38,13 @@ def name(path):
 
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
-    found, seen = [], {}
+    slugs, seen = [], {}
     for heading in re.findall(r"^#+ +(.*?) *#*$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE):
         plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         count = seen[slug] = seen.get(slug, -1) + 1
-        found.append(f"{slug}-{count}" if count else slug)
-    return found
+        slugs.append(f"{slug}-{count}" if count else slug)
+    return slugs
 
 
 def broken_links(page, text):
@@ -140,9 +140,9 @@ def test_blocks_that_need_earlier_blocks_are_announced(page):
 
 
 def test_most_of_the_readme_runs():
-    found = pages.examples((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert sum(e.kind == "python" and e.why is None for e in found) >= 2
-    assert sum(e.kind == "console" and e.why is None and bool(e.expected) for e in found) >= 2
+    examples = pages.examples((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert sum(e.kind == "python" and e.why is None for e in examples) >= 2
+    assert sum(e.kind == "console" and e.why is None and bool(e.expected) for e in examples) >= 2
 
 
 def test_sizes_of_files_in_the_readme():
@@ -153,6 +153,34 @@ def test_sizes_of_files_in_the_readme():
     for claimed, file in claims:
         lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
         assert abs(int(claimed) - lines) <= 0.1 * lines, file
+
+
+def test_the_size_of_the_core():
+    """The overview and the README state it, to a twentieth. `python tests/tools/lines.py` counts."""
+    lines = runpy.run_path(str(ROOT / "tests" / "tools" / "lines.py"))
+    counted = lines["rooms"](lines["working_tree"]())
+    core = sum(counted[room].code for room in lines["CORE"])
+    claims = {"docs/design/overview.md": "<!-- core -->([0-9,]+)<!-- end", "README.md": r"\[the core, ([0-9,]+) lines\]"}
+    for page, claim in claims.items():
+        (claimed,) = re.findall(claim, (ROOT / page).read_text(encoding="utf-8"))
+        assert abs(int(claimed.replace(",", "")) - core) <= 0.05 * core, page
+
+
+def test_each_module_says_in_one_line_what_it_owns():
+    """The first lines of the docstrings are the list of files. Catches a line that is missing or does not stand alone."""
+    tool = runpy.run_path(str(ROOT / "tests" / "tools" / "modules.py"))
+    modules = tool["modules"]()
+    assert len(modules) > 100
+    assert [name(path) for path in modules if not tool["summary"](path).endswith(".")] == []
+
+
+@pytest.mark.parametrize(("folder", "most"), [(".", 75_000), ("docs/decisions", 20_000)])
+def test_the_pages_stay_short(folder, most):
+    """Words of all Markdown pages, as `wc -w` counts them. Catches a fact that is told again in place of a link."""
+    patterns = ("*.md", "docs/**/*.md", "*/*.md", "models/**/*.md")
+    listed = {page for pattern in patterns for page in (ROOT / folder).glob(pattern) if not name(page).startswith(".")}
+    counts = {name(page): len(page.read_text(encoding="utf-8").split()) for page in listed}
+    assert sum(counts.values()) <= most, sorted(counts.items(), key=lambda item: -item[1])[:10]
 
 
 def test_every_example_is_run():
@@ -223,31 +251,29 @@ def test_a_wrong_example_is_found(tmp_path):
     command = [sys.executable, str(ROOT / "tests" / "support" / "pages.py"), str(tmp_path), "page.md"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
-    found = json.loads(done.stdout)["page.md"]
-    assert [fault.partition(": ")[0] for fault in found] == [f"page.md:{line}" for line in (2, 11, 13, 17, 30)]
-    for fault, word in zip(found, ("expected:\n4", "expected:\none", "No such file", "exit code 0", "NameError"), strict=True):
+    faults = json.loads(done.stdout)["page.md"]
+    assert [fault.partition(": ")[0] for fault in faults] == [f"page.md:{line}" for line in (2, 11, 13, 17, 30)]
+    for fault, word in zip(faults, ("expected:\n4", "expected:\none", "No such file", "exit code 0", "NameError"), strict=True):
         assert word in fault
 
 
-# --- docs/cli.md and docs/python-api.md are complete ---
+# --- pages are complete ---
 
 
-def test_the_command_line_page_is_up_to_date():
-    """`python bench/tools/cli_page.py` writes it. Catches an option or help text that was changed without the page."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    assert cli_page.render(text) == text
+def test_every_command_is_on_the_quickstart():
+    """Catches a command that was added, renamed or removed without its line in the list of commands."""
+    from minirt.cli.app import cli
+
+    commands = set(cli.commands) - {"bench", "eval"}
+    commands |= {f"{group} {command}" for group in ("bench", "eval") for command in cli.commands[group].commands}
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z0-9 ]+)` \|", page.partition("\n## Command line\n")[2], re.MULTILINE)) == commands
 
 
-def test_the_command_line_page_has_every_option():
-    """Independent of how the page is laid out: each command's section names each of its options, in one of its spellings."""
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", text, flags=re.DOTALL | re.MULTILINE))
-    described = "".join(section for title, section in sections.items() if title.endswith(" options"))
-    for words, command in cli_page.commands():
-        section = sections[" ".join(words)]
-        for option in (one for one in command.params if one.param_type_name == "option"):
-            assert any(f"`{name}`" in section or f"{name} " in section or f"{name}`" in section for name in option.opts), words
-            assert option.help is None or any(f"{name}{end}" in section + described for name in option.opts for end in " `,")
+def test_the_tables_of_settings_are_up_to_date():
+    """`python bench/tools/settings_tables.py` writes them. Catches a setting that was changed without the page."""
+    text = settings_tables.PAGE.read_text(encoding="utf-8")
+    assert settings_tables.render(text) == text
 
 
 def test_the_python_api_is_documented():
@@ -264,17 +290,11 @@ def test_the_python_api_is_documented():
     assert {name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", text)} == set()
 
 
-def test_the_arguments_of_decoder_config_are_a_table():
-    """The rows are made from its signature and its docstring. Catches an argument that either lacks, and another default."""
+def test_each_argument_of_decoder_config_is_described():
+    """The page of models points to its docstring. Catches an argument that it lacks, and one that is gone."""
     import inspect
 
     from minirt.models.decoder import decoder_config
 
-    said = dict(re.findall(r"^    (\w+): (.+)\.$", inspect.getdoc(decoder_config).partition("Args:\n")[2], re.MULTILINE))
-    rows = []
-    for argument in list(inspect.signature(decoder_config).parameters.values())[1:]:
-        default = "required" if argument.default is argument.empty else f"`{argument.default!r}`"
-        rows.append(f"| `{argument.name}` | {default} | {said.get(argument.name)} |")
-    page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
-    table = page.partition("| argument | default | meaning |\n|---|---|---|\n")[2].partition("\n\n")[0]
-    assert table.split("\n") == rows
+    described = re.findall(r"^    (\w+): .+\.$", inspect.getdoc(decoder_config).partition("Args:\n")[2], re.MULTILINE)
+    assert described == list(inspect.signature(decoder_config).parameters)[1:]

@@ -12,8 +12,8 @@ from support.package import ROOT
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
     ["minirt.errors", "minirt.wording", "minirt.files", "minirt.foreign_names", "minirt.gpus", "minirt.progress", "minirt.sizes",
-     "minirt.threads", "minirt.user_code", "minirt.guarded", "minirt.structured", "minirt.structured.contradictions",
-     "minirt.structured.schema", "minirt.structured.params", "minirt.structured.limits"],
+     "minirt.settings", "minirt.threads", "minirt.user_code", "minirt.guarded", "minirt.structured",
+     "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params", "minirt.structured.limits"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.nn", "minirt.nn.*"],
@@ -21,7 +21,7 @@ TIERS = [
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],
     ["minirt.structured.*"],
     ["minirt.step", "minirt.step.*"],
-    ["minirt.speculative", "minirt.speculative.*"],
+    ["minirt.speculative", "minirt.speculative.*", "minirt.loading.options"],
     ["minirt.layers.*", "minirt.layers"],
     ["minirt.models.*", "minirt.models", "minirt.modeling.*"],
     ["minirt.engine.*"],
@@ -34,7 +34,6 @@ TIERS = [
     ["minirt.server", "minirt.server.*"],
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
-    ["minirt.bench.tools.cli_page"],
 ]
 # Libraries that a benchmark measures. It imports them when it runs.
 MEASURED = {"minirt.bench.patch": {"transformers", "liger_kernel"}}

@@ -70,8 +70,11 @@ def test_places(python):
 
 
 def texts(tree):
-    """All texts of a module but docstrings, with a number in the place of values."""
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    """All texts of a module but docstrings and the options of settings, with a number in the place of values."""
+    declared = ("option", "option_help", "short")
+    options = [word.value for word in ast.walk(tree) if isinstance(word, ast.keyword) and word.arg in declared]
+    docs = {id(part) for value in options for part in ast.walk(value)}
+    docs |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -65,8 +65,8 @@ class PagesView(CacheView):
 
     def written(self, batch: Batch) -> dict[str, Tensor]:
         """K and V of the step's tokens, each [T, Nkv, D], with their scales applied."""
-        own, slots = self.cache, batch.slots
-        return {"k": _values(own.k, own.k_scale, slots), "v": _values(own.v, own.v_scale, slots)}
+        cache, slots = self.cache, batch.slots
+        return {"k": _values(cache.k, cache.k_scale, slots), "v": _values(cache.v, cache.v_scale, slots)}
 
     def read_bytes(self, batch: Batch) -> int:
         return sum(batch.seq_lens) * sum(tensor[0].nbytes for tensor in self.cache.tensors())

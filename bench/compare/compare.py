@@ -114,8 +114,8 @@ def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, st
     """
     named = [place for place in sequence if pattern is None or fnmatchcase(place.layer.name, pattern)]
     if not named:
-        found, expected = some_names([place.layer for place in sequence]), "a name or glob such as 'layers.*.mlp'"
-        raise UnsupportedError("matches no layer", where=f"--layer {pattern}", expected=expected, found=found)
+        names, expected = some_names([place.layer for place in sequence]), "a name or glob such as 'layers.*.mlp'"
+        raise UnsupportedError("matches no layer", where=f"--layer {pattern}", expected=expected, found=names)
     chosen = [place for place in named if place.differs]
     if not chosen:
         why = skipped.get(named[0].layer.name, "--impl says so")
@@ -228,10 +228,10 @@ def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
 def _error_columns(compared: Comparison) -> Row:
     """Return, for each view, the candidate's errors, PyTorch's errors and the limit. Missing values are None."""
     columns: Row = {}
-    for name in dict.fromkeys((*compare_layers.VIEWS, *compared.found)):
+    for name in dict.fromkeys((*compare_layers.VIEWS, *compared.candidate)):
         most = compared.limits.get(name)
         columns[name] = {
-            "error": _finite(compared.found.get(name)),
+            "error": _finite(compared.candidate.get(name)),
             "torch": _finite(compared.torch.get(name)),
             "limit": most._asdict() if most else dict.fromkeys(Floor._fields),
         }

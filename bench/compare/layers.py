@@ -98,12 +98,12 @@ class Outcome(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The errors of the candidate (`found`) and of PyTorch in the same dtype (`torch`), their limits, and the broken bounds.
+    """The errors of the candidate (`candidate`) and of PyTorch in the same dtype (`torch`), their limits, and the broken bounds.
 
     Errors and limits have the views that apply to the layer.
     """
 
-    found: dict[str, Errors]
+    candidate: dict[str, Errors]
     torch: dict[str, Errors]
     limits: dict[str, Floor]
     faults: list[str]
@@ -114,11 +114,11 @@ def places(model: Model) -> list[Place]:
     result: list[Place] = []
     cached = 0
     for index, (layer, row) in enumerate(zip(model.layers, model.plan.rows, strict=True)):
-        own = None if layer.cache_spec is None else cached
+        kept = None if layer.cache_spec is None else cached
         cached += layer.cache_spec is not None
         eager = implementation(layer.kind, "eager").factory(layer)
         candidate = eager if row.implementation == "eager" else layer
-        result.append(Place(index, layer, own, row.implementation, eager, candidate))
+        result.append(Place(index, layer, kept, row.implementation, eager, candidate))
     return result
 
 
@@ -164,12 +164,12 @@ def stream(
     """Run the model with one forward for each place and return the logits [R, V]."""
     x = torch.empty(0, device=batch.device)
     for forward, place in zip(forwards, sequence, strict=True):
-        own = cached(place, cache)
+        kept = cached(place, cache)
         if record is not None:
             record.inputs.append(x)
-            rows = [] if own is None else zip(own.tensors(), view(own).rows(batch), strict=True)
+            rows = [] if kept is None else zip(kept.tensors(), view(kept).rows(batch), strict=True)
             record.before.append([_indexable(tensor)[index] for tensor, index in rows])
-        x = forward(x, batch, own)
+        x = forward(x, batch, kept)
     return x
 
 
@@ -196,14 +196,13 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     cache = empty_cache(model, len(texts) * -(-length // PAGE_SIZE) + 1, num_slots=len(texts) + 1)
     pages = pages_for_prompt(cache, [length] * len(texts))
     forwards = [place.eager for place in sequence]
-    for slot, (text, own) in enumerate(zip(texts, pages, strict=True)):
+    for slot, (text, block_table) in enumerate(zip(texts, pages, strict=True)):
         for start in range(0, length - 1, CHUNK):
             part = list(text[start : min(start + CHUNK, length - 1)])
-            batch = Batch.build([Chunk(part, start, own, num_logits=0, slot=slot)], cache.page_size).to(model.device)
+            batch = Batch.build([Chunk(part, start, block_table, num_logits=0, slot=slot)], cache.page_size).to(model.device)
             stream(forwards[:-1], sequence[:-1], batch, cache)
-    chunks = [
-        Chunk([text[-1]], length - 1, own, slot=slot) for slot, (text, own) in enumerate(zip(texts, pages, strict=True))
-    ]
+    pairs = enumerate(zip(texts, pages, strict=True))
+    chunks = [Chunk([text[-1]], length - 1, block_table, slot=slot) for slot, (text, block_table) in pairs]
     batch = Batch.build(chunks, cache.page_size).to(model.device)
     record = _Record()
     stream(forwards, sequence, batch, cache, record)
@@ -221,14 +220,14 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
     after = cached(place, step.cache)
     if after is None:
         return Outcome(forward(x, batch, None), {}, 0)
-    own = view(after).clone(wide=wide)
-    rows = view(own).rows(batch)
-    for tensor, index, before in zip(own.tensors(), rows, step.before[place.index], strict=True):
+    copied = view(after).clone(wide=wide)
+    rows = view(copied).rows(batch)
+    for tensor, index, before in zip(copied.tensors(), rows, step.before[place.index], strict=True):
         _indexable(tensor)[index] = before.to(_indexable(tensor).dtype)
-    clones = [tensor.clone() for tensor in own.tensors()]
-    out = forward(x, batch, own)
-    strays = sum(map(_strays, own.tensors(), clones, rows))
-    return Outcome(out, view(own).written(batch), strays)
+    clones = [tensor.clone() for tensor in copied.tensors()]
+    out = forward(x, batch, copied)
+    strays = sum(map(_strays, copied.tensors(), clones, rows))
+    return Outcome(out, view(copied).written(batch), strays)
 
 
 @torch.inference_mode()
@@ -260,13 +259,13 @@ def compare(place: Place, step: Step) -> Comparison:
     x = step.inputs[place.index]
     outcomes = run(place, place.candidate, step), run(place, place.eager, step), run(place, exact(place.layer), step, wide=True)
     least = floors(place, step)
-    found: dict[str, Errors] = {}
+    candidate: dict[str, Errors] = {}
     reference: dict[str, Errors] = {}
     most: dict[str, Floor] = {}
     faults: list[str] = []
     if outcomes[0].out.shape != outcomes[1].out.shape:
         shapes = [list(outcome.out.shape) for outcome in outcomes[:2]]
-        return Comparison(found, reference, {}, [f"output: shape {shapes[0]}, PyTorch's {shapes[1]}"])
+        return Comparison(candidate, reference, {}, [f"output: shape {shapes[0]}, PyTorch's {shapes[1]}"])
     views: dict[str, Sequence[Tensor | None]] = {"out": [outcome.out for outcome in outcomes]}
     rows = settled(place.layer, x)
     if rows is not None:
@@ -281,15 +280,15 @@ def compare(place: Place, step: Step) -> Comparison:
     for name, (mine, theirs, truth) in views.items():
         if mine is None or theirs is None or truth is None:
             continue
-        found[name], reference[name] = errors(mine, truth), errors(theirs, truth)
+        candidate[name], reference[name] = errors(mine, truth), errors(theirs, truth)
         lowest = least["out" if name in ("out", "added") else "written"]
         most[name] = limits(reference[name], lowest)
-        broken = fault(found[name], reference[name], lowest)
+        broken = fault(candidate[name], reference[name], lowest)
         if broken is not None:
             faults.append(f"{VIEWS.get(name, name)}: {broken}")
     if outcomes[0].strays:
         faults.append(f"{outcomes[0].strays} values of the cache changed outside the slots of the step's tokens and sequences")
-    return Comparison(found, reference, most, faults)
+    return Comparison(candidate, reference, most, faults)
 
 
 def _added(outputs: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
@@ -316,8 +315,8 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
     They are higher where values are rounded to e4m3. For FP8 pages, the floor of all written values is that of one row, because a
     step may write a single head.
     """
-    own = cached(place, step.cache)
-    coded = own is not None and any(tensor.dtype == FP8 for tensor in own.tensors())
+    kept = cached(place, step.cache)
+    coded = kept is not None and any(tensor.dtype == FP8 for tensor in kept.tensors())
     dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     plain = floor(dtype, coded or quantizes(place, step))
     return {"out": plain, "written": Floor(plain.worst_row, plain.worst_row) if coded else plain}
@@ -353,7 +352,7 @@ def work(place: Place, step: Step) -> Work:
     flops = layer.flops(rows)
     nbytes = layer_read_bytes(layer, dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
     pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(batch.query_lens, batch.seq_lens, strict=True))
-    own = cached(place, step.cache)
-    if own is not None and layer.cache_spec is not None:
-        nbytes += view(own).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
+    kept = cached(place, step.cache)
+    if kept is not None and layer.cache_spec is not None:
+        nbytes += view(kept).read_bytes(batch) + batch.num_seqs * max(0, layer.step_state_bytes - layer.cache_spec.state_bytes)
     return Work(nbytes, flops + attention_flops(layer, pairs))

@@ -60,10 +60,10 @@ class _Sums:
         """Add the logits [R, V] of the next tokens of the text."""
         e, c, t = eager.double(), candidate.double(), truth.double()
         log_e, log_c, log_t = (x.log_softmax(-1) for x in (e, c, t))
-        own = _kl(log_e, log_c)
+        divergence = _kl(log_e, log_c)
         self.tokens += len(e)
-        self.kl += own.sum().item()
-        self.kl_max = max(self.kl_max, own.max().item()) if own.isfinite().all() else torch.nan
+        self.kl += divergence.sum().item()
+        self.kl_max = max(self.kl_max, divergence.max().item()) if divergence.isfinite().all() else torch.nan
         self.kl_truth_torch += _kl(log_t, log_e).sum().item()
         self.kl_truth += _kl(log_t, log_c).sum().item()
         self.agree += int((e.argmax(-1) == c.argmax(-1)).sum())
@@ -114,12 +114,12 @@ def compare_text(
     steps = _Steps(-(-len(tokens) // CHUNK) * 3 * len(sequence), progress)
     pages = -(-len(tokens) // PAGE_SIZE) + 1
     caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide=True)]
-    own = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
+    page_lists = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
     for start in range(0, len(tokens), CHUNK):
         part = list(tokens[start : start + CHUNK])
         eager, candidate, right = (
             Batch.build([Chunk(part, start, p, num_logits=len(part), slot=0)], cache.page_size).to(model.device)
-            for cache, p in zip(caches, own, strict=True)
+            for cache, p in zip(caches, page_lists, strict=True)
         )
         logits = (
             stream(list(steps.counted(p.eager for p in sequence)), sequence, eager, caches[0]),

@@ -1,10 +1,13 @@
-"""The report of `minirt compare`: layers, the whole model, and the decode step in its variants."""
+"""The report of `minirt compare`: layers, the whole model, and the decode step in its variants; and the picture of the layers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from minirt.bench import picture
 from minirt.bench.compare.compare import Result
-from minirt.bench.report import LIMIT, Column, Report, Row, as_text, heading, table
+from minirt.bench.picture import Panel, Series
+from minirt.bench.report import LIMIT, Column, Report, Row, as_text, build, heading, table
 
 NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
 
@@ -54,9 +57,8 @@ def as_table(result: Result) -> str:
 
 def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
     """Make the report of a result; `shared` comes from `report.context`."""
-    own = _facts(result) | {"no_speed": None if cuda else NO_SPEED}
     single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # `matmul_ceilings` replaces it
-    return CompareReport(single | own, result.rows)
+    return CompareReport(single | _facts(result) | {"no_speed": None if cuda else NO_SPEED}, result.rows)
 
 
 def _whole(whole: Row, names: str) -> list[str]:
@@ -101,10 +103,10 @@ def _number(value: float | None, form: str = ".1e") -> str:
 
 def _pair(column: str, error: str, *, limit: bool = False) -> Any:
     def cell(row: Row) -> str:
-        own = row[column]
-        if own["torch"][error] is None:
+        sides = ("error", "torch", "limit") if limit else ("error", "torch")
+        values = [row[column][side][error] for side in sides]
+        if row[column]["torch"][error] is None:
             return ""
-        values = [own["error"][error], own["torch"][error], *([own["limit"][error]] if limit else [])]
         return " / ".join(map(_number, values))
 
     return cell
@@ -150,3 +152,49 @@ _LAYER_COLUMNS: list[Column] = [
     ("of the limit", lambda r: "-" if r["share_of_limit"] is None else f"{r['share_of_limit']:.0%}"),
     _ERROR_COLUMNS[-1],
 ]
+
+
+def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
+    """Write the picture of a report's context and rows, with one column for each step. The suffix of `target` sets the format.
+
+    The upper row shows the relative error of what each layer adds (for embedding, select and head: of the output), PyTorch's
+    error in the same dtype, and the limit. The lower row shows the times of both implementations, unless nothing was timed.
+
+    Args:
+        note: see `picture.save`.
+    Raises:
+        MinirtError: the file cannot be written.
+    """
+    steps: dict[str, list[Row]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    timed, width = rows[0]["eager_s"] is not None, max(5.0, 0.16 * len(rows) / len(steps) + 2.5)
+    lines = [[_errors(name, of_step, not timed) for name, of_step in steps.items()]]
+    lines += [[_layer_times(of_step) for of_step in steps.values()]] if timed else []
+    warning = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
+    title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {build(shared)}{warning}"
+    picture.draw(lines, title, target, (width * len(steps), 7.5 if timed else 4.5), note)
+
+
+def _errors(step: str, rows: list[Row], lowest: bool) -> Panel:
+    parts = [row["out" if row["added"]["torch"]["relative"] is None else "added"] for row in rows]
+    series = [
+        Series(name, [part[side]["relative"] for part in parts], style=style)
+        for name, side, style in (("limit", "limit", "k_"), ("eager", "torch", "C0o"), (_names(rows), "error", "C1x"))
+    ]
+    ticks = [row["layer"] if lowest else "" for row in rows]  # else they are those of the times below
+    return Panel(series, step, ylabel="relative error of what the layer adds", ticks=ticks, rotation=90, log="y")
+
+
+def _layer_times(rows: list[Row]) -> Panel:
+    series = [
+        Series(name, [row[seconds] * 1e6 for row in rows], width=0.4, shift=shift)
+        for name, seconds, shift in (("eager", "eager_s", -0.2), (_names(rows), "candidate_s", 0.2))
+    ]
+    limits = [row["limit_s"] and row["limit_s"] * 1e6 for row in rows]
+    series += [Series("the hardware's limit", limits, style="k_")] if any(limits) else []
+    return Panel(series, ylabel="µs", ticks=[row["layer"] for row in rows], rotation=90, log="y")
+
+
+def _names(rows: list[Row]) -> str:
+    return ", ".join(dict.fromkeys(row["implementation"] for row in rows))

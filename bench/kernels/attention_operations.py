@@ -1,6 +1,6 @@
 """The operations of `minirt bench kernels` on KV pages: rotary embedding with KV write, and attention. See `operations`."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from minirt.bench.bounds import floor
-from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan
+from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan, operation, problem
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT
-from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.rope import rope_table
 from minirt.step.kv_cache import PAGE_SIZE
 
@@ -61,6 +59,13 @@ class Pages:
             flat = pages.view(torch.uint8) if pages.dtype == FP8 else pages
             flat.flatten(0, 1)[slots.flatten()] = 0x7F if pages.dtype == FP8 else torch.nan
 
+    def attend(self, q: Tensor, new: int, scale: float) -> Tensor:
+        """Attention in eager PyTorch of `new` tokens of each sequence, q [B * new, Nq, D]."""
+        count, scales = len(self.tables), (self.scales.get("k_scales"), self.scales.get("v_scales"))
+        return reference.paged_attention(
+            q, self.k, self.v, self.tables, [new] * count, [self.length] * count, scale, *scales
+        )  # fmt: skip
+
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         reference.write_kv(k, self.k, slots, self.scales.get("k_scales"))
         reference.write_kv(v, self.v, slots, self.scales.get("v_scales"))
@@ -92,8 +97,7 @@ class Heads:
 
 def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
     """Rotate (and optionally normalize) q and k of a prompt, and write K and V to the pages."""
-    own = OPERATIONS["qk_norm_rope_kv_write"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("qk_norm_rope_kv_write")
     inputs, T, config = Inputs(step), step.tokens, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     heads, pages = Heads(inputs, torch.arange(T, device=step.device), T, normalize), Pages(inputs, 1, T, fp8)
@@ -118,10 +122,9 @@ def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
         fill_nan(out)
         pages.blank(slots)
 
-    return Problem(
-        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "triton": Form(triton)}, truth,
-        cost(T, Nq, Nkv, D, heads.qkv.itemsize, fp8), step.dtype, floor(step.dtype, fp8),
-        lambda q: torch.cat((q, *pages.read(slots)), 1), blank,
+    return problem(
+        step, f"heads {Nq}:{Nkv} of {D}", eager, triton, truth, cost(T, Nq, Nkv, D, heads.qkv.itemsize, fp8), rounded=fp8,
+        view=lambda q: torch.cat((q, *pages.read(slots)), 1), blank=blank,
     )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     from minirt.kernels.attention.partial import workspace_floats
     from minirt.kernels.launch import Workspace
 
-    kernel, cost = OPERATIONS["paged_attention_prefill"].function, OPERATIONS["paged_attention_prefill"].work
+    kernel, cost = operation("paged_attention_prefill")
     inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, pages, scale = inputs.normal(T, Nq, D), Pages(inputs, 1, total, fp8), D**-0.5
@@ -155,16 +158,11 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     splits = -(-total // KV_SPLIT)
     workspace = Workspace(step.device, num_floats=workspace_floats(splits, Nq, D))
     k, v = (x.to(step.dtype).transpose(0, 1).unsqueeze(0).contiguous() for x in pages.read(pages.slots(0, 0)))
-    own = q.transpose(0, 1).unsqueeze(0)
+    heads_first = q.transpose(0, 1).unsqueeze(0)
 
     def library() -> Tensor:
         options: dict[str, Any] = {"is_causal": True} if total == T else {"attn_mask": causal_lower_right(T, total)}
-        return F.scaled_dot_product_attention(own, k, v, scale=scale, enable_gqa=Nq != Nkv, **options)[0].transpose(0, 1)
-
-    def eager() -> Tensor:
-        return reference.paged_attention(
-            q, pages.k, pages.v, pages.tables, [T], [total], scale, pages.scales.get("k_scales"), pages.scales.get("v_scales")
-        )
+        return F.scaled_dot_product_attention(heads_first, k, v, scale=scale, enable_gqa=Nq != Nkv, **options)[0].transpose(0, 1)
 
     def triton() -> Tensor:
         return kernel(
@@ -175,10 +173,9 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     def truth(rows: Tensor) -> Tensor:
         return attend64(q[rows].double(), *pages.read(pages.slots(0, 0)), rows + step.context, scale)
 
-    lacks = "pages" + (", fp8" if fp8 else "")
-    return Problem(
-        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
-        cost([T], [total], Nq, Nkv, D, q.itemsize, fp8), step.dtype, floor(step.dtype), blank=partial(fill_nan, out), rows=_ROWS,
+    return problem(
+        step, f"heads {Nq}:{Nkv} of {D}", lambda: pages.attend(q, T, scale), triton, truth,
+        cost([T], [total], Nq, Nkv, D, q.itemsize, fp8), library=_without(library, "pages", fp8), outputs=[out], rows=_ROWS,
     )  # fmt: skip
 
 
@@ -188,7 +185,7 @@ def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
     from minirt.kernels.attention.decode_few import workspace_floats
     from minirt.kernels.launch import Workspace
 
-    kernel, cost = OPERATIONS["paged_attention_decode_few"].function, OPERATIONS["paged_attention_decode_few"].work
+    kernel, cost = operation("paged_attention_decode_few")
     inputs, B, total, config = Inputs(step), step.tokens, max(step.context, new), step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, pages, scale, splits = inputs.normal(B * new, Nq, D), Pages(inputs, B, total, fp8), D**-0.5, splits_before([total] * B)
@@ -198,14 +195,8 @@ def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
     k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(pages.slots(0)))
 
     def library() -> Tensor:
-        own, mask = q.view(B, new, Nq, D).transpose(1, 2), causal_lower_right(new, total)
-        return F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale, enable_gqa=Nq != Nkv).transpose(1, 2)
-
-    def eager() -> Tensor:
-        return reference.paged_attention(
-            q, pages.k, pages.v, pages.tables, [new] * B, [total] * B, scale,
-            pages.scales.get("k_scales"), pages.scales.get("v_scales"),
-        )  # fmt: skip
+        options: dict[str, Any] = {"attn_mask": causal_lower_right(new, total), "scale": scale, "enable_gqa": Nq != Nkv}
+        return F.scaled_dot_product_attention(q.view(B, new, Nq, D).transpose(1, 2), k, v, **options).transpose(1, 2)
 
     def triton() -> Tensor:
         return kernel(
@@ -220,11 +211,9 @@ def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
             results.append(attend64(q[row : row + 1].double(), *pages.read(pages.slots(0, row // new)), at, scale))
         return torch.cat(results)
 
-    lacks = "pages" + (", fp8" if fp8 else "")
-    return Problem(
-        f"heads {Nq}:{Nkv} of {D}, {new} tokens each",
-        {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
-        cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8), step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
+    return problem(
+        step, f"heads {Nq}:{Nkv} of {D}, {new} tokens each", lambda: pages.attend(q, new, scale), triton, truth,
+        cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8), library=_without(library, "pages", fp8), outputs=[out],
         rows=_ROWS,
     )  # fmt: skip
 
@@ -234,7 +223,7 @@ def attention_decode(step: Step, fp8: bool = False) -> Problem:
     from minirt.kernels.attention.decode import splits_before, workspace_floats
     from minirt.kernels.launch import Workspace
 
-    kernel, cost = OPERATIONS["rope_paged_attention_decode"].function, OPERATIONS["rope_paged_attention_decode"].work
+    kernel, cost = operation("rope_paged_attention_decode")
     inputs, B, total, config = Inputs(step), step.tokens, step.context, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     scale, pages = D**-0.5, Pages(inputs, B, total, fp8)
@@ -253,10 +242,7 @@ def attention_decode(step: Step, fp8: bool = False) -> Problem:
     def eager() -> Tensor:
         q, new_k, new_v = heads.split()
         pages.write(new_k, new_v, slots)
-        return reference.paged_attention(
-            q, pages.k, pages.v, pages.tables, [1] * B, [total] * B, scale,
-            pages.scales.get("k_scales"), pages.scales.get("v_scales"),
-        )  # fmt: skip
+        return pages.attend(q, 1, scale)
 
     def triton() -> Tensor:
         return kernel(
@@ -266,21 +252,24 @@ def attention_decode(step: Step, fp8: bool = False) -> Problem:
 
     def truth(rows: Tensor) -> Tensor:
         q, new_k, new_v = heads.split(rows, double=True)
-        own = [_stored(x, fp8) for x in (new_k, new_v)]
+        stored = [_stored(x, fp8) for x in (new_k, new_v)]
         results = []
         for i, row in enumerate(rows.tolist()):
             cached = pages.read(pages.slots(0, row)[:-1])
-            k, v = (torch.cat((old, new[i : i + 1])) for old, new in zip(cached, own, strict=True))
+            k, v = (torch.cat((old, new[i : i + 1])) for old, new in zip(cached, stored, strict=True))
             results.append(attend64(q[i : i + 1], k, v, torch.tensor([total - 1], device=k.device), scale))
-        return torch.cat((torch.cat(results), *own), 1)
+        return torch.cat((torch.cat(results), *stored), 1)
 
     def blank() -> None:
         fill_nan(out)
         pages.blank(slots)
 
-    nbytes, flops = cost([1] * B, [total] * B, Nq, Nkv, D, heads.qkv.itemsize, fp8)
-    lacks = "rotation, KV write, pages" + (", fp8" if fp8 else "")
-    return Problem(
-        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
-        (nbytes, flops), step.dtype, floor(step.dtype, fp8), lambda x: torch.cat((x, *pages.read(slots)), 1), blank, rows=_ROWS,
+    return problem(
+        step, f"heads {Nq}:{Nkv} of {D}", eager, triton, truth, cost([1] * B, [total] * B, Nq, Nkv, D, heads.qkv.itemsize, fp8),
+        library=_without(library, "rotation, KV write, pages", fp8), rounded=fp8,
+        view=lambda x: torch.cat((x, *pages.read(slots)), 1), blank=blank, rows=_ROWS,
     )  # fmt: skip
+
+
+def _without(library: Callable[[], Tensor], lacks: str, fp8: bool) -> dict[str, Form]:
+    return {"library": Form(library, lacks + (", fp8" if fp8 else ""))}

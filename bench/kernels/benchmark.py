@@ -7,7 +7,7 @@ clock or load affect all of them. On a CPU the Triton kernel runs in Triton's in
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -48,14 +48,14 @@ class Benchmark:
 
     Attributes:
         operation: its name there.
-        build: makes the `Problem` for a step.
+        build: makes the `Problem` for a `Step`, its only argument here.
         points: (tokens, context) to measure by default.
         form: what is special, for the reader of a result; "": nothing.
         context: what the context means; "": there is none.
     """
 
     operation: str
-    build: Callable[[Step], Problem]
+    build: Callable[..., Problem]
     points: tuple[tuple[int, int], ...]
     form: str = ""
     context: str = ""
@@ -73,46 +73,36 @@ _FORMATS = (None, ""), ("fp8", _FP8), ("int4", _INT4), ("fp8_blocks", _BLOCKS)
 def _benchmarks() -> dict[str, Benchmark]:
     write, prefill, decode = "qk_norm_rope_kv_write", "paged_attention_prefill", "rope_paged_attention_decode"
     few, drafts = "paged_attention_decode_few", "causal attention of 5 new tokens per sequence on KV pages"
-    before, each, pages = "cached before them", "tokens of each", "the same on FP8 pages"
+    before, each = "cached before them", "tokens of each"
+    prompt, token = partial(gated_delta.gated_delta_net, decode=False), partial(gated_delta.gated_delta_net, decode=True)
+    rotated = partial(attention.rope_kv_write, normalize=False)
     table = {
         "embedding": Benchmark("embedding", ops.embedding, _ROWS),
         "rms_norm": Benchmark("rms_norm", ops.rms_norm, _ROWS),
         "norm_residual": Benchmark("norm_residual", ops.norm_residual, _ROWS),
-        "rms_norm_quantize": Benchmark("rms_norm_quantize", partial(ops.rms_norm, quantized=True), _ROWS),
+        "rms_norm_quantize": Benchmark("rms_norm_quantize", ops.rms_norm_quantize, _ROWS),
         "quantize": Benchmark("quantize", ops.quantize, _ROWS, "FP8 quantization with one scale per token"),
-        "rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=False), _ROWS, "RoPE and KV write"),
-        "rope_kv_write.fp8": Benchmark(
-            write, partial(attention.rope_kv_write, normalize=False, fp8=True), _ROWS, "RoPE and KV write to FP8 pages"
-        ),
         "qk_norm_rope_kv_write": Benchmark(write, partial(attention.rope_kv_write, normalize=True), _ROWS),
         "mlp": Benchmark("norm_gate_up", ops.mlp, _LINEAR, "gated MLP: norm, gate/up, activation, down, residual"),
         "mlp_gelu": Benchmark("norm_gate_up", partial(ops.mlp, activation="gelu"), _LINEAR, "gated MLP with GELU"),
+        "residual_norm": Benchmark("linear_residual", ops.residual_norm, _LINEAR, "down projection, residual, next norm"),
         "experts_route": Benchmark("route", mixture.route, _EXPERTS),
         "experts": Benchmark("mixture_residual", mixture.experts, _EXPERTS),
-        "experts.fp8": Benchmark(
-            "mixture_residual", partial(mixture.experts, quantization="fp8"), _EXPERTS, f"the same with {_FP8}"
-        ),
-        "experts.fp8_blocks": Benchmark(
-            "mixture_residual", partial(mixture.experts, quantization="fp8_blocks"), _EXPERTS, f"the same with {_BLOCKS}"
-        ),
-        "residual_norm": Benchmark("linear_residual", ops.residual_norm, _LINEAR, "down projection, residual, next norm"),
-        "attention_prefill": Benchmark(prefill, attention.attention_prefill, _PREFILL, context=before),
-        "attention_prefill.fp8": Benchmark(
-            prefill, partial(attention.attention_prefill, fp8=True), _PREFILL, pages, context=before
-        ),
-        "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
-        "attention_decode.fp8": Benchmark(decode, partial(attention.attention_decode, fp8=True), _DECODE, pages, context=each),
-        "attention_few": Benchmark(few, attention.attention_few, _DRAFTS, drafts, context=each),
-        "attention_few.fp8": Benchmark(few, partial(attention.attention_few, fp8=True), _DRAFTS, pages, context=each),
-        "gated_delta_decode": Benchmark(
-            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=True), _FEW, "gated DeltaNet of one token per sequence"
-        ),
-        "gated_delta_prefill": Benchmark(
-            "gated_delta_net", partial(gated_delta.gated_delta_net, decode=False), _PROMPTS, "gated DeltaNet of a prompt"
-        ),
+        "gated_delta_decode": Benchmark("gated_delta_net", token, _FEW, "gated DeltaNet of one token per sequence"),
+        "gated_delta_prefill": Benchmark("gated_delta_net", prompt, _PROMPTS, "gated DeltaNet of a prompt"),
         "sample_greedy": Benchmark("sample", partial(ops.draw, temperature=0.0), _FEW, "argmax of the logits"),
         "sample_top_p": Benchmark("sample", partial(ops.draw, temperature=0.8, top_p=0.95), _FEW, "a draw from the nucleus"),
+        "rope_kv_write": Benchmark(write, rotated, _ROWS, "RoPE and KV write"),
+        "attention_prefill": Benchmark(prefill, attention.attention_prefill, _PREFILL, context=before),
+        "attention_decode": Benchmark(decode, attention.attention_decode, _DECODE, context=each),
+        "attention_few": Benchmark(few, attention.attention_few, _DRAFTS, drafts, each),
     }
+    for name in ("rope_kv_write", "attention_prefill", "attention_decode", "attention_few"):
+        plain = table[name]
+        table[f"{name}.fp8"] = replace(plain, build=partial(plain.build, fp8=True), form="the same on FP8 pages")
+    for kind, weights in (("fp8", _FP8), ("fp8_blocks", _BLOCKS)):
+        experts = partial(mixture.experts, quantization=kind)
+        table[f"experts.{kind}"] = replace(table["experts"], build=experts, form=f"the same with {weights}")
     fused = {
         "qkv": "RMSNorm and QKV projection", "o": "output projection and residual", "gate_up": "RMSNorm, gate/up, SwiGLU",
         "down": "down projection and residual", "lm_head": "RMSNorm and LM head, fp32 logits",
@@ -169,7 +159,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     from minirt.kernels.launch import capability
 
     dtypes = [dtype, *([FP8] if capability(device) >= 89 else [])]
-    return Limits(read_ceiling(device), {own: matmul_ceiling(device, own) for own in dtypes})
+    return Limits(read_ceiling(device), {kind: matmul_ceiling(device, kind) for kind in dtypes})
 
 
 def select(patterns: Sequence[str]) -> list[str]:
@@ -202,12 +192,12 @@ def points(
     result = []
     for model, config in models.items():
         for name in names:
-            own = BENCHMARKS[name].points
+            sizes = BENCHMARKS[name].points
             if tokens is not None or contexts is not None:
-                first = tokens or tuple(dict.fromkeys(t for t, _ in own))
-                second = (contexts or tuple(dict.fromkeys(c for _, c in own))) if BENCHMARKS[name].context else (0,)
-                own = tuple((t, c) for t in first for c in second)
-            result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in own]
+                first = tokens or tuple(dict.fromkeys(t for t, _ in sizes))
+                second = (contexts or tuple(dict.fromkeys(c for _, c in sizes))) if BENCHMARKS[name].context else (0,)
+                sizes = tuple((t, c) for t in first for c in second)
+            result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in sizes]
     return result
 
 
@@ -233,7 +223,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         if compiled and problem.compiles:
             torch._dynamo.reset()  # otherwise the recompilation limit makes later shapes run eagerly
             forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
-        found, left_out, broken = _check(problem, forms)
+        measured_errors, left_out, broken = _check(problem, forms)
     except (UnsupportedError, RuntimeError) as error:
         if not (isinstance(error, UnsupportedError) or is_out_of_memory(error)):
             raise
@@ -241,21 +231,16 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
     least, bound = limits.seconds(problem) if limits else (None, None)
     nbytes, flops = problem.cost
     row |= _empty() | {
-        "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": found,
+        "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": measured_errors,
         "lacks": {name: form.lacks for name, form in problem.forms.items() if form.lacks}, "left_out": left_out,
         "fault": broken,
     }  # fmt: skip
     if broken is not None:
         return row
     times = _time({name: form.run for name, form in forms.items() if name not in left_out}, clock, repeats)
-    own = times["triton"]["median"]
-    return row | {
-        "seconds": times,
-        "bytes_per_s": nbytes / own if limits else None,
-        "flops_per_s": flops / own if limits else None,
-        "share_of_limit": least / own if least else None,
-        "lost_s": own - least if least else None,
-    }
+    best = times["triton"]["median"]
+    row |= {"seconds": times} | ({"bytes_per_s": nbytes / best, "flops_per_s": flops / best} if limits else {})
+    return row | ({"share_of_limit": least / best, "lost_s": best - least} if least else {})
 
 
 def _empty() -> Row:
@@ -292,8 +277,8 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         if name == "triton" and not bool(torch.isfinite(value).all()):
             broken = f"{int((~torch.isfinite(value)).sum())} of {value.numel()} values are not finite"
         results[name] = errors(value[exact[0]], exact[1])
-    found = {name: own._asdict() for name, own in results.items()}
-    return found, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
+    as_rows = {name: result._asdict() for name, result in results.items()}
+    return as_rows, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
 
 
 Clock = Callable[[Callable[[], Any]], float]
@@ -359,9 +344,9 @@ def compare(rows: Sequence[Row], older: Sequence[Row]) -> list[str]:
         regressed = ratio > _SLOWER and now["median"] - before["median"] > noise
         row["baseline"] = {"median": before["median"], "stddev": before["stddev"], "ratio": ratio, "regressed": regressed}
         if regressed:
-            where = f" @ {row['context']}" if row["context"] is not None else ""
+            context = f" @ {row['context']}" if row["context"] is not None else ""
             times = f"{before['median'] * 1e6:.1f} → {now['median'] * 1e6:.1f} µs"
-            slower.append(f"{row['kernel']} {row['model']} {row['tokens']}{where}: {times} ({ratio - 1:+.1%})")
+            slower.append(f"{row['kernel']} {row['model']} {row['tokens']}{context}: {times} ({ratio - 1:+.1%})")
     return slower
 
 

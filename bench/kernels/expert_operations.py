@@ -1,16 +1,15 @@
 """Mixtures of experts as operations of `minirt bench kernels`: the router's choice, and the experts that it chooses."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirt.bench.bounds import Floor, floor
-from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, wide
+from minirt.bench.kernels.operations import EXACT, FP8, Inputs, Problem, Step, operation, problem, wide
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
-from minirt.kernels.operations import OPERATIONS
 from minirt.modeling.config import MoEConfig
 
 
@@ -22,19 +21,17 @@ def _sizes(step: Step, name: str) -> MoEConfig:
 
 def route(step: Step) -> Problem:
     """Choose the experts of each token, and sort the tokens by expert. All choices must equal those of the eager code."""
-    own = OPERATIONS["route"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("route")
     moe = _sizes(step, "experts_route")
     E, k = moe.num_experts, moe.experts_per_token
     logits = Inputs(step).normal(step.tokens, E)
-    forms = {
-        "eager": Form(lambda: reference.route(logits, k, moe.normalize)[1]),
-        "triton": Form(lambda: kernel(logits, k, moe.normalize, 16, check=False).experts),
-    }
-    return Problem(
-        f"E={E} k={k}", forms, lambda rows: reference.route(logits[rows], k, moe.normalize)[1].double(),
-        cost(step.tokens, E, k, logits.itemsize), step.dtype, Floor(0.0, 0.0), lambda experts: experts.double(), compiles=False,
+    made = problem(
+        step, f"E={E} k={k}", lambda: reference.route(logits, k, moe.normalize)[1],
+        lambda: kernel(logits, k, moe.normalize, 16, check=False).experts,
+        lambda rows: reference.route(logits[rows], k, moe.normalize)[1].double(), cost(step.tokens, E, k, logits.itemsize),
+        view=lambda experts: experts.double(), compiles=False,
     )  # fmt: skip
+    return replace(made, floor=EXACT)
 
 
 def experts(step: Step, quantization: str | None = None) -> Problem:
@@ -44,8 +41,7 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
     """
     from minirt.kernels.launch import capability
 
-    own = OPERATIONS["mixture_residual"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("mixture_residual")
     moe, inputs, T, H = _sizes(step, "experts"), Inputs(step), step.tokens, step.config.hidden_size
     E, k, inter, activation = moe.num_experts, moe.experts_per_token, moe.intermediate_size, step.config.hidden_act
     h, residual, logits = inputs.normal(T, H), inputs.normal(T, H), inputs.normal(T, E)
@@ -72,10 +68,9 @@ def experts(step: Step, quantization: str | None = None) -> Problem:
             pdl=capability(step.device) >= 90, check=False,
         )  # fmt: skip
 
-    return Problem(
-        f"E={E} k={k} H={H} I={inter}, {touched} used",
-        {"eager": Form(lambda: compute(h, logits, residual, gate_up, down)), "triton": Form(triton)}, truth,
-        cost(T, k, touched, H, inter, h.itemsize, gate_up.itemsize), FP8 if eight else step.dtype, floor(step.dtype, eight),
+    return problem(
+        step, f"E={E} k={k} H={H} I={inter}, {touched} used", lambda: compute(h, logits, residual, gate_up, down), triton, truth,
+        cost(T, k, touched, H, inter, h.itemsize, gate_up.itemsize), rounded=eight, rate=FP8 if eight else step.dtype,
         compiles=False,
     )  # fmt: skip
 

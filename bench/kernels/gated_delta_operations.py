@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from minirt.bench.bounds import floor
-from minirt.bench.kernels.operations import Form, Inputs, Problem, Step, fill_nan, wide
+from minirt.bench.kernels.operations import Inputs, Problem, Step, fill_nan, operation, problem, wide
 from minirt.errors import UnsupportedError
 from minirt.kernels.gated_delta import reference
 from minirt.kernels.gated_delta.operands import WIDTH, GatedDeltaSequences, GatedDeltaState, GatedDeltaWeights
-from minirt.kernels.operations import OPERATIONS
 
 _BEFORE = 70  # tokens that each sequence of a decode step has already
 
@@ -20,11 +18,11 @@ def gated_delta_net(step: Step, decode: bool) -> Problem:
     """
     from minirt.kernels.launch import capability
 
-    own, linear = OPERATIONS["gated_delta_net"], step.config.gated_delta_net
+    (kernel, cost), linear = operation("gated_delta_net"), step.config.gated_delta_net
     if linear is None:
-        where = "gated_delta_decode" if decode else "gated_delta_prefill"
-        raise UnsupportedError("the model has no gated DeltaNet layers", where=where, found=step.config.model_type)
-    kernel, inputs, T, fp32 = own.function, Inputs(step), step.tokens, torch.float32
+        name = "gated_delta_decode" if decode else "gated_delta_prefill"
+        raise UnsupportedError("the model has no gated DeltaNet layers", where=name, found=step.config.model_type)
+    inputs, T, fp32 = Inputs(step), step.tokens, torch.float32
     Hk, Hv, Dk, Dv = linear.num_k_heads, linear.num_v_heads, linear.head_k_dim, linear.head_v_dim
     channels, values, B = 2 * Hk * Dk + Hv * Dv, Hv * Dv, T if decode else 1
     both, out = inputs.normal(T, channels + values + 2 * Hv), inputs.nan(T, values)
@@ -56,11 +54,8 @@ def gated_delta_net(step: Step, decode: bool) -> Problem:
         state.conv.copy_(before.conv)
         state.recurrent.copy_(before.recurrent)
 
-    forms = {
-        "eager": Form(lambda: reference.gated_delta_net(qkvz, ba, weights, state, counts, lens, slots)),
-        "triton": Form(triton),
-    }
-    return Problem(
-        f"heads {Hk}:{Hv} of {Dk}, {Dv}", forms, truth, own.work(T, B, Hk, Hv, Dk, Dv, qkvz.itemsize, begins=not decode),
-        step.dtype, floor(step.dtype), blank=blank, compiles=False,
+    return problem(
+        step, f"heads {Hk}:{Hv} of {Dk}, {Dv}",
+        lambda: reference.gated_delta_net(qkvz, ba, weights, state, counts, lens, slots), triton, truth,
+        cost(T, B, Hk, Hv, Dk, Dv, qkvz.itemsize, begins=not decode), blank=blank, compiles=False,
     )  # fmt: skip

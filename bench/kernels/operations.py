@@ -8,7 +8,7 @@ in `expert_operations`, gated DeltaNet is in `gated_delta_operations`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,6 +86,39 @@ class Problem:
     compiles: bool = True
 
 
+EXACT = Floor(0.0, 0.0)  # the results are integers
+
+
+def problem(
+    step: Step, shape: str, eager: Callable[[], Any], triton: Callable[[], Any], truth: Callable[[Tensor], Tensor],
+    cost: tuple[int, int], *, library: dict[str, Form] | None = None, rounded: bool = False, outputs: Iterable[Tensor] = (),
+    **settings: Any,
+) -> Problem:  # fmt: skip
+    """A problem whose rate is that of the step's dtype.
+
+    Args:
+        library: PyTorch's own kernels.
+        rounded: whether values are rounded to FP8.
+        outputs: the tensors that `triton` writes.
+        settings: other fields of `Problem`.
+    """
+    forms = {"eager": Form(eager), **(library or {}), "triton": Form(triton)}
+    defaults: dict[str, Any] = {"rate": step.dtype, "floor": floor(step.dtype, rounded), "blank": partial(fill_nan, *outputs)}
+    return Problem(shape, forms, truth, cost, **defaults | settings)
+
+
+class Kernel(NamedTuple):
+    """The Triton kernel of an operation, and the bytes and operations of its work."""
+
+    function: Callable[..., Any]
+    work: Callable[..., tuple[int, int]]
+
+
+def operation(name: str) -> Kernel:
+    """An operation of `minirt.kernels.operations`."""
+    return Kernel(OPERATIONS[name].function, OPERATIONS[name].work)
+
+
 class Inputs:
     """Makes random tensors from a seed, with the dtype and device of a step."""
 
@@ -108,6 +141,11 @@ class Inputs:
 
     def nan(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype or self.step.dtype, device=self.step.device)
+
+    def quantized(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Outputs in FP8: values, and a scale for each row."""
+        values = torch.empty(rows, columns, dtype=FP8, device=self.step.device)
+        return values, self.nan(rows, dtype=torch.float32)
 
 
 def fill_nan(*tensors: Tensor) -> None:
@@ -145,77 +183,63 @@ def wide(*tensors: Tensor | None) -> list[Any]:
 
 
 def embedding(step: Step) -> Problem:
-    own = OPERATIONS["embedding"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("embedding")
     inputs, (V, H) = Inputs(step), (step.config.vocab_size, step.config.hidden_size)
     table, tokens, out = inputs.normal(V, H), inputs.integers(V, step.tokens), inputs.nan(step.tokens, H)
-    forms = {
-        "eager": Form(lambda: reference.embedding(tokens, table)),
-        "triton": Form(lambda: kernel(tokens, table, out, check=False)),
-    }
-    return Problem(
-        f"V={V} H={H}", forms, lambda rows: table[tokens[rows]].double(), cost(step.tokens, H, table.itemsize),
-        step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
+    return problem(
+        step, f"V={V} H={H}", lambda: reference.embedding(tokens, table), lambda: kernel(tokens, table, out, check=False),
+        lambda rows: table[tokens[rows]].double(), cost(step.tokens, H, table.itemsize), outputs=[out],
     )  # fmt: skip
 
 
-def rms_norm(step: Step, quantized: bool = False) -> Problem:
-    own = OPERATIONS["rms_norm_quantize" if quantized else "rms_norm"]
-    kernel, cost = own.function, own.work
+def rms_norm(step: Step) -> Problem:
+    kernel, cost = operation("rms_norm")
     inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
     x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.nan(T, H)
-    shape = f"H={H}"
-    if not quantized:
-        forms = {
-            "eager": Form(lambda: reference.rms_norm(x, weight, eps)),
-            "library": Form(lambda: F.rms_norm(x, (H,), weight, eps)),
-            "triton": Form(lambda: kernel(x, weight, eps, out, check=False)),
-        }
-        truth = lambda rows: reference.rms_norm(x[rows].double(), weight.double(), eps)  # noqa: E731
-        nbytes = cost(T, H, x.itemsize)
-        return Problem(shape, forms, truth, nbytes, step.dtype, floor(step.dtype), blank=partial(fill_nan, out))
-    values, scale = torch.empty(T, H, dtype=FP8, device=step.device), inputs.nan(T, dtype=torch.float32)
-    forms = {
-        "eager": Form(lambda: reference.quantize_fp8(reference.rms_norm(x, weight, eps))),
-        "triton": Form(lambda: kernel(x, weight, eps, values, scale, check=False)),
-    }
-    return Problem(
-        shape, forms,
-        lambda rows: dequantized(reference.quantize_fp8(reference.rms_norm(x[rows].double(), weight.double(), eps))).double(),
-        cost(T, H, x.itemsize, 1), step.dtype, floor(step.dtype, True), dequantized, partial(fill_nan, values, scale),
+    return problem(
+        step, f"H={H}", lambda: reference.rms_norm(x, weight, eps), lambda: kernel(x, weight, eps, out, check=False),
+        lambda rows: reference.rms_norm(x[rows].double(), weight.double(), eps), cost(T, H, x.itemsize),
+        library={"library": Form(lambda: F.rms_norm(x, (H,), weight, eps))}, outputs=[out],
+    )  # fmt: skip
+
+
+def rms_norm_quantize(step: Step) -> Problem:
+    kernel, cost = operation("rms_norm_quantize")
+    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
+    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.quantized(T, H)
+
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.quantize_fp8(reference.rms_norm(x, weight, eps))
+
+    return problem(
+        step, f"H={H}", lambda: compute(x, weight), lambda: kernel(x, weight, eps, *out, check=False),
+        lambda rows: dequantized(compute(x[rows].double(), weight.double())).double(), cost(T, H, x.itemsize, 1),
+        view=dequantized, outputs=out, rounded=True,
     )  # fmt: skip
 
 
 def norm_residual(step: Step) -> Problem:
-    own = OPERATIONS["norm_residual"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("norm_residual")
     inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
     y, residual, weight, out = inputs.normal(T, H, scale=3.0), inputs.normal(T, H), inputs.norm(H), inputs.nan(T, H)
-    forms = {
-        "eager": Form(lambda: reference.norm_residual(y, weight, eps, residual)),
-        "triton": Form(lambda: kernel(y, weight, eps, residual, out, check=False)),
-    }
-    return Problem(
-        f"H={H}", forms, lambda rows: reference.norm_residual(y[rows].double(), weight.double(), eps, residual[rows].double()),
-        cost(T, H, y.itemsize, residual=True), step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
+    return problem(
+        step, f"H={H}", lambda: reference.norm_residual(y, weight, eps, residual),
+        lambda: kernel(y, weight, eps, residual, out, check=False),
+        lambda rows: reference.norm_residual(y[rows].double(), weight.double(), eps, residual[rows].double()),
+        cost(T, H, y.itemsize, residual=True), outputs=[out],
     )  # fmt: skip
 
 
 def quantize(step: Step) -> Problem:
     """Quantize the inputs of the down projection, the widest of a model. The first value of each row is an outlier."""
-    own = OPERATIONS["quantize"]
-    kernel, cost = own.function, own.work
+    kernel, cost = operation("quantize")
     inputs, (T, K) = Inputs(step), (step.tokens, step.config.intermediate_size)
-    x, values = inputs.normal(T, K, scale=3.0), torch.empty(T, K, dtype=FP8, device=step.device)
+    x, out = inputs.normal(T, K, scale=3.0), inputs.quantized(T, K)
     x[:, 0] *= 1000
-    scale = inputs.nan(T, dtype=torch.float32)
-    forms = {
-        "eager": Form(lambda: reference.quantize_fp8(x)),
-        "triton": Form(lambda: kernel(x, values, scale, check=False)),
-    }
-    return Problem(
-        f"K={K}", forms, lambda rows: dequantized(reference.quantize_fp8(x[rows].double())).double(), cost(T, K, x.itemsize),
-        step.dtype, floor(step.dtype, True), dequantized, partial(fill_nan, values, scale),
+    return problem(
+        step, f"K={K}", lambda: reference.quantize_fp8(x), lambda: kernel(x, *out, check=False),
+        lambda rows: dequantized(reference.quantize_fp8(x[rows].double())).double(), cost(T, K, x.itemsize),
+        view=dequantized, outputs=out, rounded=True,
     )  # fmt: skip
 
 
@@ -227,15 +251,12 @@ def draw(step: Step, **settings: Any) -> Problem:
     logits, out = inputs.normal(B, V, scale=3.0, dtype=torch.float32), inputs.integers(1, B)
     requests = [(resolve(SamplingParams(seed=i, **settings), None), i) for i in range(B)]
     batch, workspace = SamplingBatch.build(requests, step.device), SamplingWorkspace(B, V, step.device)
-    forms = {
-        "eager": Form(lambda: sample(logits, batch, "eager")),
-        "triton": Form(lambda: sample(logits, batch, "triton", workspace, out)),
-    }
-    return Problem(
-        f"V={V}", forms, lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1),
-        OPERATIONS["sample"].work(B, V), step.dtype,
-        Floor(0.0, 0.0), lambda tokens: tokens.double().unsqueeze(1), lambda: out.fill_(-7), compiles=False,
+    made = problem(
+        step, f"V={V}", lambda: sample(logits, batch, "eager"), lambda: sample(logits, batch, "triton", workspace, out),
+        lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1), operation("sample").work(B, V),
+        view=lambda tokens: tokens.double().unsqueeze(1), blank=lambda: out.fill_(-7), compiles=False,
     )  # fmt: skip
+    return replace(made, floor=EXACT)
 
 
 # --- linear layers with their fused operations ---
@@ -348,10 +369,9 @@ class Operands:
         return f"N={linear.N}{' (gate, up)' if linear.activation else ''} K={linear.K}"
 
     def cost(self) -> tuple[int, int]:
-        linear, item = self.linear, self.x.itemsize
+        linear, item, work = self.linear, self.x.itemsize, operation("norm_linear").work
         gated = linear.activation is not None
-        cost = OPERATIONS["norm_linear"].work
-        nbytes, flops = cost(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
+        nbytes, flops = work(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
         weights = self.weight.nbytes + (self.scale.nbytes if self.scale is not None and self.scale.ndim == 2 else 0)
         return nbytes - linear.N * (2 if gated else 1) * linear.K * item + weights, flops
 
@@ -361,7 +381,7 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
     from minirt.kernels.launch import Workspace
 
     o, workspace = Operands(step, linears(step.config)[name], quantization), Workspace(step.device)
-    kernel = OPERATIONS[OPERATION_OF[name]].function
+    kernel = operation(OPERATION_OF[name]).function
     options: dict[str, Any] = {"scale": o.scale, "check": False}
 
     def triton() -> Tensor:
@@ -371,8 +391,7 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
             return kernel(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
         return kernel(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
 
-    forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
-    return _linear_problem(step, o, forms, quantization in ("fp8", "fp8_blocks"))
+    return _linear_problem(step, o, triton, o.products(False), quantization in ("fp8", "fp8_blocks"))
 
 
 def gemm(step: Step, name: str, quantization: str | None) -> Problem:
@@ -386,8 +405,8 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
     from minirt.kernels.linear.product import Epilogue, Product
 
     if quantization is not None and step.tokens == 1:
-        where = f"gemm_{name}.{quantization}"
-        raise UnsupportedError("a single token is not quantized", where=where, expected="2 tokens or more")
+        kernel = f"gemm_{name}.{quantization}"
+        raise UnsupportedError("a single token is not quantized", where=kernel, expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, quantization), Workspace(step.device)
     values, x_scale = o.x, None
@@ -403,14 +422,13 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
         launch(product)
         return o.out
 
-    forms = {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}
-    return _linear_problem(step, o, forms, quantization is not None)
+    return _linear_problem(step, o, triton, o.products(True), quantization is not None)
 
 
-def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
-    eight = fp8 and step.tokens > 1  # one token is not quantized
-    rate, blank = FP8 if eight else step.dtype, partial(fill_nan, o.out)
-    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, eight), blank=blank)
+def _linear_problem(step: Step, o: Operands, triton: Callable[[], Tensor], library: dict[str, Form], fp8: bool) -> Problem:
+    rounded = fp8 and step.tokens > 1  # one token is not quantized
+    made = problem(step, o.shape(), o.eager, triton, o.truth, o.cost(), library=library, rounded=rounded, outputs=[o.out])
+    return replace(made, rate=FP8) if rounded else made
 
 
 def mlp(step: Step, activation: str | None = None) -> Problem:
@@ -433,11 +451,9 @@ def mlp(step: Step, activation: str | None = None) -> Problem:
 
     (a, b), (c, d) = first.cost(), second.cost()
     between = 2 * step.tokens * first.linear.N * first.x.itemsize  # can stay on the chip
-    return Problem(
-        f"H={second.linear.N} I={second.linear.K} {first.linear.activation}",
-        {"eager": Form(lambda: compute(first.x, *tensors)), "triton": Form(triton)},
-        lambda rows: compute(*wide(first.x[rows], *tensors)), (a + c - between, b + d), step.dtype, floor(step.dtype),
-        blank=partial(fill_nan, first.out, second.out),
+    return problem(
+        step, f"H={second.linear.N} I={second.linear.K} {first.linear.activation}", lambda: compute(first.x, *tensors), triton,
+        lambda rows: compute(*wide(first.x[rows], *tensors)), (a + c - between, b + d), outputs=[first.out, second.out],
     )  # fmt: skip
 
 
@@ -458,9 +474,8 @@ def residual_norm(step: Step) -> Problem:
         return y, norm_kernel(y, weight, o.eps, normed, check=False)
 
     nbytes, flops = o.cost()
-    forms = {"eager": Form(lambda: both(o.eager(), weight)), "triton": Form(triton)}
-    return Problem(
-        o.shape(), forms, lambda rows: torch.stack(both(o.truth(rows), weight.double()), 1),
-        (nbytes + o.out.nbytes, flops), step.dtype, floor(step.dtype), lambda pair: torch.stack(pair, 1),
-        partial(fill_nan, o.out, normed),
+    return problem(
+        step, o.shape(), lambda: both(o.eager(), weight), triton,
+        lambda rows: torch.stack(both(o.truth(rows), weight.double()), 1), (nbytes + o.out.nbytes, flops),
+        view=lambda pair: torch.stack(pair, 1), outputs=[o.out, normed],
     )  # fmt: skip

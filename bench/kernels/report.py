@@ -1,11 +1,14 @@
-"""The report of `minirt bench kernels`: a table row for each kernel and shape, then broken bounds and regressions."""
+"""The report of `minirt bench kernels`: a table row for each kernel and shape, then broken bounds and regressions; pictures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+from minirt.bench import picture
 from minirt.bench.compare.report import NO_SPEED
-from minirt.bench.report import LIMIT, Column, Report, Row, heading, table
+from minirt.bench.picture import Panel, Series
+from minirt.bench.report import LIMIT, Column, Report, Row, build, heading, table
 
 FORMS = {
     "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "fast accumulation µs",
@@ -112,16 +115,16 @@ def _errors(row: Row) -> str:
 
 
 def _micros(name: str, row: Row) -> str:
-    own = row["seconds"].get(name)
-    if own is None:
+    times = row["seconds"].get(name)
+    if times is None:
         return "-"
-    spread = f" ± {own['stddev'] * 1e6:,.1f}" if name == "triton" and own["stddev"] is not None else ""
-    return f"{own['median'] * 1e6:,.1f}{spread}" + ("\\*" if name in row["lacks"] else "")
+    spread = f" ± {times['stddev'] * 1e6:,.1f}" if name == "triton" and times["stddev"] is not None else ""
+    return f"{times['median'] * 1e6:,.1f}{spread}" + ("\\*" if name in row["lacks"] else "")
 
 
 def _speedup(row: Row) -> str:
     """Format the speedup over the fastest other implementation of the whole operation, with that implementation's name."""
-    others = {name: own["median"] for name, own in row["seconds"].items() if name != "triton" and name not in row["lacks"]}
+    others = {name: times["median"] for name, times in row["seconds"].items() if name != "triton" and name not in row["lacks"]}
     if not others:
         return "-"
     name = min(others, key=lambda name: others[name])
@@ -135,5 +138,70 @@ def _rate(row: Row) -> str:
 
 
 def _since(row: Row) -> str:
-    own = row.get("baseline")
-    return "-" if not own else f"{'**' * own['regressed']}{own['ratio'] - 1:+.1%}{'**' * own['regressed']}"
+    baseline = row.get("baseline")
+    if not baseline:
+        return "-"
+    mark = "**" * baseline["regressed"]
+    return f"{mark}{baseline['ratio'] - 1:+.1%}{mark}"
+
+
+_COLORS = {"eager": "C0", "compiled": "C2", "library": "C3", "library_fast": "C4", "triton": "C1"}
+_MARKERS = "osD^vP*X<>hd"
+
+
+def draw(shared: Row, rows: list[Row], folder: Path) -> None:
+    """Write roofline.svg (only for a GPU) and sweep.svg from a report's context and rows. Does nothing without timed rows.
+
+    Raises:
+        MinirtError: a file cannot be written.
+    """
+    timed = [row for row in rows if row["seconds"]]
+    if not timed:
+        return
+    warning = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
+    title, cuda = f"{shared['device']} · minirt {build(shared)}{warning}", shared["backend"] == "CUDA"
+    kernels: dict[str, list[Row]] = {}
+    for row in timed:
+        kernels.setdefault(row["kernel"], []).append(row)
+    if cuda:
+        bandwidth = shared["read_ceiling"]["bytes_per_s"]
+        panel = _roofline(shared, kernels, bandwidth)
+        about = f"{title} · reads {bandwidth / 1e12:.2f} TB/s"
+        picture.draw([[panel]], about, folder / "roofline.svg", (9.0, 6.0))
+    panels = [_sweep(*kernel) for kernel in kernels.items()]
+    columns = min(5, len(panels))
+    lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    about = f"{title} · {'share of the limit' if cuda else 'ms'} by tokens (@ context)"
+    picture.draw(lines, about, folder / "sweep.svg", (3.0 * columns, 2.6 * len(lines) + 0.6))
+
+
+def _roofline(shared: Row, kernels: dict[str, list[Row]], bandwidth: float) -> Panel:
+    kernels = {name: [row for row in rows if row["flops"]] for name, rows in kernels.items()}
+    reach = [row["flops"] / row["bytes"] for rows in kernels.values() for row in rows]
+    low, high = min(reach) / 2, max(reach) * 2
+    series, notes = [], []
+    for product in shared["matmul_ceilings"]:
+        roof = product["flops_per_s"]
+        x = sorted({low, min(max(roof / bandwidth, low), high), high})
+        series.append(Series("", [min(roof, bandwidth * at) / 1e12 for at in x], x, "k-"))
+        notes.append((high, roof / 1e12, f"{roof / 1e12:,.0f} TFLOP/s"))
+    for i, (name, rows) in enumerate(kernels.items()):
+        rates, x = [row["flops_per_s"] / 1e12 for row in rows], [row["flops"] / row["bytes"] for row in rows]
+        series.append(Series(name, rates, x, _MARKERS[i // 10 % len(_MARKERS)], f"C{i % 10}"))
+    units = "operations per byte", "TFLOP/s of the Triton kernels"
+    return Panel(series, "", *units, log="xy", notes=notes, legend="right")
+
+
+def _sweep(kernel: str, rows: list[Row]) -> Panel:
+    """Every implementation of one kernel: its share of the limit on a GPU, its time on a CPU."""
+    limited, several = rows[0]["limit_s"] is not None, len({row["model"] for row in rows}) > 1
+    labels = [
+        f"{row['tokens']}" + ("" if row["context"] is None else f" @ {row['context']}") + (f" {row['model']}" if several else "")
+        for row in rows
+    ]
+    series = []
+    for form, color in _COLORS.items():
+        times = [row["seconds"][form]["median"] if form in row["seconds"] else None for row in rows]
+        values = [s and (row["limit_s"] / s if limited else s * 1e3) for s, row in zip(times, rows, strict=True)]
+        series += [Series(form, values, style=".-", color=color)] if any(times) else []
+    return Panel(series, kernel, ticks=labels, rotation=60, log="" if limited else "y", level=1.0 if limited else None)

@@ -2,7 +2,7 @@
 
 `ResponseParser` and `EventParser` take bytes in any pieces and know nothing of sockets. `HTTPClient` keeps connections open and
 sends requests. A load generator reads hundreds of thousands of small blocks a second: each block is handled in one callback, and
-no coroutine wakes until a response is complete. docs/decisions/bench-serve.md has the measured cost.
+no coroutine wakes until a response is complete. docs/decisions/benchmarking.md has the measured cost.
 """
 
 import asyncio
@@ -105,8 +105,8 @@ class ResponseParser:
             else:
                 self._left = _chunk_size(line) if not self._after_chunk else -1
                 if self._left < 0:
-                    found = shortened(printable(line.decode("latin-1")), 40)
-                    raise HTTPError(f"bad chunked body: {found!r} is no size of a chunk")
+                    shown = shortened(printable(line.decode("latin-1")), 40)
+                    raise HTTPError(f"bad chunked body: {shown!r} is no size of a chunk")
                 self._in_trailers = not self._left
         return pieces
 

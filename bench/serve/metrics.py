@@ -97,20 +97,21 @@ def client(usages: Sequence[Usage], run: Run) -> Row:
 
 def warnings(row: Row, asked_output_tokens: int | None) -> list[str]:
     """Sentences about what makes a result doubtful. `asked_output_tokens`: those of all requests, if none may end early."""
-    found, own = [], row["client"]
-    if own["headroom"] < 1 - BUSY:
-        share = f"{own['cpu_share_busiest_second']:.0%}"
-        found.append(f"the client may be the limit: a process used {share} of a CPU in its busiest second; raise --processes")
+    sentences, load_client = [], row["client"]
+    if load_client["headroom"] < 1 - BUSY:
+        share = f"{load_client['cpu_share_busiest_second']:.0%}"
+        sentences.append(f"the client may be the limit: a process used {share} of a CPU in its busiest second; raise --processes")
     itl = row.get("median_itl_ms") or 0.0
-    if own["p99_loop_lag_ms"] > max(5.0, itl / 2):
-        lag = f"{own['p99_loop_lag_ms']:.1f} ms"
-        found.append(f"the client measures late: event loops lagged by {lag} (p99); raise --processes, or use another machine")
+    if load_client["p99_loop_lag_ms"] > max(5.0, itl / 2):
+        lag = f"{load_client['p99_loop_lag_ms']:.1f} ms"
+        advice = "raise --processes, or use another machine"
+        sentences.append(f"the client measures late: event loops lagged by {lag} (p99); {advice}")
     if row["token_counts"] == "events":
-        found.append("the server does not count tokens: each event counts as one, and prompts as none")
+        sentences.append("the server does not count tokens: each event counts as one, and prompts as none")
     elif not row["failed"] and asked_output_tokens is not None and row["total_output_tokens"] != asked_output_tokens:
         counts = f"{row['total_output_tokens']:,} tokens came instead of {asked_output_tokens:,}"
-        found.append(f"{counts}: does the server take ignore_eos?")
-    return found
+        sentences.append(f"{counts}: does the server take ignore_eos?")
+    return sentences
 
 
 def _samples(run: Run, good: Sequence[Outcome]) -> dict[str, list[float]]:

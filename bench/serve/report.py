@@ -1,10 +1,13 @@
-"""The report of `minirt bench serve`: the table of `vllm bench serve` for each rate, or one line for each rate."""
+"""The report of `minirt bench serve`: the table of `vllm bench serve` for each rate, or one line for each rate; the picture."""
 
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import minirt
+from minirt.bench import picture
+from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
 from minirt.threads import usable_cpus
 
@@ -41,8 +44,8 @@ class ServeReport(Report):
         return "\n".join([*lines, "", *table(_COLUMNS, self.results, left=1)]) + "\n"
 
 
-def context(**own: Any) -> Row:
-    """Return what all results of a command share: `own`, and the client's machine and versions."""
+def context(**facts: Any) -> Row:
+    """Return what all results of a command share: `facts`, and the client's machine and versions."""
     return {
         "schema": 1,
         "benchmark": "serve",
@@ -50,7 +53,7 @@ def context(**own: Any) -> Row:
         "commit": commit(),
         "date": date(),
         "client_cpu": f"{platform.machine()}, {usable_cpus()} CPUs",
-        **own,
+        **facts,
     }
 
 
@@ -84,16 +87,16 @@ def _block(row: Row) -> list[str]:
             lines.append(f"{title:-^{_WIDTH}}")
         for kind, value in values:
             add(f"{kind.capitalize()} {short} (ms):", value)
-    own = row["client"]
+    client = row["client"]
     lines.append(f"{'Load Client':-^{_WIDTH}}")
-    add("Processes:", own["processes"])
-    add("CPU share, busiest process (%):", own["cpu_share"] * 100)
-    add("CPU share, busiest second (%):", own["cpu_share_busiest_second"] * 100)
-    add("CPU headroom (%):", own["headroom"] * 100)
-    add("CPU time per event (µs):", own["us_per_event"])
-    add("P99 event loop lag (ms):", own["p99_loop_lag_ms"])
-    if own["p99_send_delay_ms"] is not None:
-        add("P99 send delay (ms):", own["p99_send_delay_ms"])
+    add("Processes:", client["processes"])
+    add("CPU share, busiest process (%):", client["cpu_share"] * 100)
+    add("CPU share, busiest second (%):", client["cpu_share_busiest_second"] * 100)
+    add("CPU headroom (%):", client["headroom"] * 100)
+    add("CPU time per event (µs):", client["us_per_event"])
+    add("P99 event loop lag (ms):", client["p99_loop_lag_ms"])
+    if client["p99_send_delay_ms"] is not None:
+        add("P99 send delay (ms):", client["p99_send_delay_ms"])
     return [*lines, "=" * _WIDTH]
 
 
@@ -129,3 +132,34 @@ _COLUMNS: list[Column] = [
     ("failed", lambda r: str(r["failed"])),
     ("client headroom", lambda r: f"{r['client']['headroom']:.0%}"),
 ]
+
+
+def draw(shared: Row, rows: list[Row], target: Path) -> None:
+    """Draw latencies and throughput by request rate. The suffix of `target` sets the format. Does nothing if no request was
+    successful.
+
+    The x axis is the rate that was served, since the requested rate may be infinite. Points of the throughput are labelled with
+    the requested rate.
+
+    Raises:
+        MinirtError: the file cannot be written.
+    """
+    rows = sorted((row for row in rows if row["completed"]), key=lambda row: row["request_throughput"])
+    if not rows:
+        return
+    rates, xlabel = [row["request_throughput"] for row in rows], "requests/s served"
+    panels = []
+    for name in ("ttft", "tpot", "e2el"):
+        keys = [key for key in rows[0] if key.endswith(f"_{name}_ms") and key[0] in "pm" and "mean" not in key]
+        lines = [Series(key.removesuffix(f"_{name}_ms"), [row[key] for row in rows], rates, ".-") for key in keys]
+        log = "" if name == "tpot" else "y"  # waiting times grow by orders of magnitude where the server is saturated
+        panels.append(Panel(lines, _TITLES[name][1].lower(), xlabel, "ms", log=log, legend="best"))
+    line = Series("output tokens/s", [row["output_throughput"] for row in rows], rates, "k.-")
+    notes = [(rate, row["output_throughput"], shown_rate(row)) for rate, row in zip(rates, rows, strict=True)]
+    panels.append(Panel([line], "throughput", xlabel, "tokens/s", notes=notes, legend="best"))
+    if any(row["request_goodput"] is not None for row in rows):
+        limits = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in (rows[0]["goodput_limits_ms"] or {}).items())
+        line = Series(f"goodput ({limits})", [row["request_goodput"] for row in rows], rates, "C3.-")
+        panels.append(Panel([line], "goodput", xlabel, "requests/s within the limits", legend="best"))
+    title = f"{shared['model_id']} · {shared['base_url']} · minirt {build(shared)}"
+    picture.draw([panels[:2], panels[2:]], title, target, (5.0 * (len(panels) + 1 >> 1), 7.0))

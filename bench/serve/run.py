@@ -54,8 +54,8 @@ def served_model(target: Target) -> dict[str, Any]:
     models = answer.get("data") if isinstance(answer, dict) else None
     if isinstance(models, list) and models and isinstance(models[0], dict) and isinstance(models[0].get("id"), str):
         return models[0]
-    found = shortened(printable(json.dumps(answer)), 120)
-    raise MinirtError("the server names no model", where=target.base_url + "/v1/models", found=found, hint="use --model NAME")
+    shown = shortened(printable(json.dumps(answer)), 120)
+    raise MinirtError("the server names no model", where=target.base_url + "/v1/models", found=shown, hint="use --model NAME")
 
 
 def server_version(target: Target) -> str | None:
@@ -141,10 +141,10 @@ def measure(target: Target, workload: Workload, rate: float, max_concurrency: in
     limits = work.shares(max_concurrency, processes)
     owners = work.assign(outputs, limits)
     requests = list(zip(range(len(times)), times, inputs, outputs, strict=True))
-    own = [[request for request, owner in zip(requests, owners, strict=True) if owner == i] for i in range(processes)]
+    parts = [[request for request, owner in zip(requests, owners, strict=True) if owner == i] for i in range(processes)]
     shares = [
         Share(target.base_url, target.path, target.headers, target.timeout, workload, mine, limit)
-        for mine, limit in zip(own, limits, strict=True)
+        for mine, limit in zip(parts, limits, strict=True)
     ]
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(share)) for share in shares]

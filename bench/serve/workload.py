@@ -59,11 +59,11 @@ class Workload:
         prompt: Any = rng.choices(_WORDS if self.text else range(self.vocab_size), k=input_len)
         prompt = " ".join(prompt) if self.text else prompt
         if self.chat:
-            own = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": output_len}
+            asked = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": output_len}
         else:
-            own = {"prompt": prompt, "max_tokens": output_len}
+            asked = {"prompt": prompt, "max_tokens": output_len}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        return json.dumps(own | stream | self.fields).encode()
+        return json.dumps(asked | stream | self.fields).encode()
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:

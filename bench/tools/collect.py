@@ -5,6 +5,7 @@ is 1. `bench/tools/tables.py` makes tables and pictures from the stored results.
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,84 +16,68 @@ from pathlib import Path
 
 from minirt.errors import InputError, MinirtError
 
-_MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
-_DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
-_PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
-# Long prompts while other requests decode, with several limits on the tokens of a step. A whole prompt and all requests fit 8448.
-_BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "--repeats", "3", "--skip-check"]
-_STEP_LIMITS = (8448, 2048, 512)
-# Models with other shapes than the one to which the kernels' rules were fitted.
-_OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
-_FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B", "Qwen3-30B-A3B")
-_EIGHT_BITS = ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")  # of `steps.py`, which leaves out Python's part of a step
-# Formats that only a checkpoint has.
-_STORED_FORMATS = {
-    "fp8-blocks": ["fp8-blocks", "Qwen2.5-7B"],
-    "fp8-channels": ["fp8-channels", "Qwen2.5-7B"],
-    "fp8-odd-tiles": [
-        *("--set", "hidden_size=3456", "--set", "intermediate_size=18816", "--set", "head_dim=128"), "fp8-blocks", "Qwen2.5-7B",
-    ],
-    "fp8-odd-widths": [
-        *("--set", "hidden_size=3472", "--set", "intermediate_size=18720", "--set", "head_dim=128"), "fp8-blocks", "Qwen2.5-7B",
-    ],
-}  # fmt: skip
-# Several runs, because torch.compile takes seconds for each shape.
-_KERNELS = {
-    "rows": ("embedding", "*norm", "norm_residual", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
-    "attention": ("attention_*",),
-    "linears": ("qkv*", "o", "o.fp8", "o.fp8_blocks", "o.int4", "gate_up*", "down*", "lm_head*"),
-    "mlp": ("mlp*",),
+# A line for each run: its name, and the arguments of `minirt`, or a script of this folder with its arguments. A line with KIND
+# stands for two runs: in bf16, and with `--fp8` in place of KIND.
+_RUNS = """
+decode-KIND bench speed -p 0 7B --max-num-seqs 256 --max-model-len 8448 -b 1,8,64,256 -c 128 KIND
+decode-KIND-8000 bench speed -p 0 7B --max-num-seqs 256 --max-model-len 8448 -b 1 -c 8000 --skip-check KIND
+decode-KIND-odd bench speed -p 0 7B --max-num-seqs 256 --max-model-len 8448 -b 3,24,100 -c 128,3000 --skip-check KIND
+prefill-KIND bench speed -n 0 7B --max-model-len 8448 -p 128,512,2048,8192 --repeats 7 --skip-check KIND
+compare-7b-KIND compare 7B KIND
+tune-KIND tune --model Qwen2.5-7B KIND
+startup-KIND startup.py Qwen2.5-7B KIND
+mixture-KIND mixture.py Qwen3-30B-A3B KIND
+served-KIND served.py Qwen2.5-7B KIND
+decode-llama-3.1-8b-KIND bench speed -p 0 --model Llama-3.1-8B --random-weights --max-model-len 4096 -b 1,8,64 -c 128 KIND
+decode-qwen3-4b-KIND bench speed -p 0 --model Qwen3-4B --random-weights --max-model-len 4096 -b 1,8,64 -c 128 KIND
+decode-qwen2.5-0.5b-KIND bench speed -p 0 --model Qwen2.5-0.5B --random-weights --max-model-len 4096 -b 1,8,64 -c 128 KIND
+decode-smollm2-1.7b-KIND bench speed -p 0 --model SmolLM2-1.7B --random-weights --max-model-len 4096 -b 1,8,64 -c 128 KIND
+steps-int4-qwen2.5-7b steps.py Qwen2.5-7B --quantize int4
+steps-int4-llama-3.1-8b steps.py Llama-3.1-8B --quantize int4
+steps-int4-qwen3-4b steps.py Qwen3-4B --quantize int4
+steps-int4-qwen3-30b-a3b steps.py Qwen3-30B-A3B --quantize int4
+steps-fp8-qwen3-30b-a3b steps.py Qwen3-30B-A3B --quantize fp8
+steps-fp8-qwen3.5-35b-a3b steps.py Qwen3.5-35B-A3B --quantize fp8
+steps-fp8-blocks steps.py Qwen2.5-7B --stored fp8-blocks
+steps-fp8-channels steps.py Qwen2.5-7B --stored fp8-channels
+steps-fp8-odd-tiles steps.py Qwen2.5-7B --stored fp8-blocks --set hidden_size=3456 intermediate_size=18816 head_dim=128
+steps-fp8-odd-widths steps.py Qwen2.5-7B --stored fp8-blocks --set hidden_size=3472 intermediate_size=18720 head_dim=128
+chunking-8448 bench speed -n 0 7B --max-model-len 8448 -p 8192 --beside 32 --repeats 3 --skip-check --max-num-batched-tokens 8448
+chunking-2048 bench speed -n 0 7B --max-model-len 8448 -p 8192 --beside 32 --repeats 3 --skip-check --max-num-batched-tokens 2048
+chunking-512 bench speed -n 0 7B --max-model-len 8448 -p 8192 --beside 32 --repeats 3 --skip-check --max-num-batched-tokens 512
+mixture-odd-bf16 mixture.py Qwen3-30B-A3B --set num_experts=120 moe_intermediate_size=752
+mixture-fp8-blocks mixture.py Qwen3-30B-A3B --stored fp8-blocks
+patch-7b-compiled bench patch 7B --compile -p 2048 -b 1,8 --variants 'minirt,minirt fp8'
+patch-7b bench patch 7B --no-compile -p 128,2048,8192 -b 1,8
+trace gpu_trace.py Qwen2.5-7B
+compare-embedded compare --dtype bfloat16 -b 3
+compare-smollm2 compare --model SmolLM2-135M-Instruct --dtype bfloat16 -b 3
+kernels-rows bench kernels embedding *norm norm_residual rms_norm_quantize quantize *rope_kv_write* sample_* --model Qwen2.5-7B
+kernels-attention bench kernels attention_* --model Qwen2.5-7B
+kernels-linears bench kernels LINEARS --model Qwen2.5-7B
+kernels-mlp bench kernels mlp* --model Qwen2.5-7B
+kernels-experts bench kernels experts* --model Qwen3-30B-A3B
+kernels-gated-delta bench kernels gated_delta_* --model Qwen3.5-27B
+kernels-gemm bench kernels gemm_* --model Qwen2.5-7B --model Llama-3.1-8B --no-compile
+kernels-others bench kernels LINEARS OTHERS -t 1,3,24,100 --no-compile
+kernels-others-attention bench kernels attention_decode* OTHERS -t 1,3,24,100 -c 128,3000 --no-compile
+"""
+_WORDS = {
+    "7B": "--model Qwen2.5-7B --random-weights",
+    "LINEARS": "qkv* o o.fp8 o.fp8_blocks o.int4 gate_up* down* lm_head*",
+    # Models with other shapes than the one to which the kernels' rules were fitted.
+    "OTHERS": "--model Qwen2.5-7B --model Llama-3.1-8B --model Qwen3-4B --model Qwen2.5-0.5B --model SmolLM2-1.7B",
 }
 
 
 def _runs() -> dict[str, list[str]]:
-    """Return the arguments of `minirt` by name of the result. A first argument that ends with .py is a script of this folder."""
+    """The arguments by name of the result."""
     runs = {}
-    for kind, flags in (("bf16", []), ("fp8", ["--fp8"])):
-        runs[f"decode-{kind}"] = [*_DECODE, "-b", "1,8,64,256", "-c", "128", *flags]
-        runs[f"decode-{kind}-8000"] = [*_DECODE, "-b", "1", "-c", "8000", "--skip-check", *flags]
-        runs[f"decode-{kind}-odd"] = [*_DECODE, "-b", "3,24,100", "-c", "128,3000", "--skip-check", *flags]
-        runs[f"prefill-{kind}"] = [*_PREFILL, *flags]
-        runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
-        runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
-        runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
-        runs[f"mixture-{kind}"] = ["mixture.py", "Qwen3-30B-A3B", *flags]
-        runs[f"long-prompts-{kind}"] = ["long_prompts.py", "Qwen2.5-0.5B", *flags]
-        runs[f"served-{kind}"] = ["served.py", "Qwen2.5-7B", *flags]
-        runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
-        for model in _OTHERS:
-            own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
-            runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
-    for model in _FOUR_BITS:
-        runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
-    for model in _EIGHT_BITS:
-        runs[f"steps-fp8-{model.lower()}"] = ["steps.py", model, "fp8"]
-    for name, words in _STORED_FORMATS.items():
-        runs[f"steps-{name}"] = ["stored_format.py", *words, "steps"]
-    for limit in _STEP_LIMITS:
-        runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
-    runs["mixture-odd-bf16"] = ["mixture.py", "Qwen3-30B-A3B", "--set", "num_experts=120", "--set", "moe_intermediate_size=752"]
-    runs["mixture-fp8-blocks"] = ["mixture.py", "--stored", "fp8-blocks", "Qwen3-30B-A3B"]
-    compiled = ["--compile", "-p", "2048", "-b", "1,8", "--variants", "minirt,minirt fp8"]
-    runs["patch-7b-compiled"] = ["bench", "patch", *_MODEL, *compiled]
-    runs["patch-7b"] = ["bench", "patch", *_MODEL, "--no-compile", "-p", "128,2048,8192", "-b", "1,8"]
-    runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
-    runs["prefix-cache"] = ["prefix_cache.py", "Qwen2.5-7B"]
-    runs["sampling-cost"] = ["sampling_cost.py", "Qwen2.5-7B"]
-    runs["power"] = ["power.py", "Qwen2.5-7B"]
-    # Real weights: the embedded model, and one that must be in the Hub's cache.
-    runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
-    runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]
-    for name, kernels in _KERNELS.items():
-        runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
-    runs["kernels-experts"] = ["bench", "kernels", "experts*", "--model", "Qwen3-30B-A3B"]
-    runs["kernels-gated-delta"] = ["bench", "kernels", "gated_delta_*", "--model", "Qwen3.5-27B"]
-    runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
-    others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
-    linears = _KERNELS["linears"]
-    runs["kernels-others"] = ["bench", "kernels", *linears, *others, "-t", "1,3,24,100", "--no-compile"]
-    attention = ["attention_decode*", *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
-    runs["kernels-others-attention"] = ["bench", "kernels", *attention]
+    for line in _RUNS.split("\n")[1:-1]:
+        for kind, flag in (("bf16", ""), ("fp8", "--fp8")) if "KIND" in line else (("", ""),):
+            name, _, text = line.partition(" ")
+            words = [_WORDS.get(word, flag if word == "KIND" else word) for word in text.split(" ")]
+            runs[name.replace("KIND", kind)] = shlex.split(" ".join(words))
     return runs
 
 
@@ -130,8 +115,7 @@ def prefix() -> str:
 
 def main(words: list[str]) -> int:
     if not words or not Path(words[0]).is_dir():
-        found = words[0] if words else "none"
-        raise MinirtError("expected a folder to write to", found=found, hint="collect.py FOLDER [NAME or glob …]")
+        raise MinirtError("expected a folder to write to", found="".join(words[:1]) or "none", hint="collect.py FOLDER [NAME …]")
     names, gpu, failed = select(words[1:]), prefix(), 0
     for name in names:
         started = time.monotonic()

@@ -108,8 +108,8 @@ def list_variants(cc: int, models: Sequence[str], calls: Path | None) -> list[Li
     lists, run = _Lists(), JITFunction.run
 
     def list_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found = run(kernel, *arguments, grid=grid, warmup=True, **options)
-        number = found if isinstance(found, int) else found.result()  # type: ignore[attr-defined]
+        launched = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        number = launched if isinstance(launched, int) else launched.result()  # type: ignore[attr-defined]
         lists.uses[number][lists.use] = None
 
     JITFunction.run = list_only  # type: ignore[method-assign]
@@ -135,32 +135,33 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     from minirt.gpus import AbsentGPU
     from minirt.layers.base import implementation
     from minirt.loading import load
-    from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype
+    from minirt.loading.options import LoadOptions
+    from minirt.loading.resolve import pick_dtype, pick_kv_dtype
     from minirt.sampling_params import SamplingParams
     from minirt.step.kv_cache import KVCache
 
     preset, quantization, kv_dtype = [*name.split(":"), "", ""][:3]
     gpu, cpu = AbsentGPU(f"sm_{cc}", 1 << 40, divmod(cc, 10)), torch.device("cpu")
     options = LoadOptions(model=preset, quantization=quantization or None, kv_cache_dtype=kv_dtype or "auto", random_weights=True)
-    found = load.find(preset, None, need_weights=False)
-    found = found._replace(config=replace(found.config, num_layers=_fewest_layers(found.config)))
-    model = load.build(options, found, None, gpu)
+    checkpoint = load.find(preset, None, need_weights=False)
+    checkpoint = checkpoint._replace(config=replace(checkpoint.config, num_layers=_fewest_layers(checkpoint.config)))
+    model = load.build(options, checkpoint, None, gpu)
     model.device = gpu  # type: ignore[assignment]  # for the plan
-    model.dtype = pick_dtype("bfloat16", found.config, cpu)
+    model.dtype = pick_dtype("bfloat16", checkpoint.config, cpu)
     model.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, model.dtype)
     try:
         model.resolve("triton")
     except UnsupportedError as error:  # such as fp8 on sm_80
         print(f"sm_{cc}, {name}: left out: {error}", file=sys.stderr)
         return
-    length = min(LENGTH, found.config.context_len)
+    length = min(LENGTH, checkpoint.config.context_len)
     model.allocate(cpu, model.dtype, length, model.kv_dtype)
     for layer in model.unique_layers():
         layer.context.pdl = cc >= 90
         layer.bind(implementation(layer.kind, "triton"))
     cache = KVCache(model.cache_specs, SEQS + length // 64, cpu, model.kv_dtype, num_slots=SEQS)
     runner = Runner(
-        model, cache, cpu, EngineLimits(length, SEQS, TOKENS), vocab_size=found.config.vocab_size, cuda_graphs=True
+        model, cache, cpu, EngineLimits(length, SEQS, TOKENS), vocab_size=checkpoint.config.vocab_size, cuda_graphs=True
     )  # fmt: skip
     dry_run = model.dry_run
 
@@ -282,12 +283,12 @@ def compile_all(gpus: Sequence[int], models: Sequence[str], calls: Path | None, 
         variants, errors = list[dict[str, Any]](), list[dict[str, Any]]()
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_import_from, initargs=(folder,)) as pool:
             measured = pool.map(measure, [variant.request for variant in listed])
-            for done, (own, variant) in enumerate(zip(measured, listed, strict=True), 1):
-                (errors if "error" in own else variants).append(own | {"uses": variant.uses})
+            for done, (facts, variant) in enumerate(zip(measured, listed, strict=True), 1):
+                (errors if "error" in facts else variants).append(facts | {"uses": variant.uses})
                 if done % 50 == 0 or done == len(listed):
                     print(f"{done} of {len(listed)} variants", file=sys.stderr, flush=True)
-    for found in (variants, errors):
-        found.sort(key=lambda own: (own["gpu"], own["kernel"], own["key"], own["uses"]))
+    for records in (variants, errors):
+        records.sort(key=lambda record: (record["gpu"], record["kernel"], record["key"], record["uses"]))
     return {"schema": SCHEMA, "versions": _versions(), "models": list(models), "variants": variants, "errors": errors}
 
 
@@ -309,8 +310,9 @@ class Pair(NamedTuple):
     new: dict[str, Any] | None
 
 
-def _code(own: dict[str, Any]) -> tuple[Any, ...]:
-    return own["gpu"], own["warps"], own["registers"], own["stack"], own["shared"], tuple(sorted(own["opcodes"].items()))
+def _code(variant: dict[str, Any]) -> tuple[Any, ...]:
+    facts = (variant[name] for name in ("gpu", "warps", "registers", "stack", "shared"))
+    return *facts, tuple(sorted(variant["opcodes"].items()))
 
 
 def _distance(old: dict[str, Any], new: dict[str, Any]) -> int:
@@ -332,8 +334,8 @@ def compare(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> lis
         """Pair what `by` maps to one value; of several with that value, those whose code differs least."""
         groups: defaultdict[Any, tuple[list, list]] = defaultdict(lambda: ([], []))
         for side in (0, 1):
-            for own in rest[side]:
-                groups[by(own)][side].append(own)
+            for variant in rest[side]:
+                groups[by(variant)][side].append(variant)
             rest[side].clear()
         for before, after in groups.values():
             while before and after:
@@ -343,12 +345,12 @@ def compare(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> lis
             rest[0].extend(before)
             rest[1].extend(after)
 
-    match(SAME, lambda own: (own["kernel"], own["key"], _code(own)))
-    match(RENAMED, lambda own: (own["kernel"], _code(own)))
+    match(SAME, lambda variant: (variant["kernel"], variant["key"], _code(variant)))
+    match(RENAMED, lambda variant: (variant["kernel"], _code(variant)))
     match(RENAMED, _code)
-    match(DIFFERENT, lambda own: (own["gpu"], own["kernel"], own["key"]))
-    match(DIFFERENT, lambda own: (own["gpu"], own["kernel"], tuple(own["uses"])))
-    pairs += [Pair(ONLY_OLD, own, None) for own in rest[0]] + [Pair(ONLY_NEW, None, own) for own in rest[1]]
+    match(DIFFERENT, lambda variant: (variant["gpu"], variant["kernel"], variant["key"]))
+    match(DIFFERENT, lambda variant: (variant["gpu"], variant["kernel"], tuple(variant["uses"])))
+    pairs += [Pair(ONLY_OLD, variant, None) for variant in rest[0]] + [Pair(ONLY_NEW, None, variant) for variant in rest[1]]
     return pairs
 
 
@@ -357,10 +359,10 @@ def report(pairs: Sequence[Pair]) -> str:
     verdicts = (SAME, RENAMED, DIFFERENT, ONLY_OLD, ONLY_NEW)
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for pair in pairs:
-        own = pair.old or pair.new or {}
-        counts[f"sm_{own['gpu']} {own['kernel']}"][pair.verdict] += 1
-    rows = [[name, *(str(found[verdict]) for verdict in verdicts)] for name, found in sorted(counts.items())]
-    rows.append(["all", *(str(sum(found[verdict] for found in counts.values())) for verdict in verdicts)])
+        variant = pair.old or pair.new or {}
+        counts[f"sm_{variant['gpu']} {variant['kernel']}"][pair.verdict] += 1
+    rows = [[name, *(str(row[verdict]) for verdict in verdicts)] for name, row in sorted(counts.items())]
+    rows.append(["all", *(str(sum(row[verdict] for row in counts.values())) for verdict in verdicts)])
     lines = [_table(["kernel", *verdicts], rows)]
     for pair in pairs:
         if pair.verdict == DIFFERENT and pair.old and pair.new:
@@ -370,9 +372,9 @@ def report(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-def _title(own: dict[str, Any]) -> str:
-    more = f" and {len(own['uses']) - 1} more" if len(own["uses"]) > 1 else ""
-    return f"sm_{own['gpu']} {own['kernel']} ({own['uses'][0]}{more}): {own['key']}"
+def _title(variant: dict[str, Any]) -> str:
+    others = f" and {len(variant['uses']) - 1} more" if len(variant["uses"]) > 1 else ""
+    return f"sm_{variant['gpu']} {variant['kernel']} ({variant['uses'][0]}{others}): {variant['key']}"
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -389,13 +391,14 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 def summary(variants: Sequence[dict[str, Any]]) -> str:
     """A table with a row for each kernel: variants, and the most registers, stack, shared memory and instructions of one."""
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for own in variants:
-        groups[f"sm_{own['gpu']} {own['kernel']}"].append(own)
+    for variant in variants:
+        groups[f"sm_{variant['gpu']} {variant['kernel']}"].append(variant)
     rows = []
-    for name, found in sorted(groups.items()):
-        most = [str(max(own[what] for own in found)) for what in ("registers", "stack", "shared")]
-        spilling = sum(any(op.startswith(("STL", "LDL")) for op in own["opcodes"]) for own in found)
-        rows.append([name, str(len(found)), *most, str(max(sum(own["opcodes"].values()) for own in found)), str(spilling)])
+    for name, group in sorted(groups.items()):
+        most = [max(variant[what] for variant in group) for what in ("registers", "stack", "shared")]
+        most.append(max(sum(variant["opcodes"].values()) for variant in group))
+        spilling = sum(any(op.startswith(("STL", "LDL")) for op in variant["opcodes"]) for variant in group)
+        rows.append([name, *map(str, (len(group), *most, spilling))])
     return _table(["kernel", "variants", "registers", "stack", "shared", "instructions", "with local memory"], rows)
 
 
@@ -433,8 +436,8 @@ def main() -> int:
         record = compile_all(gpus, options.model, options.calls.resolve(), options.processes)
         Path(options.out).write_text(json.dumps(record, indent=0) + "\n")
         print(summary(record["variants"]))
-        for own in record["errors"]:
-            print(f"{_title(own)}\n    {own['error']}", file=sys.stderr)
+        for failed in record["errors"]:
+            print(f"{_title(failed)}\n    {failed['error']}", file=sys.stderr)
         return int(bool(record["errors"]))
     pairs = compare(_read(options.old), _read(options.new))
     print(report(pairs))

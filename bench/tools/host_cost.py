@@ -111,7 +111,7 @@ class Cost:
         acts = {start: first, end: last}
         if self._waiting:
             acts[BEFORE] = lambda: self._thread.submit(self._waiting, SimpleQueue())
-            acts[end + 1] = lambda: self._thread.abort([own.id for own in self._waiting])
+            acts[end + 1] = lambda: self._thread.abort([request.id for request in self._waiting])
         self._nothing.begin(acts)
         kind(self._generator, self._sequences, end + 8)
 

@@ -1,158 +1,73 @@
-"""The generated blocks of docs/kernels.md, from the tables of operations and of regimes.
+"""The generated tables of docs/kernels.md and docs/design/regimes.md, from the tables of operations and of regimes.
 
-python bench/tools/kernel_pages.py     writes the page; needs Triton, no GPU
+python bench/tools/kernel_pages.py     writes the pages; needs Triton, no GPU
 
-A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares the page with the tables.
+A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares the pages with the tables.
 """
 
-import inspect
-import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple
 
-from minirt.kernels import quantize
-from minirt.kernels.attention import dispatch as attention
-from minirt.kernels.attention import rope_write
-from minirt.kernels.linear import dispatch as linear
-from minirt.kernels.moe import dispatch as moe
-from minirt.kernels.operations import OPERATIONS, Operation
-from minirt.kernels.regimes import AttentionLimits, Limits, Regime
+from minirt.kernels.operations import OPERATIONS
+from minirt.kernels.regimes import TABLES, Regime
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _codes(places: tuple[str, ...]) -> str:
-    """Places of the table as code; references of `kernels.reference` by their name only."""
-    return ", ".join(f"`{place.removeprefix('minirt.').replace(':', '.')}`" for place in places)
-
-
-def _home(operation: Operation) -> str:
-    return f"`{operation.name}`" if operation.exported else f"`{operation.module}.{operation.name}`"
-
-
-def operations() -> str:
-    """The table of operations."""
+def functions() -> str:
+    """The operations that `minirt.kernels` exports."""
     rows = [
-        _row(_home(one), one.what, _codes(one.kernels), _codes(one.reference), "yes" if one.cost else "–")
-        for one in OPERATIONS.values()
+        _row(f"`{operation.name}`", operation.what, "yes" if operation.schema else "–")
+        for operation in OPERATIONS.values()
+        if operation.exported
     ]
-    return "\n".join([_row("operation", "what", "kernels", "reference", "measured"), _row(*["---"] * 5), *rows])
-
-
-def _parameter(one: inspect.Parameter) -> str:
-    return one.name if one.default is inspect.Parameter.empty else f"{one.name}={one.default!r}"
-
-
-def signatures() -> str:
-    """The functions with their parameters, without types."""
-    lines = []
-    for operation in OPERATIONS.values():
-        found = inspect.signature(operation.function).parameters.values()
-        names, starred = [], False
-        for one in found:
-            if one.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
-                names.append("*")
-                starred = True
-            names.append(_parameter(one))
-        lines.append(f"{operation.name}({', '.join(names)})")
-    return "\n".join(["```text", *lines, "```"])
+    return "\n".join([_row("function", "computes", "op"), _row(*["---"] * 3), *rows])
 
 
 def _sizes(regime: Regime) -> str:
-    if regime.last is None:
-        return f"from {regime.first}"
-    return str(regime.first) if regime.first == regime.last else f"{regime.first} to {regime.last}"
+    if regime.last == regime.first:
+        return str(regime.first)
+    return f"from {regime.first}" if regime.last is None else f"{regime.first} to {regime.last}"
 
 
-def _names(formats: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in formats)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "–"
-
-
-_ORDER = ("K by", "K is split", "order by tokens", "sums")
-
-
-def _order(regime: Regime) -> tuple[str, ...]:
-    sums = regime.sums
-    return ("–",) * 4 if sums is None else (sums.k, _yes(sums.splits), _yes(sums.by_tokens), sums.accumulator)
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[Regime, tuple[str, ...]]]) -> str:
-    """A row for each kernel: where it runs, its limits, and the order of its sums."""
-    head = ("kernel", "capability", *head, *_ORDER)
-    lines = [
-        _row(f"`{regime.kernel}`", f"{regime.capability / 10}" if regime.capability else "any", *cells, *_order(regime))
-        for regime, cells in rows
-    ]
-    return "\n".join([_row(*head), _row(*["---"] * len(head)), *lines])
-
-
-def _products(*tables: Sequence[Regime]) -> str:
+def regimes() -> str:
+    """For which sizes of a step, which GPU and which formats each kernel is chosen, by what it declares."""
     rows = []
-    for regime in itertools.chain(*tables):
-        limits = cast(Limits, regime.limits)
-        cells = _sizes(regime), _names(limits.formats), _yes(limits.norm), _yes(limits.row_maxima), str(limits.alignment)
-        rows.append((regime, cells))
-    return _table(("tokens", "formats", "norm", "row maxima", "alignment"), rows)
+    for module, name in TABLES:
+        place = f"{module.removeprefix('minirt.kernels.').removesuffix('.dispatch')} {name.removeprefix('REGIMES')}".strip()
+        for regime in getattr(import_module(module), name):
+            if regime.limits is not None:
+                formats = " ".join(form for form in regime.limits.formats if not form.endswith("_fp32"))
+                gpu = f"sm_{regime.capability}" if regime.capability else "any"
+                rows.append(_row(place, f"`{regime.kernel}`", gpu, f"{regime.axis} {_sizes(regime)}", formats))
+    return "\n".join([_row("table", "kernel", "GPU", "step", "formats"), _row(*["---"] * 5), *rows])
 
 
-def linear_kernels() -> str:
-    """What the kernels of the linear layers declare."""
-    return _products(linear.REGIMES)
+class Block(NamedTuple):
+    page: Path
+    make: Callable[[], str]
 
 
-def expert_kernels() -> str:
-    """What the kernels of mixtures of experts declare, and the one that quantizes activations."""
-    return _products(moe.REGIMES, moe.ROUTER, quantize.REGIMES)
-
-
-def attention_kernels() -> str:
-    """What the kernels of attention declare."""
-    rows = []
-    for regime in itertools.chain(attention.DECODE, attention.FEW, attention.PREFILL, attention.PARTIAL, rope_write.REGIMES):
-        limits = cast(AttentionLimits, regime.limits)
-        takes = "q or raw" if limits.raw is None else "raw" if limits.raw else "q"
-        numbers = (limits.group, limits.tile_queries, limits.split)
-        cells = (
-            f"{regime.axis} {_sizes(regime)}", takes, _names(limits.formats), ", ".join(map(str, limits.head_dims)),
-            str(limits.page_size), *("any" if number is None else str(number) for number in numbers), str(limits.alignment),
-        )  # fmt: skip
-        rows.append((regime, cells))
-    head = ("step", "heads", "pages", "head sizes", "page from", "group", "queries of a tile", "split", "alignment")
-    return _table(head, rows)
-
-
-def ops() -> str:
-    """The schemas of the ops, and why an operation has none."""
-    schemas = [f"{own.name}{own.schema}" for own in OPERATIONS.values() if own.schema is not None]
-    others = [f"- `{own.name}`: {own.no_op}" for own in OPERATIONS.values() if own.no_op is not None]
-    return "\n".join(["```text", *schemas, "```", "", "Operations without an op:", "", *others])
-
-
-BLOCKS = {
-    "operations": operations, "signatures": signatures, "ops": ops, "linear kernels": linear_kernels,
-    "expert kernels": expert_kernels, "attention kernels": attention_kernels,
-}  # fmt: skip
+BLOCKS = {"functions": Block(DOCS / "kernels.md", functions), "regimes": Block(DOCS / "design" / "regimes.md", regimes)}
 
 
 def render(text: str) -> str:
     """The text of a page with its blocks made again."""
 
     def anew(match: re.Match[str]) -> str:
-        return f"{match['start']}{BLOCKS[match['name']]()}\n{match['end']}"
+        return f"{match['start']}{BLOCKS[match['name']].make()}\n{match['end']}"
 
     pattern = rf"(?P<start><!-- (?P<name>{'|'.join(BLOCKS)}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
     return re.sub(pattern, anew, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text()))
+    for block in BLOCKS.values():
+        block.page.write_text(render(block.page.read_text(encoding="utf-8")), encoding="utf-8")

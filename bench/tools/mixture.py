@@ -1,6 +1,6 @@
 """A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
 
-python bench/tools/mixture.py PRESET [--fp8 | --stored FORMAT] [--no-warmup] [--skip-check] [--set NAME=NUMBER]…
+python bench/tools/mixture.py PRESET [--fp8 | --stored FORMAT] [--no-warmup] [--skip-check] [--set NAME=NUMBER …]
 
 Random weights, greedy; prints JSON. First, logits and tokens are compared with those of the eager layers (`bench/check.py`).
 `--stored` gives the checkpoint a format that is quantized, a key of `stored_format.FORMATS`. `--set` changes a field of
@@ -13,8 +13,6 @@ Beside each time stands the number of distinct experts that a layer of the step 
 import argparse
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +20,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator
 from minirt.bench import check, decode, prefill
-from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
+from minirt.bench.ceiling import matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
+from minirt.bench.measure import Runs
 from minirt.bench.read_bytes import step_read_bytes
 from minirt.bench.replay import replay_times
 from minirt.bench.report import context
-from minirt.bench.tools.stored_format import FORMATS, write_config
+from minirt.bench.tools.stored_format import add_options, changes, chosen_model
 from minirt.device import pick_device
 
 BATCHES, PROMPTS, TRACED = (1, 3, 8, 24, 64, 100, 256), (512, 2048), (1, 8, 64)
@@ -60,11 +59,8 @@ def measure(model: str, fp8_products: bool, skip_check: bool = False, **options:
         if expected is not None:
             correctness = check.compare(generator, expected, BATCHES)
         start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s or None}
-        steps = decode.run(
-            generator, BATCHES, (CONTEXT,), repeats=2, sampling=_GREEDY, seed=0, ceiling=ceiling, products=products,
-            datasheet=datasheet_bandwidth(device), progress=note, count=_STEPS,
-        )  # fmt: skip
-        prompts = prefill.run(generator, PROMPTS, repeats=5, sampling=_GREEDY, seed=0, ceiling=products, progress=note)
+        steps = decode.run(Runs(generator, 2, _GREEDY, progress=note), BATCHES, (CONTEXT,), ceiling, products, _STEPS)
+        prompts = prefill.run(Runs(generator, 5, _GREEDY, progress=note), PROMPTS, products)
         for row in prompts:
             use = in_prompt(generator, row["input_len"], 0)
             read = step_read_bytes(generator.model, row["input_len"], None if use is None else use.touched())
@@ -87,10 +83,10 @@ def by_kernel(generator: Generator, batch: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     rows = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     replays = next(e.count for e in rows if "embedding" in e.key)  # once in a step
-    found = {e.key[:60]: round(e.self_device_time_total / replays, 1) for e in rows}
+    times = {e.key[:60]: round(e.self_device_time_total / replays, 1) for e in rows}
     return {
         "batch": batch, "context": CONTEXT, "step_ms": seconds and seconds * 1e3,
-        "us_a_step_by_kernel": dict(sorted(found.items(), key=lambda item: -item[1])[:16]),
+        "us_a_step_by_kernel": dict(sorted(times.items(), key=lambda item: -item[1])[:16]),
     }  # fmt: skip
 
 
@@ -100,26 +96,18 @@ def note(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", metavar="PRESET")
+    add_options(parser)
     parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--stored", choices=FORMATS, metavar="FORMAT")
     parser.add_argument("--no-warmup", dest="warmup", action="store_false")
     parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
     options = parser.parse_args()
     if options.fp8 and options.stored:
         parser.error("--fp8 quantizes 16-bit weights; --stored weights are quantized already")
-    changed: dict[str, Any] = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
-    if options.stored:
-        changed["quantization_config"] = FORMATS[options.stored]
-    with tempfile.TemporaryDirectory() as parent:
-        model = options.model
-        if changed:
-            model = write_config(Path(parent), options.model, changed)
-        own: dict[str, Any] = {"warmup": options.warmup} | ({"quantization": "fp8"} if options.fp8 else {})
-        fp8_products = options.fp8 or (options.stored or "").startswith("fp8")
-        record = measure(str(model), fp8_products, options.skip_check, **own)
-    record |= {"model": options.model, "changed": changed, "stored": options.stored}
+    load: dict[str, Any] = {"warmup": options.warmup} | ({"quantization": "fp8"} if options.fp8 else {})
+    fp8_products = options.fp8 or (options.stored or "").startswith("fp8")
+    with chosen_model(options) as model:
+        record = measure(model, fp8_products, options.skip_check, **load)
+    record |= {"model": options.model, "changed": changes(options), "stored": options.stored}
     print(json.dumps(record, indent=1, ensure_ascii=False))
 
 

@@ -46,13 +46,13 @@ def child(model: str, quantization: str | None, repeats: int) -> None:
         return time.perf_counter() - started
 
     def measure() -> dict[str, float]:
-        found = {}
+        seconds_of = {}
         for count, context in BATCHES:
             pairs = [(seconds(count, context, 8), seconds(count, context, 8 + STEPS)) for _ in range(repeats)]
-            found[f"decode step, batch {count} @ {context}"] = statistics.median(b - a for a, b in pairs) / STEPS
+            seconds_of[f"decode step, batch {count} @ {context}"] = statistics.median(b - a for a, b in pairs) / STEPS
         for length in PROMPTS:
-            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(12 * repeats))
-        return found
+            seconds_of[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(12 * repeats))
+        return seconds_of
 
     measure()
     print(json.dumps("ready"), flush=True)
@@ -117,8 +117,8 @@ def main() -> None:
         order = ("old", "new") if pair % 2 == 0 else ("new", "old")
         runs.append({name: ask(builds[name]) for name in order})
         old, new = runs[-1]["old"], runs[-1]["new"]
-        found = {name: round(new[name] / old[name], 4) for name in old}
-        print(f"pair {pair + 1} of {options.pairs}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        shown = {name: round(new[name] / old[name], 4) for name in old}
+        print(f"pair {pair + 1} of {options.pairs}: {json.dumps(shown)}", file=sys.stderr, flush=True)
     for process in builds.values():
         process.stdin.close()  # type: ignore[union-attr]
     rows = []

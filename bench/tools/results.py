@@ -23,6 +23,7 @@ VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (
 VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
+MIB, GIB = 1 << 20, 1 << 30  # stored results have bytes, or 1e6 or 1e9 of them
 
 
 def mark(record: Result) -> str:
@@ -55,49 +56,49 @@ class Run(NamedTuple):
     values: dict[Key, tuple[float, ...]]
 
 
-def _run(own: Result) -> Run:
+def _run(run: Result) -> Run:
     values: dict[Key, Any] = {}
-    for row in own["results"]:
+    for row in run["results"]:
         if "input_len" in row:
             values["prompt", row["input_len"]] = row["time_to_first_token_s"]
         else:
             values["step", row["batch_size"], row["context_len"]] = row["step_s"]
-    if own["output_tokens_per_s"] is not None:
-        values["offline",] = own["output_tokens_per_s"]
+    if run["output_tokens_per_s"] is not None:
+        values["offline",] = run["output_tokens_per_s"]
     several = {key: tuple(sorted(value)) if isinstance(value, list) else (value,) for key, value in values.items()}
-    return Run(own["engine"], own.get("commit") or own["version"], own["versions"], own.get("note", ""), several)
+    return Run(run["engine"], run.get("commit") or run["version"], run["versions"], run.get("note", ""), several)
 
 
 def run_of(record: Result, engine: str, form: str) -> Run:
     """The first run of an engine in a format."""
-    return _run(next(own for own in record["runs"] if (own["engine"], format_of(own)) == (engine, form)))
+    return _run(next(run for run in record["runs"] if (run["engine"], format_of(run)) == (engine, form)))
 
 
 def latest(record: Result) -> Run:
     """The last run of minirt."""
-    return _run([own for own in record["runs"] if own["engine"] == "minirt"][-1])
+    return _run([run for run in record["runs"] if run["engine"] == "minirt"][-1])
 
 
 class Point(NamedTuple):
     """A point of a comparison.
 
     Attributes:
-        own, theirs: minirt's and vLLM's measurements, ascending; empty if there are none.
+        ours, theirs: minirt's and vLLM's measurements, ascending; empty if there are none.
         in_process: vLLM was measured in the caller's process only.
     """
 
-    own: tuple[float, ...]
+    ours: tuple[float, ...]
     theirs: tuple[float, ...]
     in_process: bool
 
 
 def points_of(records: Records, form: str) -> dict[Key, Point]:
     """All points of a format: steps by context and batch, prompts, offline. vLLM's default setting is preferred."""
-    own, theirs = (run_of(records[BESIDE_VLLM], engine, form).values for engine in ("minirt", "vLLM"))
+    ours, theirs = (run_of(records[BESIDE_VLLM], engine, form).values for engine in ("minirt", "vLLM"))
     older = run_of(records[IN_PROCESS], "vLLM", form).values
     kinds = "step", "prompt", "offline"
-    keys = sorted({*own, *theirs, *older}, key=lambda key: (kinds.index(key[0]), key[2:], key[1:]))
-    return {key: Point(own.get(key, ()), theirs.get(key) or older.get(key, ()), key not in theirs) for key in keys}
+    keys = sorted({*ours, *theirs, *older}, key=lambda key: (kinds.index(key[0]), key[2:], key[1:]))
+    return {key: Point(ours.get(key, ()), theirs.get(key) or older.get(key, ()), key not in theirs) for key in keys}
 
 
 def stack_of(run: Run) -> str:
@@ -127,5 +128,5 @@ def load(name: str) -> Result:
 
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
     """The stored results that match `sources`, each once, in the order of the sources."""
-    found = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
-    return {name: load(name) for name in dict.fromkeys(file.stem for file in found)}
+    files = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
+    return {name: load(name) for name in dict.fromkeys(file.stem for file in files)}

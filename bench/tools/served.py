@@ -108,18 +108,18 @@ def served(model: list[str], processes: str) -> dict[str, dict[str, Any]]:
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         wait_until_ready(server)
-        found = {"busy": load("-n", REQUESTS, *LENGTHS, "--max-concurrency", IN_FLIGHT, "--processes", processes)}
+        loads = {"busy": load("-n", REQUESTS, *LENGTHS, "--max-concurrency", IN_FLIGHT, "--processes", processes)}
         alone = [*one, f"{ONE_PROMPT}:{ONE_PROMPT}", "--output-len-range", f"{ONE_OUTPUT}:{ONE_OUTPUT}"]
-        found["one"] = load("-n", str(ONE_REQUESTS), *alone)
-        found["unloaded"] = load("-n", "40", *one, "32:512", "--output-len-range", "8:8")
-        half = f"{found['busy']['request_throughput'] / 2:.2f}"
-        found["half"] = load("-n", "300", *LENGTHS, "--request-rate", half, "--processes", processes)
+        loads["one"] = load("-n", str(ONE_REQUESTS), *alone)
+        loads["unloaded"] = load("-n", "40", *one, "32:512", "--output-len-range", "8:8")
+        half = f"{loads['busy']['request_throughput'] / 2:.2f}"
+        loads["half"] = load("-n", "300", *LENGTHS, "--request-rate", half, "--processes", processes)
     finally:
         server.terminate()
         code = server.wait()
     if code:
         sys.exit(f"the server ended with exit code {code}")
-    return found
+    return loads
 
 
 def main() -> None:
@@ -133,15 +133,15 @@ def main() -> None:
         model = ["--model", name, "--random-weights", *(["--fp8"] if options.fp8 else [])]
         engine = [*model, "--max-num-seqs", IN_FLIGHT, "--skip-check", "--repeats", "1"]
         offline = minirt("throughput", *engine, "-n", REQUESTS, *LENGTHS)
-        found = served(model, options.processes)
+        loads = served(model, options.processes)
         gaps = stream_alone(model)
     from minirt.bench.report import machine
     from minirt.device import pick_device
 
     shared = machine("served", pick_device("auto"), ["python", "bench/tools/served.py", *sys.argv[1:]], None)
-    own = {"model": options.model, "quantization": "fp8" if options.fp8 else None}
+    about = {"model": options.model, "quantization": "fp8" if options.fp8 else None}
     alone = {"median_itl_ms": statistics.median(gaps) * 1e3}
-    print(json.dumps(shared | own | {"results": [{"offline": offline, "stream": alone} | found]}, indent=1))
+    print(json.dumps(shared | about | {"results": [{"offline": offline, "stream": alone} | loads]}, indent=1))
 
 
 if __name__ == "__main__":

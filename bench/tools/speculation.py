@@ -41,7 +41,9 @@ BATCHES, PROMPT, TOKENS, PAIRS, DRAFTS = (1, 8, 32), 100, 256, 8, 4
 def force(generator: Generator, rate: float) -> None:
     """From now on, draws of this generator's engine are drafts with the probability `rate`, and other tokens otherwise."""
     runner = generator._engine.engine._runner
-    runner._draws_in_graphs = False
+    send, forward = runner._buffers.send, runner._forward  # no CUDA graph draws
+    runner._buffers.send = lambda plan, **options: send(plan, **options | {"greedy": False})
+    runner._forward = lambda plan: forward(plan)._replace(committed=False)
     stages = runner._stages
     draw = stages.draw
 
@@ -87,10 +89,10 @@ class Drafting:
         runner = generator._engine.engine._runner
         propose = runner._propose
 
-        def observed(*own: Any) -> None:
+        def observed(*step: Any) -> None:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
-            propose(*own)
+            propose(*step)
             events[1].record()
             self.events.append(events)
 
@@ -102,7 +104,7 @@ class Drafting:
         if not self.events:
             return None
         torch.cuda.synchronize()
-        shares = [own[0].elapsed_time(own[1]) / own[0].elapsed_time(after[0]) for own, after in pairwise(self.events)]
+        shares = [events[0].elapsed_time(events[1]) / events[0].elapsed_time(after[0]) for events, after in pairwise(self.events)]
         self.events.clear()
         return statistics.median(shares)
 
@@ -110,10 +112,10 @@ class Drafting:
 def timed(generator: Generator, prompts: Sequence[Any], tokens: int, temperature: float) -> tuple[float, list[Any]]:
     """Seconds of a token, from when all prompts have their first token to the last token, and the completions."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-    found = generator.generate(list(prompts), params)
-    times = [own.token_times_s for own in found]
-    first, last = max(own[0] for own in times), max(own[-1] for own in times)
-    return (last - first) / sum(time > first for own in times for time in own), found
+    completions = generator.generate(list(prompts), params)
+    times = [completion.token_times_s for completion in completions]
+    first, last = max(stamps[0] for stamps in times), max(stamps[-1] for stamps in times)
+    return (last - first) / sum(time > first for stamps in times for time in stamps), completions
 
 
 class Timed:
@@ -131,19 +133,19 @@ class Timed:
         vocab = self.generator.config.vocab_size - 1000
         for name, temperature in self.cases.items():
             prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(PROMPT)] for i in range(batch)]
-            seconds, found = timed(self.generator, prompts, TOKENS, temperature)
+            seconds, completions = timed(self.generator, prompts, TOKENS, temperature)
             self.times.setdefault((batch, name), []).append(seconds)
             if name == "synthetic":
-                self.lengths.setdefault(batch, []).extend(own.acceptance_length for own in found)
+                self.lengths.setdefault(batch, []).extend(completion.acceptance_length for completion in completions)
                 self.verified.setdefault(batch, []).extend(
-                    own.num_draft_tokens * own.acceptance_length / len(own.token_ids) for own in found
+                    done.num_draft_tokens * done.acceptance_length / len(done.token_ids) for done in completions
                 )
 
     def end(self, batch: int) -> None:
         """After all turns of a batch size."""
-        for (size, _), own in self.times.items():
+        for (size, _), seconds in self.times.items():
             if size == batch:
-                del own[0]  # a warm-up
+                del seconds[0]  # a warm-up
         if self._drafting is not None:
             self.shares[batch] = self._drafting.share()
 
@@ -162,28 +164,28 @@ def synthetic(
         cases["plain"]["sampled"] = 1.0
     options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": PROMPT + TOKENS}
     options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB"}
-    found: dict[str, Timed] = {}
+    timed_kinds: dict[str, Timed] = {}
     for names in [[name] for name in kinds] if alone else [list(kinds)]:
         for name in names:
             generator = Generator.from_pretrained(model, speculative=kinds[name], **options)
             if name == "synthetic":
                 force(generator, rate)
-            found[name] = Timed(generator, cases[name], name == "synthetic")
+            timed_kinds[name] = Timed(generator, cases[name], name == "synthetic")
         for batch in BATCHES:
             for pair in range(PAIRS + 1):
                 for name in names[:: 1 if pair % 2 else -1]:
-                    found[name].turn(batch, 1000 * batch + pair)
+                    timed_kinds[name].turn(batch, 1000 * batch + pair)
             for name in names:
-                found[name].end(batch)
-        device = found[names[0]].generator.device
+                timed_kinds[name].end(batch)
+        device = timed_kinds[names[0]].generator.device
         for name in names:
-            found[name].generator.close()
-            del found[name].generator
+            timed_kinds[name].generator.close()
+            del timed_kinds[name].generator
         del generator
         gc.collect()
         torch.cuda.empty_cache()
-    times = {case: seconds for own in found.values() for case, seconds in own.times.items()}
-    rows, own = [], found["synthetic"]
+    times = {case: seconds for kind in timed_kinds.values() for case, seconds in kind.times.items()}
+    rows, drafted = [], timed_kinds["synthetic"]
     for batch in BATCHES:
         for name, beside in (("synthetic", "plain"), ("never", "sampled"))[: len(kinds) - 1]:
             ratios = [plain / drafts for plain, drafts in zip(times[batch, beside], times[batch, name], strict=True)]
@@ -191,9 +193,9 @@ def synthetic(
             row = {"batch_size": batch, "case": name, "speedup": statistics.median(ratios), "low": low, "high": high}
             row |= {"plain_tokens_per_s": 1 / statistics.median(times[batch, beside])}
             row |= {"tokens_per_s": 1 / statistics.median(times[batch, name])}
-            row["acceptance_length"] = statistics.mean(own.lengths[batch]) if name == "synthetic" else 1.0
+            row["acceptance_length"] = statistics.mean(drafted.lengths[batch]) if name == "synthetic" else 1.0
             if name == "synthetic":
-                row |= {"drafts_a_step": statistics.mean(own.verified[batch]), "drafting_share": own.shares[batch]}
+                row |= {"drafts_a_step": statistics.mean(drafted.verified[batch]), "drafting_share": drafted.shares[batch]}
             rows.append(row)
     return device, rows
 

@@ -86,10 +86,10 @@ def main(words: list[str]) -> None:
 
     shared = machine("startup", pick_device("auto"), ["python", "bench/tools/startup.py", *words], None)
     names = list(empty)
-    own = {"model": words[0], "quantization": "fp8" if "--fp8" in words else None}
+    about = {"model": words[0], "quantization": "fp8" if "--fp8" in words else None}
     results = [{"caches": "empty"} | {name: summarize([empty[name]]) for name in names}]
     results += [{"caches": "warm"} | {name: summarize([run[name] for run in warm]) for name in names}]
-    print(json.dumps(shared | own | {"results": results}, indent=1, ensure_ascii=False))
+    print(json.dumps(shared | about | {"results": results}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

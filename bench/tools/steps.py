@@ -1,6 +1,6 @@
 """The times of decode steps' CUDA graphs and of prompts, in seconds of GPU time for a model, not minutes.
 
-python bench/tools/steps.py MODEL [fp8|int4]     random weights; prints JSON
+python bench/tools/steps.py PRESET [--quantize fp8|int4 | --stored FORMAT] [--set NAME=NUMBER …]     random weights; prints JSON
 
 A step is the replay of its CUDA graph alone: `minirt bench decode` also measures Python's part. A prompt is one request for one
 token, in Python. A step that does not fit into memory has no time, and says why. The limit of a step is the time to read the
@@ -8,6 +8,7 @@ weights and the KV cache, at the measured bandwidth. Of a mixture, the weights o
 are equally likely.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -15,16 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minirt.errors import ContextLengthError, InputError, MinirtError
+from minirt.bench.tools.stored_format import add_options, chosen_model
+from minirt.errors import ContextLengthError, InputError
 
 BATCHES, PROMPTS, CONTEXT, REPEATS = (1, 3, 8, 24, 64, 100, 256), (512, 2048), 128, 5
 
 _WHY = "tests/kernels/linear compares the kernels of each format with fp64, tests/loading the weights with other projects' tools"
 
 
-def main(words: list[str]) -> None:
-    if len(words) not in (1, 2) or words[1:] not in ([], ["fp8"], ["int4"]):
-        raise MinirtError("expected a model and a format", found=" ".join(words) or "none", hint="steps.py MODEL [fp8|int4]")
+def measure(model: str, quantization: str | None) -> dict[str, Any]:
     from minirt import Generator, SamplingParams
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.read_bytes import step_read_bytes
@@ -33,7 +33,6 @@ def main(words: list[str]) -> None:
     from minirt.bench.summary import summarize
     from minirt.device import pick_device
 
-    model, quantization = words[0], words[1] if len(words) == 2 else None
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
     results: list[dict[str, Any]] = []
     with Generator.from_pretrained(model, random_weights=True, quantization=quantization, **sizes) as generator:
@@ -57,11 +56,20 @@ def main(words: list[str]) -> None:
                 generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
                 seconds.append(time.perf_counter() - began)
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
-    command = ["python", "bench/tools/steps.py", Path(model).name, *words[1:]]
-    shared = machine("steps", pick_device("cuda"), command, ceiling)
-    own: dict[str, Any] = {"model": Path(model).name, "quantization": quantization}
-    own |= {"correctness": {"checked": False, "why": _WHY}, "results": results}
-    print(json.dumps(shared | own, indent=1, ensure_ascii=False))
+    shared = machine("steps", pick_device("cuda"), ["python", "bench/tools/steps.py", *sys.argv[1:]], ceiling)
+    about = {"model": Path(model).name, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}}
+    return shared | about | {"results": results}
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--quantize", choices=("fp8", "int4"))
+    options = parser.parse_args(words)
+    if options.quantize and options.stored:
+        parser.error("--quantize is for 16-bit weights; --stored weights are quantized already")
+    with chosen_model(options) as model:
+        print(json.dumps(measure(model, options.quantize), indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Runs a benchmark on a preset whose checkpoint is quantized, with random weights.
+"""Presets with a quantized checkpoint of random weights, or with other sizes: options that scripts share.
 
-python bench/tools/stored_format.py [--set NAME=NUMBER]… FORMAT PRESET COMMAND …     FORMAT: a key of FORMATS
+python bench/tools/stored_format.py PRESET FOLDER [--stored FORMAT] [--set NAME=NUMBER …]
 
-The command is `steps` for `steps.py`, or a benchmark of `minirt bench` and its options: `decode -b 1,8`. Only a config.json is
-written, to a temporary folder.
-`--set` changes a field of it, for widths that are no multiple of a tile.
+writes a model's config.json to a new folder in FOLDER, for `minirt bench speed --random-weights --model` and the like.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +45,43 @@ FORMATS = {
 }  # fmt: skip
 
 
-def write_config(parent: Path, preset: str, changed: dict[str, Any], suffix: str = "") -> Path:
-    """Write the config.json of a preset with some fields changed to a new folder in `parent`. Returns the folder."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="PRESET")
+    parser.add_argument("--stored", choices=FORMATS, metavar="FORMAT", help="the checkpoint is quantized: " + ", ".join(FORMATS))
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=NUMBER", help="fields of config.json, for widths that fill no tile"
+    )
+
+
+def changes(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of config.json that the options change."""
+    changed: dict[str, Any] = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    return changed | ({"quantization_config": FORMATS[options.stored]} if options.stored else {})
+
+
+def write_config(parent: Path, options: argparse.Namespace) -> Path:
+    """Write the config.json of the preset with the changes of the options to a new folder in `parent`. Returns the folder."""
     from minirt.models.presets import raw_configs
 
-    raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
+    raw = next((raw for name, _, raw in raw_configs() if name == options.model), None)
     if raw is None:
-        sys.exit(f"{preset}: no preset has this name")
-    folder = parent / f"{preset}{suffix}"
+        sys.exit(f"{options.model}: no preset has this name")
+    folder = parent / "-".join(filter(None, (options.model, options.stored)))
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw | changed), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(raw | changes(options)), encoding="utf-8")
     return folder
 
 
-def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("format", choices=FORMATS)
-    parser.add_argument("preset")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(words)
-    changed: dict[str, Any] = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
-    changed |= {"quantization_config": FORMATS[options.format]}
+@contextmanager
+def chosen_model(options: argparse.Namespace) -> Iterator[str]:
+    """The preset, or a temporary folder with its config.json if the options change it."""
     with tempfile.TemporaryDirectory() as parent:
-        folder = write_config(Path(parent), options.preset, changed, f"-{options.format}")
-        if options.command == ["steps"]:
-            command = [str(Path(__file__).with_name("steps.py")), str(folder)]
-        else:
-            command = ["-m", "minirt", "bench", *options.command, "--model", str(folder), "--random-weights", "-o", "json", "-q"]
-        return subprocess.run([sys.executable, *command], check=False).returncode
+        yield str(write_config(Path(parent), options)) if changes(options) else options.model
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser)
+    parser.add_argument("folder", type=Path)
+    chosen = parser.parse_args()
+    print(write_config(chosen.folder, chosen))

@@ -33,21 +33,21 @@ def measure(model: str, **options: Any) -> list[dict[str, Any]]:
         generation = tokens(GENERATION)
         for repeat in range(-1, REPEATS):
             history = tokens(SYSTEM)
-            for own in turns:
+            for runs in turns:
                 history = history + tokens(QUESTION)
                 prompt = ChatTokens(history + generation)
                 prompt.history_len = len(history)
                 done = generator.generate(prompt, params)
                 if repeat >= 0:
-                    own.append((len(prompt), done.cached_tokens, done.time_to_first_token_s, 1 / done.decode_tokens_per_s))
+                    runs.append((len(prompt), done.cached_tokens, done.time_to_first_token_s, 1 / done.decode_tokens_per_s))
                 history = history + generation[:-1] + tokens(ANSWER)
     return [
         {
-            "turn": turn, "prompt_tokens": own[0][0], "cached_tokens": [cached for _, cached, *_ in own],
-            "first_token_s": statistics.median(first for *_, first, _ in own),
-            "step_s": statistics.median(step for *_, step in own),
+            "turn": turn, "prompt_tokens": runs[0][0], "cached_tokens": [cached for _, cached, *_ in runs],
+            "first_token_s": statistics.median(first for *_, first, _ in runs),
+            "step_s": statistics.median(step for *_, step in runs),
         }
-        for turn, own in enumerate(turns, 1)
+        for turn, runs in enumerate(turns, 1)
     ]  # fmt: skip
 
 

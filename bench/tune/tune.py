@@ -133,9 +133,9 @@ def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) 
     """Return microseconds of a launch with each configuration: medians of REPEATS chains. The configurations take turns."""
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
-        for config, own in times.items():
-            own.append(time(partial(_chain, launch, config)))
-    return {config: statistics.median(own) / CHAIN * 1e6 for config, own in times.items()}
+        for config, seconds in times.items():
+            seconds.append(time(partial(_chain, launch, config)))
+    return {config: statistics.median(seconds) / CHAIN * 1e6 for config, seconds in times.items()}
 
 
 def _chain(launch: Callable[[Any], None], config: Any) -> None:

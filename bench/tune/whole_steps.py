@@ -1,7 +1,7 @@
 """Whole steps of a model with random weights. `minirt tune` uses them to choose among the finalists of its microbenchmarks.
 
 A step is a CUDA graph of all layers. Two CUDA graphs of the same launches can differ in speed by up to 1%
-(docs/decisions/tuning.md), so each configuration is captured several times.
+(docs/decisions/benchmarking.md), so each configuration is captured several times.
 """
 
 import statistics
@@ -29,8 +29,8 @@ def chunks(tokens: int, page_size: int, vocab_size: int = 1) -> list[Chunk]:
     """Return the chunks of a step of `tokens` tokens, on KV pages 0, 1, 2, … The tokens differ, as their experts should."""
     if tokens > MOST_DECODED:
         return [Chunk([i % vocab_size for i in range(tokens)], 0, range(-(-tokens // page_size)), slot=0)]
-    own = -(-CONTEXT // page_size)
-    return [Chunk([i % vocab_size], CONTEXT - 1, range(own * i, own * i + own), slot=i) for i in range(tokens)]
+    pages = -(-CONTEXT // page_size)
+    return [Chunk([i % vocab_size], CONTEXT - 1, range(pages * i, pages * i + pages), slot=i) for i in range(tokens)]
 
 
 def _randomize(layer: LayerCache) -> None:
@@ -81,6 +81,6 @@ class Steps:
                 for config in configs:
                     with override_config(case.family, case.bucket, config):
                         graphs.append(captured(partial(model, batch, self._cache), model.device))
-                for own, seconds in zip(times, replays(graphs), strict=True):
-                    own.append(seconds)
-            return [statistics.median(own) for own in times]
+                for runs, seconds in zip(times, replays(graphs), strict=True):
+                    runs.append(seconds)
+            return [statistics.median(runs) for runs in times]

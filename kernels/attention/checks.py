@@ -66,9 +66,9 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
     """`check_attention`, and what only `decode` needs."""
     check_attention(a, raw_queries)
     x, (_, seq_lens, split_starts, query_starts) = a.heads, a.sequences
-    for where, starts in (("split_starts", split_starts), ("query_starts", query_starts)):
+    for name, starts in (("split_starts", split_starts), ("query_starts", query_starts)):
         if starts is not None:
-            check_tensor(where, starts, (a.num_seqs + 1,), torch.int32, x.device)
+            check_tensor(name, starts, (a.num_seqs + 1,), torch.int32, x.device)
     if query_starts is None:
         check_tensor("seq_lens", seq_lens, (x.shape[0],), torch.int32, x.device)
     if not 64 <= a.split <= 1024 or a.split & (a.split - 1):
@@ -79,9 +79,9 @@ def check_decode(a: AttentionInput, raw_queries: int | None = None) -> None:
 
 def check_decode_few(a: AttentionInput) -> None:
     """`check_decode`, and what only `decode_few` needs."""
-    for where, value in (("query_starts", a.sequences.query_starts), ("split_starts", a.sequences.split_starts)):
+    for name, value in (("query_starts", a.sequences.query_starts), ("split_starts", a.sequences.split_starts)):
         if value is None:
-            raise InputError("missing", where=where, expected="those of the sequences")
+            raise InputError("missing", where=name, expected="those of the sequences")
     check_decode(a)
     if a.max_query_len is None or not 1 <= a.max_query_len <= 1 + MAX_DRAFTS:
         expected = f"a bound from 1 to {1 + MAX_DRAFTS}"
@@ -125,7 +125,7 @@ def _check_raw_heads(qkv: Tensor, width: int) -> None:
     check_tensor("qkv", qkv, (None, width), qkv.dtype, qkv.device, strided=True)
 
 
-def _check_head_dim(where: str, D: int) -> None:
+def _check_head_dim(name: str, D: int) -> None:
     if D not in ANY.head_dims:
         expected = f"one of {', '.join(map(str, ANY.head_dims))}"
-        raise InputError("unsupported head size", where=where, expected=expected, found=D)
+        raise InputError("unsupported head size", where=name, expected=expected, found=D)

@@ -1,9 +1,7 @@
-"""Attention of one new token per sequence on the paged KV cache, alone or fused with the operations before it: per-head
-RMSNorm, rotary embedding and the write of the new K and V.
+"""Attention of one new token per sequence on the paged KV cache, alone or fused with QK-norm, rotary embedding and KV write.
 
-Each sequence is divided into KV splits of a fixed number of tokens, independent of the batch (Flash-Decoding, Dao et al. 2023).
-The splits of all sequences form one list of work items. A fixed number of programs takes items from it in turn, so neither the
-grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of each sequence in order.
+The KV splits (`limits.KV_SPLIT`; Flash-Decoding, Dao et al. 2023) of all sequences form one list of work items. A fixed number of
+programs takes items from it in turn, so neither the grid nor a CUDA graph depends on the contexts. `combine` adds the splits.
 """
 
 from collections.abc import Sequence
@@ -141,8 +139,8 @@ def find_work_item(item, sequences, B, table_width, C):
         starts = tl.load(sequences.split_starts + index, mask=index < B, other=2**31 - 1)
         lens = tl.load(sequences.seq_lens + index, mask=index < B, other=0)
         # The last sequence that starts at or before the item. (An empty sequence starts where the next one does.)
-        found = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
-        b, length = found >> 32, found.to(tl.int32)
+        packed = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
+        b, length = packed >> 32, packed.to(tl.int32)
         split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
     PAGES: tl.constexpr = (C.SPLIT + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     place = split * C.SPLIT // C.PAGE_SIZE + tl.arange(0, PAGES)
@@ -277,8 +275,7 @@ def _decode_kernel(heads, rope, pages, sequences, results, scores, B, table_widt
                 )
         b, length, split, numbers = next_b, next_length, next_split, next_numbers
     if PDL:
-        # Every program waits, even one without a work item (docs/design/pdl.md, rule 2). It triggers only now, since waiting
-        # programs of the next kernel would take space from programs of this one.
+        # Every program waits, even one without a work item (`pdl`, rule 2), and triggers after its last reads.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

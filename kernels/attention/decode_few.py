@@ -4,8 +4,8 @@
 read once for all of them. KV splits, work items and combination are those of `decode`. New tokens see those before them. Their K
 and V are in the pages already (`rope_write`).
 
-The tile has rows for the most tokens of any step. So neither the tile nor the order of sums depends on how many tokens the step's
-sequences have, and a token's result is the same with any number of drafts after it.
+The tile has rows for the most tokens of any step. So the order of sums does not depend on how many tokens the step's sequences
+have, and a token's result is the same with any number of drafts after it.
 """
 
 import torch
@@ -15,15 +15,7 @@ import triton.language as tl
 from minirt.kernels.attention.constants import Constants
 from minirt.kernels.attention.decode import DecodeConfig, find_work_item, split_slots
 from minirt.kernels.attention.limits import MAX_DRAFTS
-from minirt.kernels.attention.online_softmax import (
-    attend,
-    blank,
-    existing,
-    fuses,
-    gate_output,
-    prepare,
-    whole,
-)
+from minirt.kernels.attention.online_softmax import attend, blank, existing, fuses, gate_output, prepare, whole
 from minirt.kernels.attention.operands import AttentionFacts, AttentionInput, decode_lookup_size
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, launch_options, most_registers, next_power_of_2, sm_count
@@ -105,7 +97,7 @@ def tile_rows(group: int) -> int:
 
 
 def rule(facts: AttentionFacts, gpu: Gpu) -> DecodeConfig:
-    """The configuration, by what fits in registers (docs/decisions/attention-few-tokens.md). No GPU has measured it."""
+    """The configuration, by what fits in registers. docs/decisions/attention-prefill.md has the times of an H100."""
     rows = tile_rows(facts.Nq // facts.Nkv)
     wide = 90 <= gpu.capability < 120  # the MMA takes 64 rows, with K and V in shared memory
     if facts.itemsize == 4:

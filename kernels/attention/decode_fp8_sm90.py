@@ -14,8 +14,8 @@ are kept. If a tile has two heads of 64 channels, the queries of each are zero i
 are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
 other half with zeros.
 
-The code uses loops instead of unrolled copies (docs/decisions/attention-decode-fp8.md). A loop cannot keep its scores in
-registers, so they go through shared memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
+The code uses loops (docs/decisions/attention-decode.md), which cannot keep scores in registers, so these go through shared
+memory. K's scales multiply the scores; V's scales are a term of the exponents, as in
 `online_softmax.attend`.
 
 A tile has 64 tokens and 64 pairs of channels, as int16: the 128 bytes of a token are one head of 128 channels or two heads of
@@ -357,9 +357,7 @@ def _times(pairs, dtype: gl.constexpr, weight, scale):
 
 
 @gluon.jit
-def _attend_items(
-    heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
-):  # fmt: skip
+def _attend_items(heads, rope, pages, ring, slots, item_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr):
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value (rounded to FP8)
@@ -503,10 +501,10 @@ def _attend_items(
                 at = n[None, :] * D + (channel % D)[:, None]
                 if length <= SPLIT:
                     out_ptrs = results.out + (token * NQ + head * GROUP) * D + at
-                    own_head, own_channel = head * GROUP + n[None, :], (channel % D)[:, None]
-                    x = gate_output(even * normalize[None, :], results, token, own_head, own_channel, stored)
+                    out_head, out_channel = head * GROUP + n[None, :], (channel % D)[:, None]
+                    x = gate_output(even * normalize[None, :], results, token, out_head, out_channel, stored)
                     gl.store(out_ptrs, x.to(results.out.dtype.element_ty), mask=stored)
-                    x = gate_output(odd * normalize[None, :], results, token, own_head, own_channel + 1, stored)
+                    x = gate_output(odd * normalize[None, :], results, token, out_head, out_channel + 1, stored)
                     gl.store(out_ptrs + 1, x.to(results.out.dtype.element_ty), mask=stored)
                 else:
                     gl.store(results.sums + part * D + at, even, mask=stored)

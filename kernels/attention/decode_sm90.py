@@ -11,11 +11,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
@@ -111,7 +107,7 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constex
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     tiles, full, empty = ring
     m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))
-    found = ()
+    block_scores = ()
     for i in gl.static_range(SPLIT // BLOCK_N):
         s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         if i < blocks:
@@ -124,8 +120,8 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT: gl.constex
             s, factor = score(s, scores.scale, scores)
             s = hide(s * factor, (begin + i * BLOCK_N + m)[:, None], limit)
             step += 1
-        found += (s,)  # type: ignore[assignment]
-    return found, step
+        block_scores += (s,)  # type: ignore[assignment]
+    return block_scores, step
 
 
 @gluon.jit
@@ -157,9 +153,7 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr):
 
 
 @gluon.jit
-def _attend_items(
-    heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr
-):  # fmt: skip
+def _attend_items(heads, rope, pages, ring, q_tiles, p_tiles, sequences, results, scores, sizes, C, PDL: gl.constexpr):
     """Compute the attention of one item after the other.
 
     The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
@@ -221,16 +215,16 @@ def _attend_items(
         next_place = find_place((pair + programs) // NKV, candidates, sequences, C)
         asked = _ask(next_place, (pair + programs) % NKV, heads, rope, sequences, table_width, row, d, m, C)
         candidates = find_candidates((pair + 2 * programs) // NKV, firsts, sequences, B, C)
-        found, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
+        block_scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scores, SPLIT)
         # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
-            largest = gl.maximum(largest, found[i])
+            largest = gl.maximum(largest, block_scores[i])
         row_max = gl.maximum(gl.max(largest, 0), new_score)
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
             if i < blocks:
-                p = gl.exp2(found[i] - row_max[None, :])
+                p = gl.exp2(block_scores[i] - row_max[None, :])
                 weights += p
                 p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
         new_weight = gl.exp2(new_score - row_max)

@@ -1,12 +1,10 @@
 """Attention on the paged KV cache: `attention`, the public functions, and which kernel computes what.
 
-`attention` launches all kernels of one attention layer's step. If each sequence has one new token, `decode` computes attention,
-fused with QK-norm, rotary embedding and the KV write. In other steps `rope_write` writes K and V. If no sequence has more than 8
-new tokens, as when drafts are verified, `decode_few` computes all of them. In steps with prompts `decode` computes sequences with
-one new token, beside the kernels of the others: `partial` for few new tokens on a long context, which it divides into parts, and
-`prefill`. `combine` adds the KV splits of `decode` and `decode_few`. On Hopper, `decode_sm90`, `decode_fp8_sm90` and
-`prefill_sm90` take over where they can; FP8 pages are copied to 16 bits for `prefill_sm90` (`widen_kv`). The kernel that writes
-`out` applies the output gate. The tables below state which steps each kernel is for.
+If each sequence has one new token, `decode` computes attention, fused with QK-norm, rotary embedding and the KV write. In other
+steps `rope_write` writes K and V. If no sequence has more than 1 + MAX_DRAFTS new tokens, as when drafts are verified,
+`decode_few` computes all of them. In steps with prompts, `decode` computes the sequences with one new token, `partial` those with
+few new tokens on a long context, and `prefill` the others. `combine` adds the KV splits of `decode` and `decode_few`. FP8 pages
+are copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -148,25 +146,11 @@ def _written(a: AttentionInput) -> AttentionInput:
 
 
 def paged_attention_decode(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    out: Tensor | None = None,
-    *,
-    query_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, split_starts: Tensor,
+    max_splits: int, scale: float, workspace: Workspace, out: Tensor | None = None, *,
+    query_starts: Tensor | None = None, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence on all cached tokens of the sequence, itself included: q [B, Nq, D] → [B, Nq, D].
 
     Args:
@@ -181,8 +165,7 @@ def paged_attention_decode(
         split: tokens of a KV split, a power of two from 64 to 1024. Results depend on it by rounding, but not on the rest of the
             batch.
         max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined, and `out` is not written for padding.
-        pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write block_tables, seq_lens
-            or split_starts.
+        pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write int32 tensors above.
     Raises:
         InputError: tensors do not fit each other. Whether lengths, starts and bounds agree is not checked, because that needs a
             read from the device.
@@ -198,39 +181,21 @@ def paged_attention_decode(
 
 
 def paged_attention_decode_few(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    max_query_len: int,
-    scale: float,
-    workspace: Workspace,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, max_splits: int, max_query_len: int, scale: float, workspace: Workspace,
+    out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None, split: int = KV_SPLIT,
+    max_seq_len: int | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Causal attention of up to 8 new tokens of each sequence on all its cached tokens, including the new ones → [T, Nq, D].
 
-    It computes what `paged_attention_prefill` does, and reads K and V in splits as `paged_attention_decode` does. The result of
-    a token depends on neither the other sequences nor the number of new tokens after it.
+    K and V are read in splits, as in `paged_attention_decode`. The result of a token depends on neither the other sequences nor
+    the number of new tokens after it.
 
     Args:
         q: [T, Nq, D], one sequence after the other. Rows after the last sequence's are padding; `out` is not written there.
         query_starts: [B + 1] int32, ascending; the first is 0, the last at most T. A sequence without rows is padding.
         seq_lens: [B] int32, including the new tokens.
         max_query_len: upper bound of a sequence's rows, from 1 to 8.
-        max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined.
-        pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write block_tables, seq_lens,
-            split_starts or query_starts.
 
     The other arguments and errors are those of `paged_attention_decode`.
     """
@@ -246,29 +211,12 @@ def paged_attention_decode_few(
 
 
 def rope_paged_attention_decode(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    Nq: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = KV_SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
+    qkv: Tensor, cos_sin: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, max_splits: int, scale: float, workspace: Workspace, Nq: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 1e-6, out: Tensor | None = None, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None, split: int = KV_SPLIT, max_seq_len: int | None = None, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
     Args:
@@ -276,8 +224,7 @@ def rope_paged_attention_decode(
         seq_lens: [B] int32, including the new token: its position is seq_lens − 1, and block_tables has its page. If it is 0,
             nothing is written to the pages.
         q_norm, k_norm: [D].
-        pdl: as in `paged_attention_decode`. The kernel before must not write to the pages either, because older tokens are read
-            while it runs.
+        pdl: the kernel before must not write to the pages either, because older tokens are read while it runs.
 
     The other arguments and errors are those of `paged_attention_decode`.
     """
@@ -294,40 +241,25 @@ def rope_paged_attention_decode(
 
 
 def paged_attention_prefill(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    shortest: int = 1,
-    workspace: Workspace | None = None,
-    max_splits: int = 0,
-    split: int = KV_SPLIT,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor,
+    scale: float, out: Tensor | None = None, *, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    shortest: int = 1, workspace: Workspace | None = None, max_splits: int = 0, split: int = KV_SPLIT,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 
     The launch depends on shapes alone, so a CUDA graph of it serves any batch that is padded to T and B.
 
     Args:
         q: [T, Nq, D], one sequence after the other. Rows after the last sequence's are padding; `out` is not written there.
-        k_pages, v_pages: [P, page_size, Nkv, D], of q's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn.
-        block_tables: [B, pages] int32.
         query_starts: [B + 1] int32, ascending; the first is 0, the last at most T. A sequence without rows is padding.
         seq_lens: [B] int32, including the new tokens.
-        scale: factor of the scores, positive.
         shortest: sequences with fewer new tokens are not computed.
         workspace: if given, few new tokens on a long context are computed in parts (`partial`).
         max_splits: upper bound of the KV splits (of `split` tokens) of all sequences, incomplete ones included; 0: unknown. If
             it is known, prompts on FP8 pages are computed on a 16-bit copy where that is faster (Hopper).
-    Raises:
-        InputError: tensors do not fit each other, or there is a workspace but no max_splits.
+
+    The other arguments and errors are those of `paged_attention_decode`. With a workspace, max_splits is needed.
     """
     out = torch.empty_like(q) if out is None else out
     a = AttentionInput(
@@ -355,11 +287,11 @@ def prefill_regime(a: AttentionInput) -> AttentionRegime:
 
 
 def _regime(table: tuple[AttentionRegime, ...], size: int, a: AttentionInput) -> AttentionRegime:
-    found = covering(table, size, capability(a.out.device))
-    for regime in found[:-1]:
-        if regime.accepts(a):
-            return regime
-    return found[-1]  # it takes the rest: what no kernel takes was refused before
+    regimes = covering(table, size, capability(a.out.device))
+    for candidate in regimes[:-1]:
+        if candidate.accepts(a):
+            return candidate
+    return regimes[-1]  # it takes the rest: what no kernel takes was refused before
 
 
 def _decode(a: AttentionInput) -> Tensor:

@@ -71,11 +71,7 @@ def gate_output(out, results, token, head, d, inside):
 def score(products, factor, scores):
     """The scores of products of queries and keys, and the factor, positive, by which the caller multiplies them.
 
-    Where the factor comes late, its product is fused with an addition.
-
-    Args:
-        factor: `scores.scale`, and K's scales.
-        scores: `Scores`.
+    Where the factor comes late, its product is fused with an addition. factor: `scores.scale`, and K's scales.
     """
     return products, factor
 

@@ -1,8 +1,7 @@
 """`AttentionInput`: the operands of one attention layer's step. Every attention kernel's launch takes one.
 
-`KVPages`, `Rope`, `Sequences`, `Scores` and `Results` are records: kernels take them whole and read their fields by name. So a
-new setting of the scores is a field of `Scores`, and its computation in `online_softmax.score` or `hide`. This file imports no
-Triton.
+Kernels take `KVPages`, `Rope`, `Sequences`, `Scores` and `Results` whole and read their fields by name. So a new setting of the
+scores is a field of `Scores`, and its computation in `online_softmax.score` or `hide`. This file imports no Triton.
 """
 
 from typing import NamedTuple
@@ -113,8 +112,8 @@ class Scores(NamedTuple):
 class Results(NamedTuple):
     """Where kernels store results: `out` [T, Nq, D], and partial results in fp32.
 
-    Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total. What goes to `out` is first
-    multiplied by the sigmoid of `gate`, whose tokens and heads are `gate_token` and `gate_head` values apart.
+    Each part of a context has for each head `sums` [D], and in `row_stats` a row maximum and a total. `out` is multiplied by the
+    sigmoid of `gate`, whose tokens and heads are `gate_token` and `gate_head` values apart.
     """
 
     out: Tensor
@@ -221,10 +220,7 @@ class AttentionInput(NamedTuple):
         return AttentionFacts._make((tokens, Nq, Nkv, D, self.out.element_size(), fp8, self.split))
 
     def results(self, parts: int | None = None) -> Results:
-        """`out`, and views of the workspace for the partial results of `parts` parts of contexts (or parts × tokens).
-
-        parts None: the kernel has no partial results.
-        """
+        """`out`, and views of the workspace for partial results: of `parts` parts of contexts (or parts × tokens), if any."""
         _, Nq, D = self.out.shape
         sums, row_stats = None, None
         if parts is not None:

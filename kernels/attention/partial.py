@@ -1,11 +1,9 @@
 """Attention of few new tokens on a long context (such as the last chunk of a long prompt), with parts of the context in parallel.
 
-In `prefill.py`, one program computes a tile of queries for one KV head, over all tokens before them. So a few tiles on a long
-context leave most SMs idle. Here the context is divided into parts (Flash-Decoding, Dao et al. 2023). With more new tokens the
-parts are longer, so that the number of tiles × parts stays about the same. A second kernel combines the parts in order.
-
-The device decides which sequences this kernel computes, from their numbers of new and cached tokens. A sequence's result does not
-depend on the other sequences.
+In `prefill.py`, a few tiles of queries on a long context would leave most SMs idle. Here the context is divided into parts
+(Flash-Decoding, Dao et al. 2023). With more new tokens the parts are longer, so that the number of tiles × parts stays about the
+same. A second kernel combines the parts in order. The device decides which sequences this kernel computes, from their numbers of
+new and cached tokens. A sequence's result does not depend on the other sequences.
 """
 
 

@@ -4,8 +4,8 @@ One warp fetches K and V by TMA. Two teams of four warps compute 64 rows of a ti
 one block by its values while it computes the softmax of the next block. The teams multiply in turn, so that the softmax of one
 overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). The pages must have 16 bits.
 
-The sizes below were measured (docs/decisions/attention-prefill.md), except for heads of 256 channels, whose blocks have half as
-many tokens, as many bytes. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
+docs/decisions/attention-prefill.md has the times of the sizes below; heads of 256 channels were not measured. Their blocks have
+half as many tokens. `k` and `v` are rings (tiles, full, empty), see `hopper.ring`, and `sizes` is (B, table_width, tiles).
 """
 
 import triton.language as tl
@@ -148,9 +148,7 @@ def _next_block(
 
 
 @gluon.jit
-def _attend_tiles(
-    q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr
-):  # fmt: skip
+def _attend_tiles(q_ptr, results, q_tiles, k, v, turns, cleared, sequences, scores, sizes, C, TEAM: gl.constexpr):
     """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     D: gl.constexpr = C.D
     NKV: gl.constexpr = C.NKV

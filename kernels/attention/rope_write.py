@@ -19,11 +19,9 @@ from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import AttentionLimits, Regime, SumOrder
 
 CASES = [
-    {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
-    {"T": 3, "Nq": 4, "Nkv": 4, "D": 128, "page_size": 16},
-    {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
-    {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
-]
+    {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16}, {"T": 3, "Nq": 4, "Nkv": 4, "D": 128, "page_size": 16},
+    {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32}, {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
+]  # fmt: skip
 
 
 _LIMITS = AttentionLimits(FORMATS, HEAD_DIMS, raw=True)
@@ -157,24 +155,10 @@ def _load_pairs(ptrs, pair, COUNT: tl.constexpr, other: tl.constexpr):
 
 
 def qk_norm_rope_kv_write(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    Nq: int,
-    Nkv: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    q_out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, Nq: int, Nkv: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, q_out: Tensor | None = None, *,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Normalize (if q_norm and k_norm are given) and rotate q and k, write k and v to the pages, and return q.
 
     Args:
@@ -197,10 +181,9 @@ def qk_norm_rope_kv_write(
     rope, pages = Rope(cos_sin, q_norm, k_norm, eps), KVPages(k_pages, v_pages, k_scales, v_scales)
     if check:
         check_kv_write(qkv, rope, pages, positions, slots, Nq, Nkv)
-    if q_out is None:
-        q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
-    elif check:
+    if check and q_out is not None:
         check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
+    q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device) if q_out is None else q_out
     launch(qkv, rope, pages, positions, slots, q_out, pdl)
     return q_out
 

@@ -1,5 +1,4 @@
-"""Shared code of the decode attention kernels for Hopper: finding work items, fetching their pages by TMA, and RMSNorm and rotary
-embedding of the new token.
+"""Shared code of the decode attention kernels for Hopper: work items, their pages by TMA, and QK-norm and RoPE of the new token.
 
 A ring is (tiles, full, empty), see `hopper.ring`. `sizes` is (B, table_width). Of the kernels' constants `C`, STRIDE is that of
 `find_firsts`.
@@ -60,12 +59,12 @@ def find_place(item, candidates, sequences, C):
     """
     base, starts, lens, tokens = candidates
     index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last sequence that starts at or before the item
-    found = lanes() == index
-    length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
+    chosen = lanes() == index
+    length, first = gl.sum(gl.where(chosen, lens, 0), 0), gl.sum(gl.where(chosen, starts, 0), 0)
     b, split = (base + index).to(gl.int64), item - first
     token = b
     if sequences.query_starts is not None:
-        token = gl.sum(gl.where(found, tokens, 0), 0).to(gl.int64)
+        token = gl.sum(gl.where(chosen, tokens, 0), 0).to(gl.int64)
         length = gl.where(token < 0, gl.minimum(length, split * C.SPLIT + 1), length)
     return b, token, length, split
 
@@ -128,10 +127,10 @@ def fetch_items(k_pages, v_pages, ring, sequences, sizes, C):
 def load_pieces(ptrs, d, C):
     """The pieces of heads. ptrs: of their first channels. d: the channels of a piece. Both broadcast to its shape."""
     PIECES: gl.constexpr = max(2, C.D // CHANNELS)
-    found = ()
+    pieces = ()
     for i in gl.static_range(PIECES):
-        found += (gl.load(ptrs + i * (C.D // PIECES) + d),)  # type: ignore[assignment]
-    return found
+        pieces += (gl.load(ptrs + i * (C.D // PIECES) + d),)  # type: ignore[assignment]
+    return pieces
 
 
 @gluon.jit
@@ -139,12 +138,12 @@ def load_partners(ptrs, d, C):
     """The partners of the channels in pieces with rotated ones; () if whole heads are rotated. Arguments of `load_pieces`."""
     WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
     R: gl.constexpr = C.R
-    found = ()
+    partners = ()
     if R != C.D:
         for first in gl.static_range(0, R, WIDTH):
             at = first + d
-            found += (gl.load(ptrs + gl.where(at < R, (at + R // 2) % R, at)),)  # type: ignore[assignment]
-    return found
+            partners += (gl.load(ptrs + gl.where(at < R, (at + R // 2) % R, at)),)  # type: ignore[assignment]
+    return partners
 
 
 @gluon.jit
@@ -153,17 +152,17 @@ def load_angles(rope, position, d, C):
     with rotated channels."""
     WIDTH: gl.constexpr = C.D // max(2, C.D // CHANNELS)
     R: gl.constexpr = C.R
-    found = ()
+    angles = ()
     if R == C.D:
         for first in gl.static_range(0, R // 2, WIDTH):
             angles_ptr = rope.cos_sin + position.to(gl.int64) * R + first + d
-            found += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
     elif R > 0:
         for first in gl.static_range(0, R, WIDTH):
             angle = gl.where(first + d < R, (first + d) % (R // 2), 0)
             angles_ptr = rope.cos_sin + position.to(gl.int64) * R + angle
-            found += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
-    return found
+            angles += (gl.load(angles_ptr), gl.load(angles_ptr + R // 2))  # type: ignore[assignment]
+    return angles
 
 
 @gluon.jit
@@ -181,11 +180,11 @@ def load_norm(ptr, d, C):
     if ptr is None:
         return ()
     else:
-        found = ()
+        weights = ()
         loaded = load_pieces(ptr, d, C) + load_partners(ptr, d, C)
         for i in gl.static_range(len(loaded)):
-            found += (loaded[i].to(gl.float32),)  # type: ignore[assignment]
-        return found
+            weights += (loaded[i].to(gl.float32),)  # type: ignore[assignment]
+        return weights
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -27,14 +27,14 @@ def compile_ahead(
 ) -> Iterator[None]:
     """Context in which launches compile and load their kernels, in parallel, and do not run.
 
-    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and if
-    `device` is not a GPU, so does this thread. So it does, with a warning, if this version of Triton lacks what is needed.
+    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and so
+    does this thread if `device` is not a GPU or, with a warning, if this version of Triton lacks what is needed.
 
     Args:
-        progress: called with the number of ready kernels, that of all kernels so far, and whether one of them was not in Triton's
-            cache, so that it is compiled. Until all launches are known, it is called only if a kernel is compiled.
-        ignore_errors: whether a kernel that cannot be compiled or loaded fails only at its first real launch. If False, its error
-            is raised at the end of the context.
+        progress: called with the numbers of ready kernels and of all kernels so far, and whether one of them was not in Triton's
+            cache. Until all launches are known, it is called only if a kernel is compiled.
+        ignore_errors: if False, the error of a kernel that cannot be compiled or loaded is raised at the end of the context, else
+            at its first real launch.
     """
     if device.type != "cuda":
         yield
@@ -49,20 +49,16 @@ def compile_ahead(
         if asynchronous is None:
             yield
             return
-        mode = _set_mode("compile")
-        try:
-            with _PATCHES, asynchronous:
-                try:
-                    yield
-                    if progress is not None:
-                        for count, _ in enumerate(as_completed(pool.futures), 1):
-                            progress(count, len(pool.futures), pool.compiles)
-                except BaseException:  # including Ctrl-C: wait only for compilations that have begun
-                    for future in pool.futures:
-                        future.cancel()
-                    raise
-        finally:
-            _reset_mode(mode)
+        with _launches("compile"), asynchronous:
+            try:
+                yield
+                if progress is not None:
+                    for count, _ in enumerate(as_completed(pool.futures), 1):
+                        progress(count, len(pool.futures), pool.compiles)
+            except BaseException:  # including Ctrl-C: wait only for compilations that have begun
+                for future in pool.futures:
+                    future.cancel()
+                raise
     if not ignore_errors:
         for future in pool.futures:
             future.result()
@@ -77,23 +73,20 @@ def without_launches(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    mode = _set_mode("skip")
+    with _launches("skip"):
+        yield
+
+
+@contextmanager
+def _launches(mode: str) -> Iterator[None]:
+    """Context of what this thread's launches do. They take Triton's own path, which is patched."""
+    before, path = _mode.set(mode), by_triton.set(True)
     try:
         with _PATCHES:
             yield
     finally:
-        _reset_mode(mode)
-
-
-def _set_mode(mode: str) -> tuple[Token[str], Token[bool]]:
-    """Set what this thread's launches do. They have to take Triton's own path, which is patched."""
-    return _mode.set(mode), by_triton.set(True)
-
-
-def _reset_mode(before: tuple[Token[str], Token[bool]]) -> None:
-    mode, own = before
-    _mode.reset(mode)
-    by_triton.reset(own)
+        _mode.reset(before)
+        by_triton.reset(path)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -184,15 +177,15 @@ class _Patches:
                     self._build._load_module_from_path = self._import
 
     def _load_alone(self, name: str, path: str) -> ModuleType:
-        """Import a launcher as a module of its own.
+        """Import a launcher as a separate module.
 
         Triton up to 3.6 imports every launcher under one name. When one is imported again, Python copies its contents into the
         module that has this name at that moment, so a thread could get another kernel's launcher.
         """
         with self._lock:
-            module, own = self._import(name, path), ModuleType(name)
-            vars(own).update(vars(module))
-            return own
+            module, separate = self._import(name, path), ModuleType(name)
+            vars(separate).update(vars(module))
+            return separate
 
 
 _PATCHES = _Patches()

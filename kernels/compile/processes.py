@@ -52,8 +52,8 @@ class CompileRequest(NamedTuple):
         """
         from triton.compiler.compiler import ASTSource
 
-        own = inspect.getclosurevars(compile).nonlocals
-        src, options, target = own["src"], own["options"], own["target"]
+        variables = inspect.getclosurevars(compile).nonlocals
+        src, options, target = variables["src"], variables["options"], variables["target"]
         if not isinstance(src, ASTSource) or src.fn.module == "__main__":
             return None
         name = src.fn.fn.__qualname__

@@ -1,9 +1,8 @@
 """Launch configurations: how a kernel gets one for a shape, and where tuned ones are stored.
 
 A kernel's file declares a `Family`: on which facts of a shape its configuration depends, the rule that chooses one, candidates.
-A launch calls `Family.lookup`, which never measures. `minirt tune` measures the cases of registered families and stores
-configurations that are faster than the rule's. They are valid for one GPU model, one Triton version and one state of the kernel's
-source.
+`minirt tune` measures the cases of registered families and stores configurations that are faster than the rule's. They are valid
+for one GPU model, one Triton version and one state of the kernel's source.
 """
 
 import hashlib
@@ -37,17 +36,9 @@ _MAX_FILE = 16 << 20  # bytes; `minirt tune` stores some kilobytes
 
 Config = TypeVar("Config")
 Cached = TypeVar("Cached", bound=Callable[..., Any])
-Prepare = Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]  # see `Case`
+Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]  # (launch, check), see `Case`
 _cached_lookups: list[Any] = []  # lookups with cached answers
 _overrides: dict[tuple[str, str], Any] = {}  # by family and bucket: used instead of stored ones
-
-
-def _as_it_is(tokens: int) -> int:
-    return tokens
-
-
-def _always(config: Any, facts: Any) -> bool:
-    return True
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that lookups hash it in no time
@@ -58,13 +49,11 @@ class Family(Generic[Config]):
         name: as `minirt tune` shows and stores it.
         config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
         sources: files. A change to one of them makes stored configurations stale.
-        facts: names of those facts that name a bucket, in this order. Facts are a NamedTuple with these fields and `T`, such as
-            `linear.product.ProductFacts`.
+        facts: names of the facts that name a bucket. Facts are a NamedTuple with these fields and `T`, such as `ProductFacts`.
         rule: (facts, GPU) → the built-in choice.
         candidates: (facts, GPU) → other configurations, for `minirt tune`. None: the family is not tuned.
         tokens: number of tokens → the largest number that uses the same configuration.
-        usable: (configuration, facts) → whether the stored configuration of the bucket can be used, where the bucket's name does
-            not say enough.
+        usable: (configuration, facts) → whether the bucket's stored configuration can be used for these facts.
     """
 
     name: str
@@ -73,8 +62,8 @@ class Family(Generic[Config]):
     facts: tuple[str, ...]
     rule: Callable[[Any, Gpu], Config]
     candidates: Callable[[Any, Gpu], Iterable[Config]] | None = None
-    tokens: Callable[[int], int] = _as_it_is
-    usable: Callable[[Config, Any], bool] = _always
+    tokens: Callable[[int], int] = lambda tokens: tokens
+    usable: Callable[[Config, Any], bool] = lambda config, facts: True
 
     def bucket(self, facts: Any) -> str:
         """The name of a bucket of shapes, such as "N=4608 K=3584"."""
@@ -90,7 +79,7 @@ class Family(Generic[Config]):
             return _overrides[self.name, bucket]
         return _stored(self, device).get(bucket) if device.type == "cuda" else None
 
-    def case(self, facts: Any, device: torch.device, prepare: Prepare) -> "Case | None":
+    def case(self, facts: Any, device: torch.device, prepare: Callable[[], Prepared]) -> "Case | None":
         """The case of `minirt tune` for these facts: the rule's choice and candidates. None: no launch would use the winner."""
         gpu = gpu_of(device)
         rule = self.rule(facts, gpu)
@@ -109,8 +98,8 @@ def cached_lookup(lookup: Cached) -> Cached:
 
 @cached_lookup
 def _lookup(family: Family[Config], device: torch.device, facts: Any) -> Config:
-    found = family.find(device, family.bucket(facts))
-    return found if found is not None and family.usable(found, facts) else family.rule(facts, gpu_of(device))
+    config = family.find(device, family.bucket(facts))
+    return config if config is not None and family.usable(config, facts) else family.rule(facts, gpu_of(device))
 
 
 def clear_config_caches() -> None:
@@ -142,15 +131,14 @@ class Case:
         candidates: other configurations to try.
         prepare: allocates inputs and returns two functions. `launch(config)` runs the kernel once on weights that no cache holds.
             `check(config)` raises NumericsError if the result is wrong.
-        tokens: number of tokens of a model's step that uses this bucket. `minirt tune` confirms the choice in such steps. None if
-            no step of a model does.
+        tokens: of a model's step that uses this bucket, in which `minirt tune` confirms the choice. None: no step uses it.
     """
 
     family: Family[Any]
     bucket: str
     default: Any
     candidates: tuple[Any, ...]
-    prepare: Prepare
+    prepare: Callable[[], Prepared]
     tokens: int | None = None
 
 
@@ -189,13 +177,18 @@ class LinearShape:
     int4: bool = False
     joins: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return 2 * self.N if self.gated else self.N
+
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
 _REGISTERED: dict[str, tuple[Family[Any], Cases]] = {}
 
 
 def register(family: Family[Any], cases: Cases) -> None:
-    """Register a kernel family, also one of your own, with `minirt tune`. Raises InputError if the name is taken.
+    """Register a kernel family, of minirt or of the user, with `minirt tune`. Raises InputError if the name is taken.
 
     `cases(shapes, tokens, device)` yields the cases to tune for a model's linear layers. `tokens`: the sizes of steps.
     """
@@ -240,18 +233,15 @@ def source_hash(sources: tuple[str, ...]) -> str:
 
 
 def store(family: Family[Any], file: Path, configs: dict[str, Any]) -> None:
-    """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
-
-    A lock makes processes take turns, so none loses what another adds.
-    """
+    """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
             known = _read(file)
-            own = known.get(family.name, {})
-            kept = own.get("configs") if own.get("source") == source_hash(family.sources) else None
+            entry, source = known.get(family.name, {}), source_hash(family.sources)
+            kept = entry.get("configs") if entry.get("source") == source else None
             kept = (kept if isinstance(kept, dict) else {}) | {bucket: asdict(config) for bucket, config in configs.items()}
-            known[family.name] = {"source": source_hash(family.sources), "configs": kept}
+            known[family.name] = {"source": source, "configs": kept}
             replace_file(file, json.dumps({"schema": SCHEMA, "kernels": known}, indent=1).encode())
     except OSError as error:
         raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
@@ -275,17 +265,17 @@ def _locked(folder: Path) -> Iterator[None]:
 def load(family: Family[Config], file: Path) -> dict[str, Config]:
     """The file's configurations by bucket for the current state of the kernel's source.
 
-    A file that cannot be read or is malformed is ignored with a warning, because a kernel without a tuned configuration is only
-    slower. Configurations of an older source are ignored without a warning.
+    A file that cannot be read or is malformed is ignored with a warning. Configurations of an older source are ignored without
+    one.
     """
-    own = _read(file).get(family.name)
-    if own is None:
+    entry = _read(file).get(family.name)
+    if entry is None:
         return {}
     names = {field.name for field in fields(cast(Any, family.config))}
     try:
-        if own["source"] != source_hash(family.sources):
+        if entry["source"] != source_hash(family.sources):
             return {}
-        configs = own["configs"]
+        configs = entry["configs"]
         for bucket, values in configs.items():
             if set(values) != names or not all(isinstance(v, int | float | str | None) for v in values.values()):
                 raise ValueError(f"{bucket}: {values}")
@@ -323,6 +313,6 @@ def _read_regular(file: Path) -> bytes:
         return source.read()
 
 
-def _warn(file: Path, found: str) -> None:
-    what = f"{file} holds no usable tuned configurations ({found})"
+def _warn(file: Path, why: str) -> None:
+    what = f"{file} holds no usable tuned configurations ({why})"
     warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning)

@@ -23,22 +23,14 @@ import triton
 import triton.language as tl
 
 from minirt.device import interpreting
-from minirt.kernels.gated_delta.constants import (
-    WIDTH,
-    Constants,
-    gated_norm,
-    gates,
-    product,
-    silu,
-    unit,
-)
+from minirt.kernels.gated_delta.constants import WIDTH, Constants, gated_norm, gates, product, silu, unit
 from minirt.kernels.gated_delta.operands import CHUNK, GatedDeltaInput
 from minirt.kernels.launch import capability, next_power_of_2, shared_limit, sm_count
 from minirt.kernels.prepared import prepared
 from minirt.kernels.step.table import MAX_SNAPSHOTS
 
 _BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
-_PROMPTS = 8  # that all have programs of their own
+_PROMPTS = 8  # prompts up to which each has separate programs
 _SPLIT_FROM = 32  # channels of a head: products with fewer columns as bf16 gave wrong results on an H100
 _PARTS = 4  # of a chunk, for the norm: small programs, of which many share an SM
 _RUN = tl.constexpr(8)  # consecutive tokens of the convolution that a thread computes
@@ -313,9 +305,9 @@ class _StateConfig(NamedTuple):
 def _state_config(a: GatedDeltaInput) -> _StateConfig:
     """The narrowest programs that all run at once, one on each SM; if there are more, two share an SM and none loads ahead.
 
-    No result depends on it: MMA columns are independent. It depends on the model, the GPU and the number of prompts only, as
-    `dispatch.CHUNK_PROMPTS` declares, so that no step after warm-up compiles another variant. Prompts are counted as if each were
-    as long as the longest: single tokens count little. In a CUDA graph, whose sequences may all have any length, it is one.
+    No result depends on it. It depends on the model, the GPU and the number of prompts only, as `dispatch.CHUNK_PROMPTS`
+    declares, so that no step after warm-up compiles another variant. Prompts are counted as if each were as long as the longest;
+    in a CUDA graph, whose sequences may all have any length, as one.
     """
     _, Hv, Dk, Dv = a.head_shape
     dtype, device = a.qkvz.dtype, a.qkvz.device
@@ -345,7 +337,7 @@ def chunk(a: GatedDeltaInput) -> None:
     x_stride, ba_stride = x.stride(0), a.ba.stride(0)
     work = a.sequences.slots.new_empty(1 + T // CHUNK + B, _WORK.value)
     prompts = min(B, _PROMPTS)
-    chunks = T // CHUNK + prompts  # the most of so many prompts
+    chunks = T // CHUNK + prompts  # the most that these prompts have
     _delta_conv_kernel[(2 * Hk + Hv, chunks)](
         x, a.weights, a.state, a.sequences, qkv, work, B, x_stride, C, num_warps=4, enable_fp_fusion=False
     )

@@ -22,7 +22,7 @@ class Constants(NamedTuple):
         HK, HV, DK, DV: heads of q and k, of v; channels of each.
         RING: rows of a slot's ring of inputs.
         DRAFTS: the most tokens of a step that can be undone; 0: none can.
-        MOST: sequences of up to so many new tokens are computed by `decode`, others by chunks.
+        MOST: the most new tokens of a sequence that `decode` computes; `chunk` computes the others.
         BLOCK_B: sequences that are searched at once.
         BLOCK_V: channels of v of a program.
         CHUNK: tokens of a chunk.

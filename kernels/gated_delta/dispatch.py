@@ -40,17 +40,9 @@ CASES = [  # contexts: tokens of each sequence before its new ones
 
 
 def gated_delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: GatedDeltaWeights,
-    state: GatedDeltaState,
-    sequences: GatedDeltaSequences,
-    max_query_len: int,
-    out: Tensor | None = None,
-    *,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, sequences: GatedDeltaSequences,
+    max_query_len: int, out: Tensor | None = None, *, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Convolution, gates, gated delta rule and gated norm of new tokens; updates the state of the sequences' slots.
 
     Args:
@@ -87,7 +79,7 @@ def gated_delta_net(
 def cost(
     tokens: int, sequences: int, Hk: int, Hv: int, Dk: int, Dv: int, itemsize: int, *, begins: bool = False
 ) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of so many new tokens together.
+    """(bytes read and written, floating-point operations) of `tokens` new tokens of `sequences` sequences.
 
     `begins`: no sequence has a state yet. The operations are those of the rule token by token; chunks take more.
     """
@@ -106,9 +98,9 @@ def _check(
     device, dtype, i32 = qkvz.device, qkvz.dtype, torch.int32
     check_tensor("state.recurrent", state.recurrent, (None, None, None, None), torch.float32, device)
     slots, Hv, Dk, Dv = state.recurrent.shape
-    for where, size in (("Dk", Dk), ("Dv", Dv)):
+    for name, size in (("Dk", Dk), ("Dv", Dv)):
         if size not in HEAD_DIMS:
-            raise InputError("wrong size", where=where, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
+            raise InputError("wrong size", where=name, expected=" or ".join(map(str, HEAD_DIMS)), found=size)
     check_tensor("state.conv", state.conv, (slots, None, None), dtype, device)
     _, ring, channels = state.conv.shape
     keys = channels - Hv * Dv

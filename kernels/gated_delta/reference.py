@@ -85,15 +85,9 @@ def chunk_gated_delta_rule(
 
 
 def gated_delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: GatedDeltaWeights,
-    state: GatedDeltaState,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    slots: Sequence[int],
-    snapshots: Sequence[Sequence[tuple[int, int]]] = (),
-) -> Tensor:
+    qkvz: Tensor, ba: Tensor, weights: GatedDeltaWeights, state: GatedDeltaState, query_lens: Sequence[int],
+    seq_lens: Sequence[int], slots: Sequence[int], snapshots: Sequence[Sequence[tuple[int, int]]] = (),
+) -> Tensor:  # fmt: skip
     """A step of a layer after its projections, with the gated norm: qkvz [T, 2·Hk·Dk + 2·Hv·Dv], ba [T, 2·Hv] → [T, Hv·Dv].
 
     Updates the state of the sequences' slots, see `operands`. A sequence of slot −1 begins without a state and stores none.
@@ -108,8 +102,8 @@ def gated_delta_net(
     parts = [defaultdict[int, list[tuple[int, int, int]]](list) for _ in range(1 + MAX_SNAPSHOTS)]  # by number of tokens
     copies = [list[tuple[int, int]]() for _ in parts]  # after each part
     for b, (count, length, slot) in enumerate(zip(query_lens, seq_lens, slots, strict=True)):
-        begin, own = 0, snapshots[b] if snapshots else ()
-        for part, (row, end) in enumerate([*own, (-1, count)]):
+        begin, copied = 0, snapshots[b] if snapshots else ()
+        for part, (row, end) in enumerate([*copied, (-1, count)]):
             if begin < end:
                 parts[part][end - begin].append((start + begin, length - count + begin, slot))
             if row >= 0:

@@ -1,20 +1,13 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
-`REGIMES` says which kernel computes a product. One token: `gemv`, which also computes the norm. Up to 128 tokens, where reading
-the weights takes most of the time: `gemm_small`. More tokens, where arithmetic does: `gemm`. On Hopper, `gemm_sm90` takes over
-from 65 tokens on. With two or more tokens, the norm is a separate kernel before the product.
+`REGIMES` says which kernel computes a product, by its number of tokens, the format of the weight and the GPU. Kernels for one
+token also compute the norm. With two or more tokens, the norm is a separate kernel before the product.
 
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` fp32 (compute capability 8.9 and later): [N], one
-for each row, or [⌈N / g⌉, ⌈K / 128⌉], one for each block of g rows and 128 columns. With such weights, the activations of two or
-more tokens are quantized too, with a scale for each token or, if the weight has blocks, for each token and 128 channels: by the
-norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8` and
-`linear_fp8_blocks` do the same.) Every kernel takes either form of scale.
-
-4-bit weights (int16 words with scale words, see `int4_words`) have kernels of their own, and activations are not quantized. One
-token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
-tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small_sm90` for others of up to 8 tokens, and
-`int4_sm90` for more.
+for each row, or [⌈N / g⌉, ⌈K / 128⌉], one for each block of g rows and 128 columns. With FP8 weights, the activations of two or
+more tokens are quantized too, with a scale for each token or, if the weight has blocks, for each token and 128 channels; a single
+token keeps 16-bit activations (`reference.linear_fp8`, `linear_fp8_blocks`). 4-bit weights are words with scale words
+(`int4_words`), and activations are not quantized.
 """
 
 from collections.abc import Callable
@@ -41,14 +34,6 @@ from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Limits, Regime, SumOrder, covering
 
 
-def _any(product: Product) -> bool:
-    return True
-
-
-def _none(product: Product) -> int:
-    return 0
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LinearRegime(Regime):
     """A regime of the linear layers.
@@ -62,14 +47,10 @@ class LinearRegime(Regime):
     """
 
     launch: Callable[..., None]
-    accepts: Callable[[Product], bool] = _any
+    accepts: Callable[[Product], bool] = lambda product: True
     family: Family[Any] | None = None
-    row_maxima_tiles: Callable[[Product], int] = _none
+    row_maxima_tiles: Callable[[Product], int] = lambda product: 0
     fetches_early: bool = False
-
-
-def _unpacked(product: Product) -> None:
-    int4.gemm_unpacked(product, launch)
 
 
 def _of(launch: Callable[..., None], family: Family[Any], first: int, last: int | None = None, **rest: Any) -> LinearRegime:
@@ -96,20 +77,16 @@ REGIMES = (
         variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens, limits=Limits(("int4",), alignment=16),
         sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(
-        gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads"),
-    ),
+    _of(gemv_int4.gemv_int4, gemv_int4.FAMILY, 1, 1, limits=Limits(_INT4, norm=True), sums=SumOrder("threads")),
     _of(
         int4.gemm_int4, int4.FAMILY, 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block,
         limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
     LinearRegime(  # its order is that of the kernel that multiplies the unpacked weight
-        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, limits=Limits(_INT4),
-        sums=SumOrder("steps", splits=True, by_tokens=True),
+        "gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=lambda product: int4.gemm_unpacked(product, launch),
+        limits=Limits(_INT4), sums=SumOrder("steps", splits=True, by_tokens=True),
     ),
-    _of(
-        vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads"),
-    ),
+    _of(vector.gemv, vector.FAMILY, 1, 1, limits=Limits(("fp16", "fp32", *_FP8), norm=True), sums=SumOrder("threads")),
     _of(
         sm90.gemm_sm90, sm90.FAMILY, _SM90, capability=90, accepts=sm90.accepts, variant=sm90.token_regime,
         padded=sm90.padded_tokens, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
@@ -128,7 +105,7 @@ REGIMES = (
 )  # fmt: skip
 # Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
 # are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the
-# product's programs would crowd onto the SMs that become idle first. Measured with up to 256 tokens.
+# product's programs would crowd onto the SMs that become idle first.
 EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _SM90, 256, capability=90))
 
 CASES = [
@@ -141,22 +118,11 @@ CASES = [
 
 
 def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    out_dtype: torch.dtype | None = None,
-    row_maxima: RowMaxima | None = None,
-    multiplier: float = 1.0,
-    softcap: float = 0.0,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None,
+    out: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None,
+    out_dtype: torch.dtype | None = None, row_maxima: RowMaxima | None = None, multiplier: float = 1.0,
+    softcap: float = 0.0, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` says otherwise. Without a workspace, K is not split. `row_maxima`
@@ -172,48 +138,28 @@ def norm_linear(
     if row_maxima is not None:
         values, needed = row_maxima
         epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
-    if out is None:
-        out = _output(x, weight, out_dtype or x.dtype, gated=False)
+    out = _output(x, weight, out_dtype or x.dtype) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, epilogue, workspace, pdl), check=check)
 
 
 def norm_gate_up(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    activation: str,
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, activation: str, out: Tensor | None = None,
+    bias: Tensor | None = None, *, scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    if out is None:
-        out = _output(x, weight, x.dtype, gated=True)
+    out = _output(x, weight, x.dtype, 2) if out is None else out
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl), check=check)
 
 
 def linear_residual(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
-    check: bool = True,
-) -> Tensor:
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *,
+    scale: Tensor | None = None, workspace: Workspace | None = None, pdl: bool = False, check: bool = True,
+) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    if out is None:
-        out = _output(x, weight, x.dtype, gated=False)
+    out = _output(x, weight, x.dtype) if out is None else out
     return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl), check=check)
 
 
@@ -242,9 +188,9 @@ def regime(product: Product, cc: int | None = None) -> LinearRegime:
         InputError: no kernel computes the product.
     """
     cc, T, format = capability(product.weight.device) if cc is None else cc, product.x.shape[0], product.format
-    for found in covering(REGIMES, T, cc, format):
-        if found.accepts(product):
-            return found
+    for candidate in covering(REGIMES, T, cc, format):
+        if candidate.accepts(product):
+            return candidate
     raise InputError("no kernel computes this product", where="regime", found=f"{T} tokens, a weight in {format}")
 
 
@@ -261,9 +207,7 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
         dtype: dtype of the activations.
         scale: that of an fp8 weight.
     """
-    if rows == 0:
-        return 0
-    if int4.is_int4(weight):
+    if rows == 0 or int4.is_int4(weight):
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
@@ -282,8 +226,9 @@ def _fetches_early(tokens: int, cc: int) -> bool:
     return any(regime.fetches_early for regime in covering(REGIMES, tokens, cc))
 
 
-def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, gated: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype)
+def _output(x: Tensor, weight: Tensor, dtype: torch.dtype, rows: int = 1) -> Tensor:
+    """`rows`: of the weight, for each output."""
+    return x.new_empty(x.shape[0], weight.shape[0] // rows, dtype=dtype)
 
 
 def _prepared(product: Product) -> Product:

@@ -1,8 +1,7 @@
 """The epilogue of the linear kernels: what turns fp32 sums into outputs, and the sum of the parts of a split K.
 
 Triton and Gluon kernels call the same functions, as these contain nothing that depends on a layout. `ep` is a `Product`'s
-`Epilogue`. Sums may lie either way, [rows of the weight, tokens] or [tokens, rows]: what is loaded broadcasts with the index
-tensors `n` and `t` that it is loaded with. What must not be loaded is masked, or points to memory that may be read.
+`Epilogue`. Sums are [rows of the weight, tokens] or [tokens, rows]: loaded values broadcast with the index tensors `n` and `t`.
 """
 
 import triton
@@ -109,11 +108,9 @@ def store_row_maxima(acc, n, t, N, T, ep, tile):
 
 @triton.jit
 def store_part(acc, at, inside, sums_ptr, part):
-    """Store the sums of one part of a split K where the other parts' programs find them.
+    """Store the sums of one part of a split K for the other parts' programs.
 
-    Args:
-        at: place of each sum in the tile. inside: which are stored; None: all.
-        sums_ptr: of this tile, in the workspace.
+    at: place of each sum in the tile. inside: which are stored; None: all. sums_ptr: of this tile, in the workspace.
     """
     # Past L1, because programs on different SMs exchange the sums through L2.
     tl.store(sums_ptr + part * (acc.shape[0] * acc.shape[1]) + at, acc, mask=inside, cache_modifier=".cg")

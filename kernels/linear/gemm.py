@@ -1,9 +1,8 @@
 """Linear layers for many tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
 
 Tiles are computed in groups of rows, so that neighbouring tiles share weights in the L2 cache. From sm_90 on, TMA moves the
-tiles where their alignment permits, with descriptors made on the host; otherwise plain loads and stores do. A round of tiles is
-one tile for each SM. The tiles of an incomplete last round are cut into smaller ones, so that the round keeps more SMs busy for
-less time.
+tiles where their alignment permits. A round of tiles is one tile for each SM. The tiles of an incomplete last round are cut into
+smaller ones, so that the round keeps more SMs busy for less time.
 """
 
 from collections.abc import Sequence
@@ -24,11 +23,9 @@ from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import compile_time, prepared, tiled
 
 CASES = [
-    {"T": 129, "N": 96, "K": 576},
-    {"T": 1, "N": 131, "K": 97},
-    {"T": 300, "N": 72, "K": 64},
+    {"T": 129, "N": 96, "K": 576}, {"T": 1, "N": 131, "K": 97}, {"T": 300, "N": 72, "K": 64},
     {"T": 150, "N": 257, "K": 264},
-]
+]  # fmt: skip
 
 # (rows, columns, warps) for devices with much shared memory, then for the others. With the activation, a program computes two
 # such tiles: one of gate and one of up.
@@ -145,9 +142,7 @@ def tile_sums(
 
 
 @triton.jit
-def _compute_tile(
-    x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr):
     x_scales = ep.x_scale
     t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
     if C.SCALE_ROWS is not None:
@@ -177,14 +172,11 @@ def _compute_tile(
 
 @prepared
 @triton.jit(do_not_specialize=["T", "whole"])
-def _gemm_kernel(
-    x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C
-):  # fmt: skip
+def _gemm_kernel(x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C):
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
-    With an activation, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and
-    of x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into REST parts,
-    which have their own descriptors of weight, residual and out.
+    The first `whole` tiles are computed whole. The others are cut along their columns into REST parts, with separate descriptors
+    of weight, residual and out.
     """
     pid = tl.program_id(0)
     if C.REST == 1 or pid < whole:
@@ -214,16 +206,11 @@ def whole_tiles(tiles: int, config: GemmConfig) -> int:
 
 
 def best_tile(
-    tiles: Sequence[tuple[int, int, int]],
-    T: int,
-    N: int,
-    steps: int,
-    gated: bool,
-    num_sms: int,
+    tiles: Sequence[tuple[int, int, int]], T: int, N: int, steps: int, gated: bool, num_sms: int
 ) -> tuple[int, int, int, int]:
     """The tile (rows, columns, warps) that takes the least time, and the number of parts for the tiles of the last round.
 
-    The time model counts steps in K of a 128 × 128 tile and is fitted to an H200 (docs/decisions/linear-prefill.md).
+    The time model counts steps in K of a 128 × 128 tile (docs/decisions/linear-prefill.md).
     """
 
     def one_round(block_t: int, columns: int) -> float:
@@ -243,9 +230,7 @@ def best_tile(
     return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
 
 
-def token_regime(T: int) -> int:
-    """T rounded up to a power of two, on which configurations depend."""
-    return next_power_of_2(T)
+token_regime = next_power_of_2  # of T: configurations depend on it
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmConfig:

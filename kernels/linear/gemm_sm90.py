@@ -10,8 +10,7 @@ second pair of narrower strips gives widths between the powers of two, with whic
 one pair of neighbouring strips, a last round that would have work for at most half of the programs takes single strips as tiles.
 
 K is split in two parts if few tiles would leave SMs idle, or if the tiles would be so narrow that reading from L2 takes longer
-than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to
-its own.
+than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds both.
 
 Hopper's tensor cores add fp8 products with about 14 bits. So after every 1024 or 2048 elements of K the sums are set aside: in
 fp32 or, if registers do not suffice, in fp16, scaled so that the largest possible sum is finite.
@@ -44,14 +43,7 @@ from minirt.kernels.hopper.ring import barriers, release, release_before, ring_b
 from minirt.kernels.hopper.tiles import halves, places
 from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
 from minirt.kernels.launch import Gpu, cdiv, launch_options, next_power_of_2, shared_limit
-from minirt.kernels.linear.epilogue import (
-    finish,
-    load_part,
-    load_rows,
-    load_tokens,
-    store_packed_maxima,
-    store_part,
-)
+from minirt.kernels.linear.epilogue import finish, load_part, load_rows, load_tokens, store_packed_maxima, store_part
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.linear.tile_order import tile_origin
 from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
@@ -63,7 +55,7 @@ class _Constants(NamedTuple):
 
     Args:
         COLUMNS: output columns of a tile; FIRST: of its first pair of strips.
-        MORE: weight rows of the second pair; 0: there is none. (If gated, it has half as many output columns.)
+        SECOND: weight rows of the second pair; 0: there is none. (If gated, it has half as many output columns.)
         SHIFT: see `_first`.
         STRIPS: whether the tiles from `whole` on are single strips.
         PROMOTE: steps in K after which the sums are set aside, divided by SCALE; 0: never.
@@ -74,7 +66,7 @@ class _Constants(NamedTuple):
     SCALE_ROWS: int | None
     COLUMNS: int
     FIRST: int
-    MORE: int
+    SECOND: int
     STAGES: int
     SHIFT: bool
     STRIPS: bool
@@ -138,13 +130,13 @@ def _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS: gl.constexpr, GROUP: gl.constexpr):
+def _finish_tile(acc, second, outs, buffers, ep, t, n, T, N, C, STRIPS: gl.constexpr, GROUP: gl.constexpr):
     if STRIPS == 1:
         _store_strip(acc, outs[0], buffers[0], ep, t, n, T, N, C, 0, GROUP)
     else:
         _finish_pair(acc, outs[0], buffers[0], ep, t, n, T, N, C, GROUP)
-    if C.MORE != 0:
-        _finish_pair(more, outs[1], buffers[1], ep, t, n + C.FIRST, T, N, C, GROUP)
+    if C.SECOND != 0:
+        _finish_pair(second, outs[1], buffers[1], ep, t, n + C.FIRST, T, N, C, GROUP)
 
 
 @gluon.jit
@@ -172,13 +164,13 @@ def _row_maxima(acc, ep, t, n, T, N, C, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _store_row_maxima(acc, more, ep, t, n, T, N, C):
+def _store_row_maxima(acc, second, ep, t, n, T, N, C):
     """Store the largest value of each row of a tile with its column."""
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     top, column = _row_maxima(acc, ep, t, n, T, N, C, ROWS)
-    if C.MORE != 0:
-        more_top, more_column = _row_maxima(more, ep, t, n + acc.shape[1], T, N, C, ROWS)
-        top, column = _better(top, column, more_top, more_column)
+    if C.SECOND != 0:
+        second_top, second_column = _row_maxima(second, ep, t, n + acc.shape[1], T, N, C, ROWS)
+        top, column = _better(top, column, second_top, second_column)
     store_packed_maxima(top, column, t + gl.arange(0, 64, ROWS), T, ep, n // C.COLUMNS)
 
 
@@ -240,17 +232,17 @@ def _fetch_pair(weight, n, k, N, bar, tiles, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weights(weight, more_weight, ring, stage, n, k, N, C):
+def _fetch_weights(weight, second_weight, ring, stage, n, k, N, C):
     """Announce a step's bytes, those of x included, and fetch its strips of the weight."""
-    x_tiles, w_tiles, more_tiles, full, _ = ring
+    x_tiles, w_tiles, second_tiles, full, _ = ring
     BYTES: gl.constexpr = (
-        (64 * C.GROUPS + w_tiles.shape[1] + C.MORE) * w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8
+        (64 * C.GROUPS + w_tiles.shape[1] + C.SECOND) * w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8
     )
     bar = full.index(stage)
     mbarrier.expect(bar, BYTES)
     _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), C.GATED)
-    if C.MORE != 0:
-        _fetch_pair(more_weight, n + C.FIRST, k, N, bar, more_tiles.index(stage), C.GATED)
+    if C.SECOND != 0:
+        _fetch_pair(second_weight, n + C.FIRST, k, N, bar, second_tiles.index(stage), C.GATED)
 
 
 @gluon.jit
@@ -265,7 +257,7 @@ def _fetch_strip(x, weight, ring, stage, t, n, k, T, C):
 
 
 @gluon.jit
-def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
+def _fetch_tiles(x, weight, second_weight, ring, sizes, C, PDL: gl.constexpr):
     """Task of the fetching warp."""
     x_tiles, w_tiles, _, full, empty = ring
     T, N, tiles, tiles_n, whole = sizes
@@ -279,7 +271,7 @@ def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
         first = gl.program_id(0) % C.SPLIT * PART
         ahead += min(C.STAGES, (min(first + PART, C.K) - first + BLOCK_K - 1) // BLOCK_K)
         for i in range(ahead):
-            _fetch_weights(weight, more_weight, ring, i, n, first + i * BLOCK_K, N, C)
+            _fetch_weights(weight, second_weight, ring, i, n, first + i * BLOCK_K, N, C)
         gdc_wait()
         for i in range(ahead):
             _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, C)
@@ -291,7 +283,7 @@ def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
         skipped = gl.where(part == gl.program_id(0), ahead, 0)
         for k in range(first + skipped * BLOCK_K, min(first + PART, C.K), BLOCK_K):
             stage = wait_empty(empty, step)
-            _fetch_weights(weight, more_weight, ring, stage, n, k, N, C)
+            _fetch_weights(weight, second_weight, ring, stage, n, k, N, C)
             _fetch_rows(x, t, k, T, full.index(stage), x_tiles, stage, C)
             step += 1
     if C.STRIPS:
@@ -306,27 +298,27 @@ def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _add_products(ring, acc, more, step, first, last, C, GROUP: gl.constexpr):
+def _add_products(ring, acc, second, step, first, last, C, GROUP: gl.constexpr):
     """Add the products of steps `first` … `last` - 1 of a tile, for 64 of its rows. Releases each stage after it is read."""
-    x_tiles, w_tiles, more_tiles, full, empty = ring
+    x_tiles, w_tiles, second_tiles, full, empty = ring
     for i in range(first, last):
         stage = wait_full(full, step)
         x = _group_rows(x_tiles, stage, GROUP, C.GROUPS)
         w = w_tiles.index(stage).slice(0, acc.shape[1])
         acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=i > first, is_async=True)
-        if C.MORE != 0:
-            more = warpgroup_mma(x, more_tiles.index(stage).permute((1, 0)), more, use_acc=i > first, is_async=True)
-            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
+        if C.SECOND != 0:
+            second = warpgroup_mma(x, second_tiles.index(stage).permute((1, 0)), second, use_acc=i > first, is_async=True)
+            acc, second = warpgroup_mma_wait(2, deps=[acc, second])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
         release_before(empty, step, i > first)
         step += 1
-    if C.MORE != 0:
-        acc, more = warpgroup_mma_wait(0, deps=[acc, more])
+    if C.SECOND != 0:
+        acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
     release_before(empty, step)
-    return acc, more, step
+    return acc, second, step
 
 
 @gluon.jit
@@ -344,84 +336,84 @@ def _factors(x_scale, left, right, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add_blocks(ring, ep, acc, more, step, first, steps, t, n, T, N, C, GROUP: gl.constexpr):
+def _add_blocks(ring, ep, acc, second, step, first, steps, t, n, T, N, C, GROUP: gl.constexpr):
     """`_add_products` with scales of blocks, for steps `first` … `first` + `steps` - 1 of a tile. Adds to fp32 sums."""
-    x_tiles, w_tiles, more_tiles, full, empty = ring
+    x_tiles, w_tiles, second_tiles, full, empty = ring
     WIDE: gl.constexpr = acc.type.layout
     row = t + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     x_scales = ep.x_scale + gl.minimum(row, T - 1) * ((C.K + 127) // 128) + first
     # The right strip of a pair: the neighbour or, with an activation, the strip of up.
     left_scales = _strip_scales(ep, 0, n, N, C) + first
-    SECOND: gl.constexpr = 0 if C.GATED else acc.shape[1] // 2
-    second = N if C.GATED else 0
-    right_scales = _strip_scales(ep, second, n + SECOND, N, C) + first
-    if C.MORE != 0:
-        NARROW: gl.constexpr = more.type.layout
-        FOURTH: gl.constexpr = C.FIRST if C.GATED else C.FIRST + C.MORE // 2
+    RIGHT: gl.constexpr = 0 if C.GATED else acc.shape[1] // 2
+    right_first = N if C.GATED else 0
+    right_scales = _strip_scales(ep, right_first, n + RIGHT, N, C) + first
+    if C.SECOND != 0:
+        NARROW: gl.constexpr = second.type.layout
+        FOURTH: gl.constexpr = C.FIRST if C.GATED else C.FIRST + C.SECOND // 2
         third_scales = _strip_scales(ep, 0, n + C.FIRST, N, C) + first
-        fourth_scales = _strip_scales(ep, second, n + FOURTH, N, C) + first
+        fourth_scales = _strip_scales(ep, right_first, n + FOURTH, N, C) + first
     for i in range(steps):
         # Loaded before the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
         x_scale, left, right = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
-        if C.MORE != 0:
+        if C.SECOND != 0:
             third, fourth = gl.load(third_scales + i), gl.load(fourth_scales + i)
         stage = wait_full(full, step)
         x = _group_rows(x_tiles, stage, GROUP, C.GROUPS)
         products = gl.zeros(acc.shape, gl.float32, WIDE)
         products = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), products, use_acc=False, is_async=True)
-        if C.MORE != 0:
-            more_products = gl.zeros(more.shape, gl.float32, NARROW)
-            more_products = warpgroup_mma(
-                x, more_tiles.index(stage).permute((1, 0)), more_products, use_acc=False, is_async=True
+        if C.SECOND != 0:
+            second_products = gl.zeros(second.shape, gl.float32, NARROW)
+            second_products = warpgroup_mma(
+                x, second_tiles.index(stage).permute((1, 0)), second_products, use_acc=False, is_async=True
             )
-            products, more_products = warpgroup_mma_wait(0, deps=[products, more_products])
+            products, second_products = warpgroup_mma_wait(0, deps=[products, second_products])
         else:
             products = warpgroup_mma_wait(0, deps=[products])
         release(empty, step)
         acc += products * _factors(x_scale, left, right, acc.shape[1], WIDE)
-        if C.MORE != 0:
-            more += more_products * _factors(x_scale, third, fourth, more.shape[1], NARROW)
+        if C.SECOND != 0:
+            second += second_products * _factors(x_scale, third, fourth, second.shape[1], NARROW)
         step += 1
-    return acc, more, step
+    return acc, second, step
 
 
 @gluon.jit
-def _add_other_part(acc, more, workspace, tile, part, C, GROUP: gl.constexpr):
+def _add_other_part(acc, second, workspace, tile, part, C, GROUP: gl.constexpr):
     """Store the sums for the other part's program. If that program has already stored its sums, return the total, and True."""
     sums_ptr, counters_ptr = workspace
     WIDTH: gl.constexpr = acc.shape[1]
     of_group = C.GROUPS * tile + GROUP
-    sums_ptr += of_group * C.SPLIT * 64 * (WIDTH + C.MORE)
-    more_ptr = sums_ptr + C.SPLIT * 64 * WIDTH
+    sums_ptr += of_group * C.SPLIT * 64 * (WIDTH + C.SECOND)
+    second_ptr = sums_ptr + C.SPLIT * 64 * WIDTH
     store_part(acc, places(acc), None, sums_ptr, part)
-    if C.MORE != 0:
-        store_part(more, places(more), None, more_ptr, part)
+    if C.SECOND != 0:
+        store_part(second, places(second), None, second_ptr, part)
     last = arrive_last(counters_ptr + of_group, C.SPLIT)
     if last:
         acc += load_part(acc, places(acc), None, sums_ptr, 1 - part)
-        if C.MORE != 0:
-            more += load_part(more, places(more), None, more_ptr, 1 - part)
-    return acc, more, last
+        if C.SECOND != 0:
+            second += load_part(second, places(second), None, second_ptr, 1 - part)
+    return acc, second, last
 
 
 @gluon.jit
 def _fetch_residual(
-    residuals, arrived, buffers, t, n, STRIPS: gl.constexpr, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr
+    residuals, arrived, buffers, t, n, STRIPS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """Fetch a group's rows of the residual into the buffers through which it stores them later. `arrived`: its barrier.
 
     WIDTH: columns of the first pair, of which a tile has one or both strips.
     """
-    residual, more_residual = residuals
-    staging, more_staging = buffers
+    residual, second_residual = residuals
+    staging, second_staging = buffers
     tma.store_wait(0)
-    mbarrier.expect(arrived, 64 * (STRIPS * (WIDTH // 2) + MORE) * 2)
+    mbarrier.expect(arrived, 64 * (STRIPS * (WIDTH // 2) + SECOND) * 2)
     tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
     if STRIPS == 2:
         tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
-    if MORE != 0:
-        tma_load(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
-        tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
+    if SECOND != 0:
+        tma_load(second_residual, [t, n + WIDTH], arrived, second_staging.index(2 * GROUP))
+        tma_load(second_residual, [t, n + WIDTH + SECOND // 2], arrived, second_staging.index(2 * GROUP + 1))
 
 
 @gluon.jit
@@ -441,49 +433,49 @@ def _multiply_tile(
     CHUNK: gl.constexpr = C.PROMOTE if C.PROMOTE != 0 else PART
     DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.MORE if C.MORE != 0 else WIDTH, DEPTH])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.SECOND if C.SECOND != 0 else WIDTH, DEPTH])
     ASIDE: gl.constexpr = gl.float32 if C.SCALE == 1 else gl.float16
     RESIDUAL: gl.constexpr = ep.residual is not None
     t = _group_row(t, T, C, GROUP)
     steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
     if RESIDUAL:
-        _fetch_residual(residuals, arrived, buffers, t, n, STRIPS, w_tiles.shape[1], C.MORE, GROUP)
+        _fetch_residual(residuals, arrived, buffers, t, n, STRIPS, w_tiles.shape[1], C.SECOND, GROUP)
     acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
-    more = gl.zeros([64, C.MORE], gl.float32, NARROW) if C.MORE != 0 else 0
+    second = gl.zeros([64, C.SECOND], gl.float32, NARROW) if C.SECOND != 0 else 0
     if C.SCALE_ROWS is not None:
-        acc, more, step = _add_blocks(ring, ep, acc, more, step, part % C.SPLIT * PART, steps, t, n, T, N, C, GROUP)
+        acc, second, step = _add_blocks(ring, ep, acc, second, step, part % C.SPLIT * PART, steps, t, n, T, N, C, GROUP)
     elif CHUNK < PART:
         aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
-        more_aside = aside
-        if C.MORE != 0:
-            more_aside = gl.zeros([64, C.MORE], ASIDE, NARROW)
+        second_aside = aside
+        if C.SECOND != 0:
+            second_aside = gl.zeros([64, C.SECOND], ASIDE, NARROW)
         for first in range(0, steps, CHUNK):
             last = min(first + CHUNK, steps)
-            acc, more, step = _add_products(ring, acc, more, step, first, last, C, GROUP)
+            acc, second, step = _add_products(ring, acc, second, step, first, last, C, GROUP)
             if first > 0:
                 acc += aside.to(gl.float32) * C.SCALE
-                if C.MORE != 0:
-                    more += more_aside.to(gl.float32) * C.SCALE
+                if C.SECOND != 0:
+                    second += second_aside.to(gl.float32) * C.SCALE
             if last < steps:
                 aside = (acc * (1 / C.SCALE)).to(ASIDE)
-                if C.MORE != 0:
-                    more_aside = (more * (1 / C.SCALE)).to(ASIDE)
+                if C.SECOND != 0:
+                    second_aside = (second * (1 / C.SCALE)).to(ASIDE)
     else:
-        acc, more, step = _add_products(ring, acc, more, step, 0, steps, C, GROUP)
+        acc, second, step = _add_products(ring, acc, second, step, 0, steps, C, GROUP)
     if RESIDUAL:
         mbarrier.wait(arrived, phase)
         phase ^= 1
     else:
         tma.store_wait(0)
     if C.SPLIT == 2:
-        acc, more, last = _add_other_part(acc, more, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
+        acc, second, last = _add_other_part(acc, second, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
         if last:
-            _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
+            _finish_tile(acc, second, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
     else:
         if ep.row_maxima is not None:
-            _store_row_maxima(acc, more, ep, t, n, T, N, C)
+            _store_row_maxima(acc, second, ep, t, n, T, N, C)
         if needed != 0:
-            _finish_tile(acc, more, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
+            _finish_tile(acc, second, outs, buffers, ep, t, n, T, N, C, STRIPS, GROUP)
     return step, phase
 
 
@@ -518,17 +510,12 @@ def _multiply_tiles(
 @prepared
 @gluon.jit(do_not_specialize=["T", "tiles", "whole"])
 def _gemm_sm90_kernel(
-    x, weight, more_weight, residual, more_residual, out, more_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n, whole,
+    x, weight, second_weight, residual, second_residual, out, second_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n, whole,
     C, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has its own descriptors.
-
-    With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
-
-    With STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
-
-    With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
-    waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
+    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has separate
+    descriptors. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉]. With
+    STRIPS, the tiles from `whole` on are computed strip by strip; else `whole` is `tiles`.
     """
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     BUFFERS: gl.constexpr = C.GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
@@ -536,16 +523,16 @@ def _gemm_sm90_kernel(
     x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if C.GROUPS == 2 else 64, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, 2 * weight.block_type.shape[0], BLOCK_K], weight.layout)
     staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005, which Triton does not read
-    more_tiles = w_tiles  # unused without a second pair
-    more_staging = staging
-    if C.MORE != 0:
-        more_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.MORE, BLOCK_K], more_weight.layout)
-        more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + more_out.block_type.shape, more_out.layout)  # noqa: RUF005
+    second_tiles = w_tiles  # unused without a second pair
+    second_staging = staging
+    if C.SECOND != 0:
+        second_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.SECOND, BLOCK_K], second_weight.layout)
+        second_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + second_out.block_type.shape, second_out.layout)  # noqa: RUF005
     full, empty = ring_barriers(C.STAGES, C.GROUPS)
     residual_full = barriers(C.GROUPS, 1)
     fence_async_shared()
-    ring = (x_tiles, w_tiles, more_tiles, full, empty)
-    residuals, outs, buffers = (residual, more_residual), (out, more_out), (staging, more_staging)  # of each pair of strips
+    ring = (x_tiles, w_tiles, second_tiles, full, empty)
+    residuals, outs, buffers = (residual, second_residual), (out, second_out), (staging, second_staging)  # of each pair of strips
     workspace = (sums_ptr, counters_ptr)
     sizes = (T, N, tiles, tiles_n, whole)
     if C.GROUPS == 2:
@@ -553,7 +540,7 @@ def _gemm_sm90_kernel(
             [
                 (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
                 (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
-                (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
+                (_fetch_tiles, (x, weight, second_weight, ring, sizes, C, PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -564,7 +551,7 @@ def _gemm_sm90_kernel(
                 (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 0)),
                 (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 1)),
                 (_multiply_tiles, (ring, residuals, residual_full, outs, buffers, ep, workspace, sizes, C, PDL, 2)),
-                (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
+                (_fetch_tiles, (x, weight, second_weight, ring, sizes, C, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -575,7 +562,7 @@ _ROWS = 128  # rows of a tile with two groups of warps, 64 for each
 _ROWS_OF_THREE = 192
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _LARGEST = 448  # of float8_e4m3fn
-_FINE = 512  # tokens; up to here, every number of tiles of rows has its own configuration
+_FINE = 512  # tokens; up to here, every number of tiles of rows has a separate configuration
 _LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
 # Weight rows of the two pairs of strips. With a gated activation, half of them are gate's.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
@@ -593,7 +580,7 @@ class GemmSm90Config:
     """A launch configuration of `gemm_sm90`.
 
     Args:
-        width, more: weight rows of the first and of the second pair of strips of a tile; `more` may be 0.
+        width, second: weight rows of the first and of the second pair of strips of a tile; `second` may be 0.
         num_stages: tiles in flight.
         promote: steps in K after which the sums are set aside; 0: never.
         programs: number of programs that share the tiles.
@@ -602,7 +589,7 @@ class GemmSm90Config:
     """
 
     width: int
-    more: int
+    second: int
     num_stages: int
     promote: int
     programs: int
@@ -610,34 +597,31 @@ class GemmSm90Config:
     groups: int = 2
 
 
-def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
+def _pieces(width: int, second: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
     """How many output columns of each pair are stored at once.
 
-    With fp32 outputs, and for the largest tiles, it is at most the span of one TMA swizzle, which leaves room for more tiles.
-    With a residual it is a whole strip, because the residual arrives in the same buffers.
+    With fp32 outputs, and for the largest tiles, at most the span of one TMA swizzle, which leaves room for more tiles. With a
+    residual a whole strip, because the residual arrives in the same buffers.
     """
-    narrow = itemsize == 4 or (groups == 3 and width + more > 144 and not residual)
+    narrow = itemsize == 4 or (groups == 3 and width + second > 144 and not residual)
     most = _ROW_BYTES // 4 if narrow else width
-    return min(width // 2, most), min(more // 2, most)
+    return min(width // 2, most), min(second // 2, most)
 
 
 def derive_config(
-    width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
+    width: int, second: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
     groups: int = 2, blocks: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
-    """The configuration that follows from the weight rows of both pairs of strips, the parts of K and the groups of warps.
-
-    `blocks`: whether the weight has a scale for each block.
-    """
-    rows = width + more
-    pieces = sum(_pieces(width, more, groups, out_itemsize, residual))
+    """The configuration that follows from the weight rows of both pairs of strips, the parts of K and the groups of warps."""
+    rows = width + second
+    pieces = sum(_pieces(width, second, groups, out_itemsize, residual))
     buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
     stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + rows) * _ROW_BYTES)
     steps = cdiv(K * itemsize, _ROW_BYTES)
     split = min(split, steps)  # so that no part is empty
     steps, most = cdiv(steps, split), 8 if rows <= 192 else 16
     promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most and not blocks else 0
-    return GemmSm90Config(width, more, min(8, stages), promote, programs, split, groups)
+    return GemmSm90Config(width, second, min(8, stages), promote, programs, split, groups)
 
 
 def token_regime(T: int) -> int:
@@ -650,19 +634,18 @@ def padded_tokens(T: int) -> int:
     return _ROWS_OF_THREE if _ROWS < T <= _ROWS_OF_THREE else cdiv(T, _ROWS) * _ROWS
 
 
-def may_split(facts: ProductFacts, width: int, more: int, num_sms: int) -> bool:
+def may_split(facts: ProductFacts, width: int, second: int, num_sms: int) -> bool:
     """Whether K can be split: two programs per tile run at once, each part is long enough, and registers can hold the sums."""
-    tiles, most = cdiv(facts.T, _ROWS) * cdiv(facts.N, width + more), 144 if facts.itemsize == 1 else 192
+    tiles, most = cdiv(facts.T, _ROWS) * cdiv(facts.N, width + second), 144 if facts.itemsize == 1 else 192
     long = facts.K * facts.itemsize >= _LONGEST_WHOLE * _ROW_BYTES
-    return not facts.gated and long and width + more <= most and 2 * tiles <= num_sms
+    return not facts.gated and long and width + second <= most and 2 * tiles <= num_sms
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
     """The configurations worth considering for a shape and a token regime.
 
-    Three groups of warps are considered only if three tiles in flight fit in shared memory. 16-bit values: if T is a multiple of
-    their tile's rows. fp8 with scales of blocks: if tiles are at most as wide as registers hold sums and products. Not for other
-    fp8: the sums that are set aside leave no registers for a third group.
+    Three groups of warps need three tiles in flight in shared memory; with 16-bit values, a T that is a multiple of their tile's
+    rows; with scales of blocks, registers for sums and products. The sums that other fp8 sets aside leave none for a third group.
     """
     T, K, itemsize, residual, out_itemsize, blocks = (
         facts.T, facts.K, facts.itemsize, facts.residual, facts.out_itemsize, facts.blocks
@@ -672,16 +655,16 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSm90Config]:
         return derive_config(*widths, K, itemsize, residual, gpu.sms, out_itemsize, split, groups, blocks)
 
     all_widths = (GATED_WIDTHS_OF_BLOCKS if facts.gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
-    found = [config(widths, 1, 2) for widths in all_widths]
+    configs = [config(widths, 1, 2) for widths in all_widths]
     if facts.splits:
-        found += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
+        configs += [config(widths, 2, 2) for widths in all_widths if may_split(facts, *widths, gpu.sms)]
     of_three: list[tuple[int, int]] = []
     if blocks:
         of_three = [widths for widths in all_widths if sum(widths) <= _MOST_ROWS_OF_THREE]
     elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
         of_three = list(WIDTHS_OF_THREE)
-    found += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
-    return found
+    configs += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
+    return configs
 
 
 def whole_tiles(tiles: int, programs: int) -> int:
@@ -693,20 +676,17 @@ def whole_tiles(tiles: int, programs: int) -> int:
 def _computes_strips(c: GemmSm90Config, facts: ProductFacts) -> bool:
     """Whether tiles can be halved: two neighbouring strips, wide enough to keep tensor cores busy, of a plain 16-bit output."""
     plain = not facts.gated and not facts.blocks and facts.out_itemsize == 2
-    return plain and c.width >= 128 and c.more == 0 and c.split == 1 and c.groups == 2
+    return plain and c.width >= 128 and c.second == 0 and c.split == 1 and c.groups == 2
 
 
 def predicted(c: GemmSm90Config, facts: ProductFacts) -> float:
-    """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
-    H200 (docs/decisions/linear-prefill.md).
+    """Predicted microseconds: steps in K, rounds of tiles, a split (docs/decisions/linear-prefill.md).
 
-    Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
-    function of that of two. With scales of blocks, a step also waits for its products and adds them
-    (docs/decisions/linear-fp8-blocks.md).
+    The step of three groups is a linear function of that of two. With scales of blocks, a step also waits for its products.
     """
-    rows, blocks = c.width + c.more, facts.blocks
+    rows, blocks = c.width + c.second, facts.blocks
     tiles = cdiv(facts.T, 64 * c.groups) * cdiv(facts.N, rows // (2 if facts.gated else 1))
-    step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
+    step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.second if c.second else 0.0)
     if blocks:
         step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
     elif c.groups == 3:
@@ -727,18 +707,13 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSm90Config:
 
 
 def _usable(c: GemmSm90Config, facts: ProductFacts) -> bool:
-    """A bucket's name has no out_itemsize, so for wide outputs (logits) a stored configuration may need too much shared memory.
-
-    Without a workspace, K is not split.
-    """
+    """A bucket's name has no out_itemsize, so for logits a stored configuration may need too much shared memory."""
     return facts.out_itemsize == 2 and (facts.splits or c.split == 1)
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output.
-
-    And whether blocks with a scale have enough rows, and no residual is added to act(gate) · up.
-    """
+    """Whether rows and addresses are aligned for TMA, a residual has 16 bits, as the output, and is not added to act(gate) · up,
+    and blocks with a scale have enough rows."""
     x, residual, out = product.x, product.epilogue.residual, product.out
     if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
         return False
@@ -771,9 +746,9 @@ class _Plan(NamedTuple):
 
 
 def _plan(c: GemmSm90Config, facts: ProductFacts) -> _Plan:
-    block_k, rows = _ROW_BYTES // facts.itemsize, c.width + c.more
-    pieces = _pieces(c.width, c.more, c.groups, facts.out_itemsize, facts.residual)
-    weights = [tma_tile(n // 2, block_k, facts.itemsize) if n else None for n in (c.width, c.more)]
+    block_k, rows = _ROW_BYTES // facts.itemsize, c.width + c.second
+    pieces = _pieces(c.width, c.second, c.groups, facts.out_itemsize, facts.residual)
+    weights = [tma_tile(n // 2, block_k, facts.itemsize) if n else None for n in (c.width, c.second)]
     ends = [tma_tile(64, n, facts.out_itemsize) if n else None for n in pieces]
     few_x_tile, x_tile = (tma_tile(n, block_k, facts.itemsize) for n in (64, _ROWS if c.groups == 2 else 64))
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
@@ -818,12 +793,12 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
             raise InputError("K is split for two groups of warps only", where="config", found=c)
         if workspace is None:
             raise InputError("missing", where="workspace", expected="room for the sums of a split K")
-        sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.more)), workspace.counters(2 * tiles)
+        sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.second)), workspace.counters(2 * tiles)
     parts = ((weight, weights[0]), (weight, weights[1]), (residual, ends[0]), (residual, ends[1]), (out, ends[0]), (out, ends[1]))
     operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
     constants = _Constants(
-        K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.more, c.num_stages, not in_place, strips, c.promote,
+        K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.second, c.num_stages, not in_place, strips, c.promote,
         sums_scale, c.split, c.groups,
     )  # fmt: skip
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](

@@ -1,15 +1,15 @@
-"""Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
+"""Linear layers of a few tokens, where reading the weights takes most of the time.
 
-The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
-t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
-epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
-partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
+The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n, t].
+From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. If N gives
+too few programs, K is split: the last program to arrive adds the partial sums in a fixed order, so the same input gives the same
+bits.
 
 If the weight has a scale for each block, a step in K stays within 128 columns, so that one scale for each token and one for each
 row of blocks multiply its products before they are added to the fp32 sums.
 
 Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
-round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
+round; and each has enough tiles in flight.
 """
 
 import itertools
@@ -29,10 +29,10 @@ from minirt.kernels.launch import (
     even_parts,
     fit_stages,
     launch_options,
-    next_power_of_2,
     registers,
     require_fp8,
     shared_limit,
+    token_block,
 )
 from minirt.kernels.linear.epilogue import (
     add_parts,
@@ -111,14 +111,11 @@ def _block_scales(ep, first, n0, block, N, C):
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _gemm_small_kernel(
-    x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
-):  # fmt: skip
+def _gemm_small_kernel(x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer:
-    Triton prefetches nothing through a descriptor. With an activation, the weight has 2N rows. With SCALE_ROWS, the scales are
-    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+    With TMA, x and weight are descriptors, else pointers. `weight_ptr` is always a pointer, because Triton prefetches nothing
+    through a descriptor.
     """
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
@@ -170,7 +167,7 @@ def _gemm_small_kernel(
             w = weight.load([N + n0, start]) if C.TMA else _load(w_ptrs + up + start, j, C, "evict_first")
             acc_up = acc_up + tl.dot(w, a.T) * factor_up if BLOCKS else _product(w, a, acc_up)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
+        tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
     mine = True
     if C.SPLIT > 1:
@@ -187,16 +184,11 @@ def _gemm_small_kernel(
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def token_block(T: int) -> int:
-    """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, next_power_of_2(T))
-
-
 def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) -> tuple[int, int, int]:
     """(rows of a tile, bytes of a row per step, programs per SM) on a device with much shared memory. `tiles`: tiles of 64 rows.
 
     With more tokens, there is more arithmetic, and the sums of a split K are larger. So there are fewer programs, with more
-    tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-small-batches.md).
+    tiles in flight in each (docs/decisions/linear-decode.md).
     """
     few = tiles <= 2 * num_sms  # at most two tiles of 64 rows for an SM
     wide = not gated and not few  # larger tiles read x less often
@@ -213,7 +205,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
-    """From sweeps (docs/decisions/linear-small-batches.md, linear-fp8-blocks.md). It depends on T only through `token_block`."""
+    """From sweeps (docs/decisions/linear-decode.md). It depends on T only through `token_block`."""
     N, K, itemsize, gated, blocks, (cc, num_sms) = facts.N, facts.K, facts.itemsize, facts.gated, facts.blocks, gpu
     block_t, tiles, large = token_block(facts.T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
@@ -248,7 +240,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemmSmallConfig:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSmallConfig]:
     """Configurations around the rule's."""
-    c, found = rule(facts, gpu), []
+    c, configs = rule(facts, gpu), []
     # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
     parts = (1,) if facts.gated or cdiv(facts.N, c.block_n) > 8 * gpu.sms else (1, 2, 3, 4, 6)
     steps = around(c.block_k, FP8_BLOCK if facts.blocks else 256)
@@ -256,8 +248,8 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemmSmallConfig]:
         row_bytes = (c.block_n * (2 if facts.gated else 1) + token_block(facts.T)) * facts.itemsize
         stages = fit_stages(row_bytes * block_k, shared_limit(gpu.capability) // programs - 2048, 8)
         if stages > 1:
-            found.append(replace(c, block_k=block_k, num_stages=stages, split=split, programs=programs))
-    return found
+            configs.append(replace(c, block_k=block_k, num_stages=stages, split=split, programs=programs))
+    return configs
 
 
 def row_maxima_tiles(product: Product) -> int:
@@ -267,7 +259,7 @@ def row_maxima_tiles(product: Product) -> int:
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
-    """Write the output of a product of up to 128 tokens; `dispatch` gives those of one to `gemv`, and checks them before."""
+    """Write the output of a product of up to `MAX_TOKENS` tokens. `dispatch` checks it before."""
     x, weight, ep, T = product.x, product.weight, product.epilogue, product.x.shape[0]
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)

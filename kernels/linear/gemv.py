@@ -1,11 +1,8 @@
 """Linear layers of one token (matrix times vector), limited by the time to read the weights; of few tokens, one by one.
 
-Products are fp32 FMAs. RMSNorm of the input is fused; gated activation, bias and residual are the epilogue. A program computes a
-few whole rows, so no sum spans several programs and the same input gives the same bits.
-
-To use the full memory bandwidth, enough bytes must be in flight at every moment, also while one kernel ends and the next begins.
-So a program keeps `tiles` loads in registers and issues another whenever it has used one. With programmatic dependent launch it
-issues the first loads before it waits for the kernel that computes its input.
+Products are fp32 FMAs. RMSNorm of the input is fused. A program computes a few whole rows, so no sum spans several programs. To
+keep enough bytes in flight for the full memory bandwidth, it holds `tiles` loads in registers and issues another whenever it has
+used one; with PDL, the first of them before it waits for the kernel that computes its input.
 """
 
 import math
@@ -27,7 +24,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """A launch configuration of `gemv`.
+    """A launch configuration of `gemv` and of `gemv_int4`.
 
     Args:
         block_n: outputs of a program. A gated program reads two weight rows for each.
@@ -43,12 +40,12 @@ class GemvConfig:
 
 
 @triton.jit
-def load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+def load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
     """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
-    if (i + 1) * BLOCK_K <= K:
-        return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
+    if (i + 1) * C.BLOCK_K <= C.K:
+        return tl.load(ptrs + i * C.BLOCK_K, eviction_policy=EVICT)
     else:
-        return tl.load(ptrs + i * BLOCK_K, mask=k + i * BLOCK_K < K, other=0.0, eviction_policy=EVICT)
+        return tl.load(ptrs + i * C.BLOCK_K, mask=k + i * C.BLOCK_K < C.K, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -59,24 +56,21 @@ def chunk_products(w, x, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def chunk_scales(
-    scale_ptr, first, n0, N, i: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def chunk_scales(scale_ptr, first, n0, N, i: tl.constexpr, C):
     """The scale of each chunk of tile i, for BLOCK_N weight rows from first + n0 on.
 
     It is [1, chunks] if they lie in one block of rows, else [BLOCK_N, chunks].
     """
-    k = i * BLOCK_K + tl.arange(0, BLOCK_K // CHUNK)[None, :] * CHUNK
-    if SCALE_ROWS % BLOCK_N == 0:
-        row = (first + n0) // SCALE_ROWS
+    k = i * C.BLOCK_K + tl.arange(0, C.BLOCK_K // C.CHUNK)[None, :] * C.CHUNK
+    if C.SCALE_ROWS % C.BLOCK_N == 0:
+        row = (first + n0) // C.SCALE_ROWS
     else:
-        row = (first + tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))[:, None] // SCALE_ROWS
-    ptrs = scale_ptr + row * ((K + 127) // 128) + k // 128
-    if (i + 1) * BLOCK_K <= K:
+        row = (first + tl.minimum(n0 + tl.arange(0, C.BLOCK_N), N - 1))[:, None] // C.SCALE_ROWS
+    ptrs = scale_ptr + row * ((C.K + 127) // 128) + k // 128
+    if (i + 1) * C.BLOCK_K <= C.K:
         return tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=k < K, other=0.0)
+        return tl.load(ptrs, mask=k < C.K, other=0.0)
 
 
 @compile_time
@@ -99,26 +93,12 @@ class _Constants(NamedTuple):
     MANY: bool
 
 
-@triton.jit
-def _load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
-    return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
-
-
-@triton.jit
-def _scales(ep, first, n0, N, i: tl.constexpr, C):
-    return chunk_scales(ep.scale, first, n0, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
-
-
 @prepared
 @triton.jit
 def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
-    """Computes BLOCK_N values of out [N] of token program_id(1). With an activation the weight has 2N rows: gate, then up.
-
-    The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
-    multiply the sum of each chunk of products.
-    """
+    """Computes BLOCK_N values of out [N] of token program_id(1). Scales of blocks multiply the sum of each chunk of products."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
     COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
@@ -136,15 +116,15 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * C.K
     gate, up = (), ()
     for i in tl.static_range(C.TILES):
-        gate += (_load_tile(gate_ptrs, k[None, :], i, C, "evict_first"),)
+        gate += (load_tile(gate_ptrs, k[None, :], i, C, "evict_first"),)
         if GATED:
-            up += (_load_tile(up_ptrs, k[None, :], i, C, "evict_first"),)
+            up += (load_tile(up_ptrs, k[None, :], i, C, "evict_first"),)
     gate_scales, up_scales = (), ()
     if BLOCKS:
         for i in tl.static_range(C.TILES):
-            gate_scales += (_scales(ep, 0, n0, N, i, C),)
+            gate_scales += (chunk_scales(ep.scale, 0, n0, N, i, C),)
             if GATED:
-                up_scales += (_scales(ep, N, n0, N, i, C),)
+                up_scales += (chunk_scales(ep.scale, N, n0, N, i, C),)
     rows = load_rows(ep, n, valid, N, not BLOCKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -153,24 +133,24 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(COUNT):
-        x = _load_tile(x_ptr + k, k, i, C, "").to(tl.float32)
+        x = load_tile(x_ptr + k, k, i, C, "").to(tl.float32)
         if norm is not None:
             # The root mean square divides the finished sums, so it is not needed before the loop ends.
             squares += x * x
-            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
+            x *= load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
         products = chunk_products(gate[i], x, C.CHUNK)
         gate_sums += products * gate_scales[i] if BLOCKS else products
         if i + C.TILES < COUNT:
-            gate += (_load_tile(gate_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
+            gate += (load_tile(gate_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
             if BLOCKS:
-                gate_scales += (_scales(ep, 0, n0, N, i + C.TILES, C),)
+                gate_scales += (chunk_scales(ep.scale, 0, n0, N, i + C.TILES, C),)
         if GATED:
             products = chunk_products(up[i], x, C.CHUNK)
             up_sums += products * up_scales[i] if BLOCKS else products
             if i + C.TILES < COUNT:
-                up += (_load_tile(up_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
+                up += (load_tile(up_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
                 if BLOCKS:
-                    up_scales += (_scales(ep, N, n0, N, i + C.TILES, C),)
+                    up_scales += (chunk_scales(ep.scale, N, n0, N, i + C.TILES, C),)
     inverse_rms = 1.0
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
@@ -180,7 +160,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
-    """From sweeps over the layers of five models (docs/decisions/linear-one-token.md, linear-fp8-blocks.md).
+    """From sweeps (docs/decisions/linear-decode.md).
 
     A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
@@ -256,8 +236,7 @@ def _lookup_plan(
 def gemv(product: Product, config: GemvConfig | None = None) -> None:
     """Write the output of a product of one token, or of few that read the weight once each. Unchecked, see `dispatch`.
 
-    A token's values do not depend on the number of tokens. x is not quantized: an fp8 weight multiplies 16- or 32-bit
-    activations.
+    A token's values do not depend on the number of tokens. x is not quantized.
     """
     x, weight, facts, T = product.x, product.weight, product.facts(1), product.x.shape[0]
     if facts.itemsize == 1:
@@ -267,11 +246,7 @@ def gemv(product: Product, config: GemvConfig | None = None) -> None:
         programs, constants, options = _lookup_plan(x.device, facts, scale_rows, aligned, T > 1, pdl)
     else:
         programs, constants, options = _plan(config, facts, scale_rows, aligned, T > 1, pdl)
-    _gemv_kernel[(programs, T)](
-        x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options
-    )
+    _gemv_kernel[(programs, T)](x, product.norm, weight, product.epilogue, product.out, facts.N, C=constants, **options)
 
 
-FAMILY = Family(
-    "gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates
-)
+FAMILY = Family("gemv", GemvConfig, (__file__,), ("N", "K", "itemsize", "gated", "blocks"), rule, candidates)

@@ -1,16 +1,14 @@
 """Linear layers of one token with 4-bit weights, as in `gemv`: fp32 FMAs, the norm fused, several loads of each thread in flight.
 
-`int4_words` has the layout; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
-alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that
-all products are q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this
-kernel must never be compiled with flushing of denormals, which Triton does not do. Tensor cores are slower for one token: in
-`gemm_int4` their operands wait for shared memory and for each other.
+`int4_words` has the layout; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask alone: bits p to
+p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that all products are
+q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this kernel must never be
+compiled with flushing of denormals, which Triton does not do.
 
 A thread holds 8 neighbouring words of a row, which are in one chunk of 128 columns. Rows are separate one-dimensional tensors, so
 that scales are loaded by the threads that need them.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,29 +18,13 @@ import triton.language as tl
 from minirt.kernels.compile.tuning import Family, around
 from minirt.kernels.launch import Gpu, cdiv, launch_options
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
+from minirt.kernels.linear.gemv import GemvConfig
 from minirt.kernels.linear.int4_words import factor, group_words, scale_words, zero_point
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK
 
 _WARP_PAIRS = 128  # pairs of words; 4 of each thread
-
-
-@dataclass(frozen=True)
-class GemvInt4Config:
-    """A launch configuration of `gemv_int4`.
-
-    Args:
-        rows: outputs of a program. A gated program reads two weight rows for each.
-        num_warps: warps of a program, side by side along K.
-        tiles: tiles in flight.
-        registers: the most registers of a thread; None for no limit.
-    """
-
-    rows: int
-    num_warps: int
-    tiles: int
-    registers: int | None = None
 
 
 @compile_time
@@ -147,12 +129,9 @@ def _result(acc, inverse_rms):
 @prepared
 @triton.jit
 def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
-    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time.
-
-    With an activation, the weight has 2N rows: gate, then up.
-    """
+    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        tl.extra.cuda.gdc_launch_dependents()  # at the start, see `pdl`
     GATED: tl.constexpr = ep.activation is not None
     COUNT: tl.constexpr = ((C.K + 127) // 128 * 16 + C.BLOCK - 1) // C.BLOCK
     BOTH: tl.constexpr = 2 * C.ROWS if GATED else C.ROWS  # rows of gate, then of up
@@ -196,38 +175,38 @@ def _gemv_int4_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.conste
         tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Config:
+def rule(facts: ProductFacts, gpu: Gpu) -> GemvConfig:
     """Like that of `gemv`: a row is two to five tiles long."""
     pairs = -(-facts.K // INT4_CHUNK) * 16
     rows = 2 if facts.gated else 4
     if pairs >= 16 * _WARP_PAIRS:
-        return GemvInt4Config(rows, 4, 2, 128)
+        return GemvConfig(rows, 4, 2, 128)
     if facts.N * (2 if facts.gated else 1) < 64 * gpu.sms:  # few rows: more threads for each
-        return GemvInt4Config(rows, max(1, min(2, pairs // _WARP_PAIRS)), 2, 128)
-    return GemvInt4Config(2 * rows, 1, 2)
+        return GemvConfig(rows, max(1, min(2, pairs // _WARP_PAIRS)), 2, 128)
+    return GemvConfig(2 * rows, 1, 2)
 
 
-def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Config]:
+def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvConfig]:
     """Configurations around the rule's."""
     c = rule(facts, gpu)
     return [
-        GemvInt4Config(rows, warps, tiles, registers)
-        for rows in around(c.rows, 8) for warps in around(c.num_warps, 8) for tiles in around(c.tiles, 4)
+        GemvConfig(rows, warps, tiles, registers)
+        for rows in around(c.block_n, 8) for warps in around(c.num_warps, 8) for tiles in around(c.tiles, 4)
         for registers in {None, 128, c.registers}
     ]  # fmt: skip
 
 
-def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
+def gemv_int4(product: Product, config: GemvConfig | None = None) -> None:
     """Write the output of a product of one token with 4-bit weights."""
     ep, (_, N, K) = product.epilogue, product.shape
     _, group = scale_words(product)
     c = config or FAMILY.lookup(product.x.device, product.facts(1))
     pairs, block = product.weight.view(torch.int32), _WARP_PAIRS * c.num_warps
-    constants = _Constants(K, group // 32, c.rows, block, min(c.tiles, cdiv(pairs.shape[1], block)))
-    _gemv_int4_kernel[(cdiv(N, c.rows),)](
+    constants = _Constants(K, group // 32, c.block_n, block, min(c.tiles, cdiv(pairs.shape[1], block)))
+    _gemv_int4_kernel[(cdiv(N, c.block_n),)](
         product.x, product.norm, pairs, ep, product.out, N, C=constants, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 
 
-FAMILY = Family("gemv_int4", GemvInt4Config, (__file__,), ("N", "K", "gated"), rule, candidates)
+FAMILY = Family("gemv_int4", GemvConfig, (__file__,), ("N", "K", "gated"), rule, candidates)

@@ -1,9 +1,9 @@
 """Linear layers of one token with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through shared memory.
 
 As in `int4_small_sm90`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's
-sum is multiplied by its scale in fp32. `int4_small_sm90` loads words into registers, and ptxas moves such loads to where the
-words are used, so few bytes are in flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several
-chunks of 128 columns ahead. Copies use no registers, stay where they are written, and complete in order.
+sum is multiplied by its scale in fp32. There, ptxas moves loads to where the words are used, so few bytes are in flight. Here,
+copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128 columns ahead. Copies use no
+registers, stay where they are written, and complete in order.
 
 Each warp has a separate ring and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put one
 before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
@@ -219,7 +219,7 @@ def _now(x):
 def _gemv_int4_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: gl.constexpr):
     """16 values of out [1, N]. With an activation, the weight has 2N rows: gate, then up."""
     if PDL:
-        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        gdc_launch_dependents()  # at the start, see `pdl`
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
@@ -395,9 +395,9 @@ def _chunk(
 
 
 def worthwhile(rows: int, K: int, residual: bool) -> bool:
-    """Whether a weight is large enough for more bytes in flight to gain something.
+    """Whether a weight is large enough for bytes in flight to matter, and x, unless there is a residual, fits into shared memory.
 
-    And whether x fits into shared memory, if it may have to be normalized. With a residual it never is.
+    Only without a residual may x have to be normalized.
     """
     fewest = _FEWEST_BYTES_WITH_RESIDUAL if residual else _FEWEST_BYTES
     return rows * K // 2 >= fewest and (residual or K <= _MOST_NORMED)
@@ -438,7 +438,7 @@ def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Sm90Config:
-    """From sweeps over the layers of three models (docs/decisions/int4.md)."""
+    """From sweeps (docs/decisions/int4.md)."""
     chunks = cdiv(facts.K, INT4_CHUNK)
     if facts.gated:
         return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112, line=True)  # eight programs on an SM
@@ -449,14 +449,12 @@ def rule(facts: ProductFacts, gpu: Gpu) -> GemvInt4Sm90Config:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[GemvInt4Sm90Config]:
     """The configurations that `minirt tune` compares."""
-    chunks, found = cdiv(facts.K, INT4_CHUNK), []
-    for warps in (1, 2, 4, 8):
-        for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)):
-            for registers in (112, 128):
-                for line in (False, True):
-                    if warps <= chunks:
-                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line))
-    return found
+    chunks = cdiv(facts.K, INT4_CHUNK)
+    return [
+        GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line)
+        for warps in (1, 2, 4, 8) if warps <= chunks
+        for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)) for registers in (112, 128) for line in (False, True)
+    ]  # fmt: skip
 
 
 @cached_lookup
@@ -480,6 +478,4 @@ def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -
     )  # fmt: skip
 
 
-FAMILY = Family(
-    "gemv_int4_sm90", GemvInt4Sm90Config, (__file__,), ("N", "K", "gated"), rule, candidates
-)
+FAMILY = Family("gemv_int4_sm90", GemvInt4Sm90Config, (__file__,), ("N", "K", "gated"), rule, candidates)

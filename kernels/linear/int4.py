@@ -1,9 +1,9 @@
 """Linear layers with 4-bit weights: products of any number of tokens, and unpacking to 16 bits. `int4_words` has the layout.
 
-One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The
-integers q − z are exact in 16 bits, and each group's sum is multiplied by its scale in fp32, so the weights are never rounded.
-With more tokens, the scale is multiplied into the weights first, which rounds them to 16 bits. Prompts (`gemm_unpacked`): a
-kernel writes the weights as 16-bit numbers, and the 16-bit GEMM multiplies them.
+`gemm_int4`: the weights are the tensor cores' left operand, as in `gemm_small`. The integers q − z are exact in 16 bits, and each
+group's sum is multiplied by its scale in fp32, so the weights are never rounded. With more tokens (`Int4Config.exact`), the scale
+is multiplied into the weights first, which rounds them to 16 bits. Prompts (`gemm_unpacked`): a kernel writes the weights as
+16-bit numbers, and the 16-bit GEMM multiplies them.
 
 The method of unpacking is Kim et al. 2022 ("Who says elephants can't run") and Marlin (Frantar et al. 2024): a nibble in the low
 mantissa bits of a constant exponent is a floating-point number 128 + q (bf16) or 1024 + q (fp16).
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minirt.device import interpreting
 from minirt.kernels.compile.tuning import Family
-from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, next_power_of_2, registers, shared_limit
+from minirt.kernels.launch import Gpu, cdiv, even_parts, launch_options, registers, shared_limit, token_block
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.int4_words import factor, group_words, offset, scale_words, scaled, unpack, zero_point
 from minirt.kernels.linear.product import Product, ProductFacts
@@ -32,10 +32,7 @@ MAX_TOKENS = 256  # of `gemm_int4`
 _MOST_PARTS = 9  # of K
 _EXACT_TOKENS = 64  # tokens up to which scales multiply sums
 
-CASES = [
-    {"T": T, "N": N, "K": K}
-    for T, N, K in ((1, 96, 576), (1, 131, 97), (2, 17, 64), (3, 131, 577), (17, 192, 576), (77, 67, 208), (129, 40, 96))
-]  # fmt: skip
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -145,10 +142,8 @@ class _Constants(NamedTuple):
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
-def _gemm_int4_kernel(
-    x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
-):  # fmt: skip
-    """A tile [BLOCK_N, BLOCK_T] of out [T, N]. With an activation, the weight has 2N rows."""
+def _gemm_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr):
+    """A tile [BLOCK_N, BLOCK_T] of out [T, N]."""
     GATED: tl.constexpr = ep.activation is not None
     CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
     PART: tl.constexpr = (CHUNKS + C.SPLIT - 1) // C.SPLIT
@@ -197,7 +192,7 @@ def _gemm_int4_kernel(
             words = group_words(scales + N, all_rows, chunk, C.K, C.GROUP)
             acc_up = multiply_chunk(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
+        tl.extra.cuda.gdc_launch_dependents()  # after the last reads, see `pdl`
     residual = load_residual(ep, at, stored)  # before the wait for the other parts
     mine = True
     if C.SPLIT > 1:
@@ -235,18 +230,13 @@ def _unpack_kernel(
         )
 
 
-def token_block(T: int) -> int:
-    """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, next_power_of_2(T))
-
-
 def is_int4(weight: Tensor) -> bool:
     """Whether a weight is stored in 4 bits."""
     return weight.dtype == torch.int16
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4Config:
-    """From sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md). Depends on T only through `token_block`."""
+    """From sweeps (docs/decisions/int4.md). It depends on T only through `token_block`."""
     T, N, K, itemsize, gated, (cc, num_sms) = facts.T, facts.N, facts.K, facts.itemsize, facts.gated, gpu
     block_t, chunks = token_block(T), cdiv(K, CHUNK)
     if itemsize == 4:
@@ -291,9 +281,8 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     if workspace is not None and c.split > 1:
         split = even_parts(cdiv(K, CHUNK), c.split)
         sums, counters = workspace.sums(tiles * split * c.block_n * c.block_t), workspace.counters(tiles)
-    dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
     constants = _Constants(
-        K, group // 32, dtype, split, c.block_n, c.block_t, c.num_stages, c.exact,
+        K, group // 32, DTYPES[x.dtype], split, c.block_n, c.block_t, c.num_stages, c.exact,
         ASM=x.element_size() == 2 and not interpreting(),
     )  # fmt: skip
     _gemm_int4_kernel[(tiles * split,)](

@@ -1,4 +1,4 @@
-"""Linear layers of 9 and more tokens with 4-bit weights (see `int4_words`) for Hopper, warp-specialized: unpacked in registers.
+"""Linear layers of many tokens with 4-bit weights (see `int4_words`) for Hopper, warp-specialized: unpacked in registers.
 
 One warp fetches words and x by TMA. Two groups of four warps unpack 64 rows each into registers, which are the left operand of
 `wgmma`; the tokens are on its N side. While one group unpacks, the other one multiplies. So unpacked weights are never stored.
@@ -339,15 +339,15 @@ def accepts(product: Product) -> bool:
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[Int4Sm90Config]:
     """The configurations worth considering: tiles as wide as T, up to 256, or half as wide; each with the most parts of K."""
     T, N, gated, num_sms = facts.T, facts.N, facts.gated, gpu.sms
-    widest, chunks, found = tile_tokens(T), cdiv(facts.K, INT4_CHUNK), []
+    widest, chunks, configs = tile_tokens(T), cdiv(facts.K, INT4_CHUNK), []
     for block_t in (widest, widest // 2):
         if block_t in _STEP:
             shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
             programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
             most = 1 if shared == 0 else max(1, min(programs // shared, _MOST_PARTS, chunks // 4))
             splits = sorted({even_parts(chunks, split) for split in range(1, most + 1)})
-            found += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
-    return found
+            configs += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
+    return configs
 
 
 def predicted(c: Int4Sm90Config, facts: ProductFacts, num_sms: int) -> float:
@@ -400,6 +400,4 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
     )  # fmt: skip
 
 
-FAMILY = Family(
-    "gemm_int4_sm90", Int4Sm90Config, (__file__,), ("T", "N", "K", "gated"), rule, candidates, token_regime
-)
+FAMILY = Family("gemm_int4_sm90", Int4Sm90Config, (__file__,), ("T", "N", "K", "gated"), rule, candidates, token_regime)

@@ -1,15 +1,14 @@
-"""Linear layers of 1 to 8 tokens with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through registers.
+"""Linear layers of few tokens with 4-bit weights (see `int4_words`) for Hopper: words reach tensor cores through registers.
 
-A program computes a few rows for all tokens. Its warps divide K, each has neighbouring chunks of 128 columns, and
-nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
-first of them before it waits for the kernel that computes x. With one token the norm is fused, as in `gemv`.
+A program computes a few rows for all tokens. Its warps divide K and share nothing until their sums are added at the end. So no
+warp waits for another, and each has several tiles in flight, the first of them before it waits for the kernel that computes x.
+With one token the norm is fused, as in `gemv`.
 
 A thread loads 8 neighbouring words of a row at once, 16 bytes. The order of the columns in a product is free if x has the
 same one, so these words are the left operands (m16n8k16) of two steps of 16 columns, four times over. x is loaded in the same
 way, from L1. A word is unpacked to q − z, exact in 16 bits. Each group's sum is multiplied by its scale in fp32.
 
-Integer instructions limit the kernel, not FMAs: a shift or a mask takes two issue cycles of an SM's quarter. To unpack 8 weights
-takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` needs 12.
+Integer instructions limit the kernel, not FMAs.
 """
 
 from dataclasses import dataclass
@@ -153,9 +152,9 @@ def _square_sum(x_ptr, K: gl.constexpr, SIZE: gl.constexpr):
 @prepared
 @gluon.jit(do_not_specialize=["T", "N"])
 def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, PDL: gl.constexpr):
-    """ROWS columns of out [T, N]. With an activation, the weight has 2N rows: gate, then up."""
+    """ROWS columns of out [T, N]."""
     if PDL:
-        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+        gdc_launch_dependents()  # at the start, see `pdl`
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
@@ -221,7 +220,7 @@ def _gemm_int4_small_sm90_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, T, N, C, 
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> Int4SmallSm90Config:
-    """From sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
+    """From sweeps (docs/decisions/int4.md)."""
     chunks, gated = cdiv(facts.K, INT4_CHUNK), facts.gated
     if chunks >= 64:
         return Int4SmallSm90Config(16, 8, 4, 128)

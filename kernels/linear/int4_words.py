@@ -125,8 +125,8 @@ def scaled(q, scale):
 
 
 def scale_words(product: Product) -> tuple[Tensor, int]:
-    """(Scale words, columns of a group) of a product with 4-bit weights. InputError if it has no scale words."""
+    """(Scale words, columns of a group) of a product with 4-bit weights, or of experts. InputError if it has none."""
     scale = product.epilogue.scale
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    return scale, int4_group(product.x.shape[1], scale.shape[0])
+    return scale, int4_group(product.x.shape[1], scale.shape[-2])

@@ -44,8 +44,7 @@ class Epilogue(NamedTuple):
         bias: one for each row of the weight.
         activation: "silu", "gelu" or "gelu_tanh": the output is act(gate) · up of the sums' two halves.
         residual: [T, N], is added.
-        multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima. They are None
-            instead of 1 and of "no cap", so that other products have no instructions for them.
+        multiplier: of logits. softcap: logits become softcap · tanh(logits / softcap). Both before the row maxima.
         row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.
     """
 
@@ -126,12 +125,7 @@ class Product(NamedTuple):
         return weight_format(self.weight, self.epilogue.scale, self.x.element_size())
 
     def facts(self, tokens: int, E: int = 1, k: int = 1, rows: int = 0) -> ProductFacts:
-        """What its launch configuration may depend on.
-
-        Args:
-            tokens: T, rounded up to the most that use the same configuration.
-            E, k, rows: of experts, see `ProductFacts`.
-        """
+        """What its launch configuration may depend on. The arguments are fields of `ProductFacts`, `tokens` is T."""
         x, out, ep, itemsize = self.x, self.out, self.epilogue, self.weight.element_size()
         # Every launch asks, and a call of the class takes several times as long.
         return _new(ProductFacts, (

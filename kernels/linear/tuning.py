@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirt.errors import NumericsError
 from minirt.kernels import reference
-from minirt.kernels.compile.tuning import Case, Family, LinearShape, register
+from minirt.kernels.compile.tuning import Case, Family, LinearShape, Prepared, register
 from minirt.kernels.launch import Workspace, capability, cdiv
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.dispatch import REGIMES, LinearRegime
@@ -46,7 +46,7 @@ def shape_facts(shape: LinearShape, tokens: int) -> ProductFacts:
 
 def _regime(shape: LinearShape, T: int, device: torch.device) -> LinearRegime:
     """The regime of a shape's product of T tokens."""
-    rows, quantized = 2 * shape.N if shape.gated else shape.N, shape.fp8 and T > 1
+    rows, quantized = shape.rows, shape.fp8 and T > 1
 
     def meta(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -63,10 +63,8 @@ def _regime(shape: LinearShape, T: int, device: torch.device) -> LinearRegime:
     return dispatch.regime(product, capability(device))
 
 
-def _prepare(
-    regime: LinearRegime, shape: LinearShape, T: int, device: torch.device
-) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-    rows = 2 * shape.N if shape.gated else shape.N
+def _prepare(regime: LinearRegime, shape: LinearShape, T: int, device: torch.device) -> Prepared:
+    rows = shape.rows
     random = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -83,35 +81,34 @@ def _prepare(
     h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
     out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
-    turn, pdl = itertools.count(), capability(device) >= 90
-
     epilogue = Epilogue(x_scale=x_scale, activation=activation, residual=residual)
-    base = Product(h, weights[0][0], out, workspace=workspace, pdl=pdl)
+    base = Product(h, weights[0][0], out, workspace=workspace, pdl=capability(device) >= 90)
 
-    def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
+    def run(stored: tuple[Tensor, Tensor | None], config: Any) -> None:
+        weight, scale = stored
         regime.launch(base._replace(weight=weight, epilogue=epilogue._replace(scale=scale)), config=config)
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)
-    expected = expected if residual is None else expected + residual
+    return launch_and_check(weights, run, out, expected if residual is None else expected + residual)
+
+
+def launch_and_check(inputs: Sequence[Any], run: Callable[[Any, Any], None], out: Tensor, expected: Tensor) -> Prepared:
+    """(launch, check) of a case. `launch` runs the inputs in turn, `check` the first, whose result is `expected`."""
+    in_turn = itertools.cycle(inputs)
 
     def launch(config: Any) -> None:
-        weight, scale = weights[next(turn) % copies]
-        run(weight, scale, config)
+        run(next(in_turn), config)
 
     def check(config: Any) -> None:
         out.fill_(torch.nan)
-        run(weights[0][0], weights[0][1], config)
-        check_close(out, expected)
+        run(inputs[0], config)
+        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+        if not error < _TOLERANCE:
+            what = "a configuration computes something else"
+            raise NumericsError(what, expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
 
     return launch, check
-
-
-def check_close(out: Tensor, expected: Tensor) -> None:
-    """Raise NumericsError if a configuration computes something else."""
-    error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
-    if not error < _TOLERANCE:
-        raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
 
 
 def _block_rows(shape: LinearShape) -> int:
@@ -128,14 +125,11 @@ def fp8_weight(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Words and scale words of a weight, rounded to the nearest: how good the scales are does not change the time."""
-    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % INT4_CHUNK))
-    groups = groups.unflatten(1, (-1, INT4_CHUNK))
-    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-9) / 7.5
-    codes = ((groups / scale).round().clamp(-8, 7) + reference.INT4_ZERO).flatten(1)[:, : weight.shape[1]]
-    return reference.pack_int4(codes), reference.pack_int4_scale(scale.squeeze(2))
+    """Words and scale words of a weight."""
+    codes, scale, zero = reference.quantize_int4(weight, INT4_CHUNK)
+    return reference.pack_int4(codes), reference.pack_int4_scale(scale, zero)
 
 
-FAMILIES = tuple(own.family for own in REGIMES if own.family is not None and own.family.candidates is not None)
+FAMILIES = tuple(regime.family for regime in REGIMES if regime.family is not None and regime.family.candidates is not None)
 for _family in FAMILIES:
     register(_family, partial(cases, _family))

@@ -1,9 +1,7 @@
 """`mixture_residual`: the experts of a mixture, for any number of tokens.
 
-`REGIMES` says which kernels compute them. Few tokens: `few_tokens`, which also normalizes them. More tokens: they are sorted by
-expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
-Hopper, else by `products`. With weights of 4 bits: `few_tokens_int4`, and `products_int4`. `logits` is the router's product
-before that.
+`REGIMES` says which kernels compute them. Those for few tokens also normalize them. For the others, tokens are sorted by expert
+(`route`), and each expert that a token uses is read once, or once for each tile of its tokens.
 """
 
 from collections.abc import Callable
@@ -32,10 +30,6 @@ from minirt.kernels.regimes import Limits, Regime, SumOrder, covering, up_to
 from minirt.kernels.side_stream import SideStream
 
 
-def _any(mixture: Mixture) -> bool:
-    return True
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MixtureRegime(Regime):
     """A regime of the mixtures of experts.
@@ -48,7 +42,7 @@ class MixtureRegime(Regime):
     launch: Callable[[Mixture], None]
     limits: Limits
     sums: SumOrder
-    suits: Callable[[Mixture], bool] = _any
+    suits: Callable[[Mixture], bool] = lambda mixture: True
 
     def accepts(self, m: Mixture) -> bool:
         """Whether the kernels can compute this mixture."""
@@ -59,11 +53,11 @@ class MixtureRegime(Regime):
 def _few_tokens(m: Mixture, kernels: ModuleType = few_tokens) -> None:
     T, _, inter = m.sizes
     logits = cast("Tensor", m.logits)  # as `few_tokens.suits` says
-    own = m.shared if isinstance(m.shared, SharedExpert) else None
-    inner = m.h.new_empty(T * (m.top_k + (own is not None)), inter)
-    gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, own)
+    expert = m.shared if isinstance(m.shared, SharedExpert) else None
+    inner = m.h.new_empty(T * (m.top_k + (expert is not None)), inter)
+    gate = kernels.gate_up(m.first_product(m.h, inner, m.norm), logits, m.top_k, expert)
     down = m.second_product(inner, m.out, residual=m.residual)
-    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if own is None else own, gate)
+    kernels.down(down, logits, m.top_k, m.normalize, m.shared_output() if expert is None else expert, gate)
 
 
 def _sm90(m: Mixture) -> None:
@@ -147,10 +141,7 @@ def router_logits(
 
     If the kernels of few tokens do not take the step, K is split, and the partial sums are not added yet (`LogitParts`).
 
-    Args:
-        top_k: experts of a token.
-        four_bits: whether the experts have 4 bits.
-        pdl: as for the linear layers.
+    top_k: experts of a token. four_bits: whether the experts have 4 bits. pdl: as for the linear layers.
     """
     T, E = x.shape[0], weight.shape[0]
     if not reference.few_tokens(T, top_k, E) or (four_bits and few_tokens_int4.MOST < T):
@@ -162,29 +153,15 @@ def router_logits(
 
 
 def mixture_residual(
-    h: Tensor,
-    logits: Tensor | LogitParts,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor,
-    top_k: int,
-    normalize: bool,
-    activation: str,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared: SharedExpert | SharedOutput | None = None,
-    side: SideStream | None = None,
-    pdl: bool = False,
+    h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int,
+    normalize: bool, activation: str, *, norm_weight: Tensor | None = None, eps: float = 0.0,
+    gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+    shared: SharedExpert | SharedOutput | None = None, side: SideStream | None = None, pdl: bool = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j(h) + sigmoid(gate) · shared → [T, H]: `mixture` of separate operands.
 
-    Args:
-        norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized.
-        check: as for `mixture`. The others are the fields of `Mixture`.
+    norm_weight, eps: [H], of the RMSNorm of h, or None: h is normalized. The others are the fields of `Mixture`.
     """
     norm = None if norm_weight is None else Norm(norm_weight, eps)
     return mixture(
@@ -199,9 +176,8 @@ def mixture_residual(
 def mixture(m: Mixture, *, check: bool = True) -> Tensor:
     """Compute a mixture of experts, see `reference.route` and `reference.mixture`. Returns `m.out`.
 
-    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of more than
-    `reference.few_tokens` are quantized, each token with a separate scale or, if the weights have scales of blocks, with one for
-    each 128 channels.
+    All shapes depend only on T. With FP8 weights, the activations of more than `reference.few_tokens` are quantized, each token
+    with a separate scale or, if the weights have scales of blocks, with one for each 128 channels.
 
     Raises:
         InputError: the operands do not fit each other. Only with `check`.
@@ -214,11 +190,11 @@ def mixture(m: Mixture, *, check: bool = True) -> Tensor:
 
 
 def regime(m: Mixture) -> MixtureRegime:
-    found = covering(REGIMES, m.h.shape[0], capability(m.h.device))
-    for regime in found[:-1]:
-        if regime.accepts(m):
-            return regime
-    return found[-1]  # it takes the rest
+    regimes = covering(REGIMES, m.h.shape[0], capability(m.h.device))
+    for candidate in regimes[:-1]:
+        if candidate.accepts(m):
+            return candidate
+    return regimes[-1]  # it takes the rest
 
 
 def _check(m: Mixture) -> None:
@@ -243,9 +219,9 @@ def _check(m: Mixture) -> None:
         if not reference.computes_shared(T, m.top_k, *weights, m.shared):
             raise InputError("these experts do not compute it", where="shared", expected="its output", found="a SharedExpert")
         check_tensor("shared.gate", m.shared.gate, (1, H), dtype, device)
-        for name, own in m.shared._asdict().items():
-            if own is not None:
-                check_tensor(f"shared.{name}", own, own.shape, own.dtype, device)
+        for name, tensor in m.shared._asdict().items():
+            if tensor is not None:
+                check_tensor(f"shared.{name}", tensor, tensor.shape, tensor.dtype, device)
 
 
 def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:

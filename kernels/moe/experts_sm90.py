@@ -5,18 +5,14 @@ few as 8 tokens, and an expert with few tokens costs little more than reading it
 two groups of four warps multiply, each for 64 rows of two strips of the weight: strips of gate and up, or two neighbouring
 strips. Fetching continues while the groups activate and store.
 
-A tile of many tokens has 128 or 64 rows of x, and `more` rows that a second MMA multiplies. So heights between the powers of two
-are possible. In a prompt of 2,048 tokens, of which each uses 8 of 128 experts, an expert has 128 ± 11 tokens. A tile of 160 rows
-holds nearly all of them, so an expert's weights pass from L2 to an SM once. That takes longer than multiplying.
+A tile of many tokens has 128 or 64 rows of x, and `extra` rows that a second MMA multiplies. So heights between the powers of two
+are possible, and one tile can hold all tokens of most experts: an expert's weights then pass from L2 to an SM once.
 
 The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
 an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
 
-If the weights have a scale for each block, a step in K is one block of columns, as in `gemm_sm90`. Its products are multiplied by
-a scale of each strip's block and one of each token, and fp32 sums take them. While a group adds the products of one strip, the
-tensor cores compute those of the other.
-
-As in `products.py`, no result depends on the order of programs. The number of tiles is read on the device.
+If the weights have a scale for each block, a step in K is one block of columns, as in `gemm_sm90`. While a group adds the
+products of one strip, the tensor cores compute those of the other. The number of tiles is read on the device.
 """
 
 from collections.abc import Mapping
@@ -59,19 +55,19 @@ class ExpertsSm90Config:
         strip: rows of one of the two strips of the weight in a tile: 64 for each group of warps, of which there are one or two.
         num_stages: tiles in flight.
         programs: programs that share an SM.
-        more: further rows of x in a tile, fewer than block_t.
+        extra: further rows of x in a tile, fewer than block_t.
     """
 
     block_t: int
     strip: int
     num_stages: int
     programs: int = 1
-    more: int = 0
+    extra: int = 0
 
     @property
     def rows(self) -> int:
         """Rows of x in a tile."""
-        return self.block_t + self.more
+        return self.block_t + self.extra
 
 
 @compile_time
@@ -80,7 +76,7 @@ class _Constants(NamedTuple):
 
     Args:
         STRIP: rows of one of the two strips of a tile. COLUMNS: output columns of a tile.
-        MORE: further rows of x in a tile.
+        EXTRA: further rows of x in a tile.
         PROMOTE: steps in K after which sums are set aside.
     """
 
@@ -89,7 +85,7 @@ class _Constants(NamedTuple):
     SCALE_ROWS: int | None
     STRIP: int
     COLUMNS: int
-    MORE: int
+    EXTRA: int
     STAGES: int
     PROMOTE: int
 
@@ -116,28 +112,28 @@ def _fetch_strips(weight, expert, n, k, N, bar, tiles, C):
 
 @gluon.jit
 def _expect(ring, stage, high, C):
-    """Announce the bytes of a step, of a high tile or of one whose `more` rows are left out."""
+    """Announce the bytes of a step, of a high tile or of one whose `extra` rows are left out."""
     x_tiles, _, w_tiles, full, _ = ring
     ROW: gl.constexpr = w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = (x_tiles.shape[1] + w_tiles.shape[1]) * ROW
-    if C.MORE == 0:
+    if C.EXTRA == 0:
         mbarrier.expect(full.index(stage), BYTES)
     else:
-        mbarrier.expect(full.index(stage), BYTES + C.MORE * ROW, pred=high)
+        mbarrier.expect(full.index(stage), BYTES + C.EXTRA * ROW, pred=high)
         mbarrier.expect(full.index(stage), BYTES, pred=high == 0)
 
 
 @gluon.jit
-def _fetch_rows(x, more_x, t, k, ring, stage, high, C):
+def _fetch_rows(x, extra_x, t, k, ring, stage, high, C):
     """Fetch a tile's rows of x from row t on."""
     bar = ring[3].index(stage)
     tma_load(x, [t, k], bar, ring[0].index(stage))
-    if C.MORE != 0:
-        tma_load(more_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage), pred=high)
+    if C.EXTRA != 0:
+        tma_load(extra_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage), pred=high)
 
 
 @gluon.jit
-def _fetch_tiles(x, more_x, weight, ring, routing, sizes, C, PDL: gl.constexpr):
+def _fetch_tiles(x, extra_x, weight, ring, routing, sizes, C, PDL: gl.constexpr):
     """Task of the fetching warp."""
     x_tiles, _, w_tiles, full, empty = ring
     _, columns, N = sizes
@@ -158,7 +154,7 @@ def _fetch_tiles(x, more_x, weight, ring, routing, sizes, C, PDL: gl.constexpr):
             _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), C)
         gdc_wait()
         for i in range(ahead):
-            _fetch_rows(x, more_x, t, i * BLOCK_K, ring, i, high, C)
+            _fetch_rows(x, extra_x, t, i * BLOCK_K, ring, i, high, C)
         step += ahead
     for item in range(first_item, items, gl.num_programs(0)):
         expert, t, end, n = _tile(routing, sizes, item, C)
@@ -167,7 +163,7 @@ def _fetch_tiles(x, more_x, weight, ring, routing, sizes, C, PDL: gl.constexpr):
         for k in range(skipped * BLOCK_K, C.K, BLOCK_K):
             stage = wait_empty(empty, step)
             _expect(ring, stage, high, C)
-            _fetch_rows(x, more_x, t, k, ring, stage, high, C)
+            _fetch_rows(x, extra_x, t, k, ring, stage, high, C)
             _fetch_strips(weight, expert, n, k, N, full.index(stage), w_tiles.index(stage), C)
             step += 1
     if PDL:
@@ -182,51 +178,51 @@ def _group_strips(w_tiles, stage, C, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _add_products(ring, left, right, more_left, more_right, step, first, last, C, MORE: gl.constexpr, GROUP: gl.constexpr):
+def _add_products(ring, left, right, extra_left, extra_right, step, first, last, C, EXTRA: gl.constexpr, GROUP: gl.constexpr):
     """Add the products of steps `first` … `last` - 1 of a tile, for the group's 64 rows of both strips."""
-    x_tiles, more_tiles, w_tiles, full, empty = ring
+    x_tiles, extra_tiles, w_tiles, full, empty = ring
     for i in range(first, last):
         stage = wait_full(full, step)
         x = x_tiles.index(stage).permute((1, 0))
         w_left, w_right = _group_strips(w_tiles, stage, C, GROUP)
         left = warpgroup_mma(w_left, x, left, use_acc=i > first, is_async=True)
         right = warpgroup_mma(w_right, x, right, use_acc=i > first, is_async=True)
-        if MORE != 0:
-            more = more_tiles.index(stage).permute((1, 0))
-            more_left = warpgroup_mma(w_left, more, more_left, use_acc=i > first, is_async=True)
-            more_right = warpgroup_mma(w_right, more, more_right, use_acc=i > first, is_async=True)
-            left, right, more_left, more_right = warpgroup_mma_wait(4, deps=[left, right, more_left, more_right])
+        if EXTRA != 0:
+            extra = extra_tiles.index(stage).permute((1, 0))
+            extra_left = warpgroup_mma(w_left, extra, extra_left, use_acc=i > first, is_async=True)
+            extra_right = warpgroup_mma(w_right, extra, extra_right, use_acc=i > first, is_async=True)
+            left, right, extra_left, extra_right = warpgroup_mma_wait(4, deps=[left, right, extra_left, extra_right])
         else:
             left, right = warpgroup_mma_wait(2, deps=[left, right])
         release(empty, step + C.STAGES - 1, i > first)  # the step before
         step += 1
-    if MORE != 0:
-        left, right, more_left, more_right = warpgroup_mma_wait(0, deps=[left, right, more_left, more_right])
+    if EXTRA != 0:
+        left, right, extra_left, extra_right = warpgroup_mma_wait(0, deps=[left, right, extra_left, extra_right])
     else:
         left, right = warpgroup_mma_wait(0, deps=[left, right])
     release(empty, step + C.STAGES - 1)
-    return left, right, more_left, more_right, step
+    return left, right, extra_left, extra_right, step
 
 
 @gluon.jit
-def _sum_products(ring, left, right, more_left, more_right, step, C, MORE: gl.constexpr, GROUP: gl.constexpr):
+def _sum_products(ring, left, right, extra_left, extra_right, step, C, EXTRA: gl.constexpr, GROUP: gl.constexpr):
     """The products of a tile, for the group's 64 rows of both strips. Sums start at zero, which is what they are given as."""
     BLOCK_K: gl.constexpr = ring[2].shape[2]
     STEPS: gl.constexpr = (C.K + BLOCK_K - 1) // BLOCK_K
     if STEPS > C.PROMOTE:
-        left_aside, right_aside, more_left_aside, more_right_aside = left, right, more_left, more_right
+        left_aside, right_aside, extra_left_aside, extra_right_aside = left, right, extra_left, extra_right
         for k in range(0, STEPS, C.PROMOTE):
-            left, right, more_left, more_right, step = _add_products(
-                ring, left, right, more_left, more_right, step, k, min(k + C.PROMOTE, STEPS), C, MORE, GROUP
+            left, right, extra_left, extra_right, step = _add_products(
+                ring, left, right, extra_left, extra_right, step, k, min(k + C.PROMOTE, STEPS), C, EXTRA, GROUP
             )
             left_aside += left
             right_aside += right
-            if MORE != 0:
-                more_left_aside += more_left
-                more_right_aside += more_right
-        return left_aside, right_aside, more_left_aside, more_right_aside, step
+            if EXTRA != 0:
+                extra_left_aside += extra_left
+                extra_right_aside += extra_right
+        return left_aside, right_aside, extra_left_aside, extra_right_aside, step
     else:
-        return _add_products(ring, left, right, more_left, more_right, step, 0, STEPS, C, MORE, GROUP)
+        return _add_products(ring, left, right, extra_left, extra_right, step, 0, STEPS, C, EXTRA, GROUP)
 
 
 @gluon.jit
@@ -312,12 +308,12 @@ def _multiply_tiles(ring, ep, out_ptr, routing, sizes, C, PDL: gl.constexpr, GRO
     x_tiles = ring[0]
     columns, N = sizes[1], sizes[2]
     if C.SCALE_ROWS is not None:
-        gl.static_assert(C.MORE == 0, "tiles with scales of blocks have no further rows")
+        gl.static_assert(C.EXTRA == 0, "tiles with scales of blocks have no further rows")
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
-    MOST: gl.constexpr = max(C.MORE, 8)
+    MOST: gl.constexpr = max(C.EXTRA, 8)
     DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, DEPTH])
-    MORE_PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, DEPTH])
+    EXTRA_PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, DEPTH])
     step = 0
     if PDL:
         gdc_wait()  # these warps write the output
@@ -328,29 +324,29 @@ def _multiply_tiles(ring, ep, out_ptr, routing, sizes, C, PDL: gl.constexpr, GRO
         tile = (expert, first, end, n)
         left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
         right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
-        more_left = gl.zeros([64, MOST], gl.float32, MORE_PRODUCTS)
-        more_right = gl.zeros([64, MOST], gl.float32, MORE_PRODUCTS)
+        extra_left = gl.zeros([64, MOST], gl.float32, EXTRA_PRODUCTS)
+        extra_right = gl.zeros([64, MOST], gl.float32, EXTRA_PRODUCTS)
         high = end - first > BLOCK_T
         if C.SCALE_ROWS is not None:
             left, right, step = _sum_blocks(ring, ep, left, right, step, tile, N, C, GROUP)
-        elif C.MORE == 0:
-            left, right, _, _, step = _sum_products(ring, left, right, more_left, more_right, step, C, 0, GROUP)
+        elif C.EXTRA == 0:
+            left, right, _, _, step = _sum_products(ring, left, right, extra_left, extra_right, step, C, 0, GROUP)
         elif high:
-            left, right, more_left, more_right, step = _sum_products(
-                ring, left, right, more_left, more_right, step, C, C.MORE, GROUP
+            left, right, extra_left, extra_right, step = _sum_products(
+                ring, left, right, extra_left, extra_right, step, C, C.EXTRA, GROUP
             )
         else:
-            left, right, more_left, more_right, step = _sum_products(
-                ring, left, right, more_left, more_right, step, C, 0, GROUP
+            left, right, extra_left, extra_right, step = _sum_products(
+                ring, left, right, extra_left, extra_right, step, C, 0, GROUP
             )
         _finish(left, right, ep, out_ptr, routing.order, tile, N, C)
-        if C.MORE != 0 and high:
-            _finish(more_left, more_right, ep, out_ptr, routing.order, (expert, first + BLOCK_T, end, n), N, C)
+        if C.EXTRA != 0 and high:
+            _finish(extra_left, extra_right, ep, out_ptr, routing.order, (expert, first + BLOCK_T, end, n), N, C)
 
 
 @prepared
 @gluon.jit(do_not_specialize=["most"])
-def _experts_sm90_kernel(x, more_x, weight, ep, out_ptr, routing, most, columns, N, C, PDL: gl.constexpr):
+def _experts_sm90_kernel(x, extra_x, weight, ep, out_ptr, routing, most, columns, N, C, PDL: gl.constexpr):
     """With an activation: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs.
 
     With SCALE_ROWS, scales are those of blocks of SCALE_ROWS rows and 128 columns.
@@ -358,19 +354,19 @@ def _experts_sm90_kernel(x, more_x, weight, ep, out_ptr, routing, most, columns,
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     x_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, BLOCK_T, BLOCK_K], x.layout)
-    more_tiles = x_tiles
-    if C.MORE != 0:
-        more_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.MORE, BLOCK_K], more_x.layout)
+    extra_tiles = x_tiles
+    if C.EXTRA != 0:
+        extra_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.EXTRA, BLOCK_K], extra_x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, 2 * C.STRIP, BLOCK_K], weight.layout)
     full, empty = ring_barriers(C.STAGES, C.STRIP // 64)
     fence_async_shared()
-    ring = (x_tiles, more_tiles, w_tiles, full, empty)
+    ring = (x_tiles, extra_tiles, w_tiles, full, empty)
     sizes = (most, columns, N)
     if C.STRIP == 64:
         gl.warp_specialize(
             [
                 (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 0)),
-                (_fetch_tiles, (x, more_x, weight, ring, routing, sizes, C, PDL)),
+                (_fetch_tiles, (x, extra_x, weight, ring, routing, sizes, C, PDL)),
             ],
             [1],
             [24],
@@ -380,19 +376,19 @@ def _experts_sm90_kernel(x, more_x, weight, ep, out_ptr, routing, most, columns,
             [
                 (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 0)),
                 (_multiply_tiles, (ring, ep, out_ptr, routing, sizes, C, PDL, 1)),
-                (_fetch_tiles, (x, more_x, weight, ring, routing, sizes, C, PDL)),
+                (_fetch_tiles, (x, extra_x, weight, ring, routing, sizes, C, PDL)),
             ],
             [4, 1],
             [240, 24],
         )
 
 
-def derive_config(block_t: int, strip: int, programs: int = 1, more: int = 0) -> ExpertsSm90Config:
+def derive_config(block_t: int, strip: int, programs: int = 1, extra: int = 0) -> ExpertsSm90Config:
     """The configuration with as many tiles in flight as fit in shared memory."""
     scratch = 64 * (min(block_t, 64) + 8) * 2 * (strip // 64)  # in which the groups turn results into rows
     budget = shared_limit(90) // programs - 1024 * programs - scratch
-    stages = min(8, budget // ((block_t + more + 2 * strip) * _ROW_BYTES))
-    return ExpertsSm90Config(block_t, strip, stages, programs, more)
+    stages = min(8, budget // ((block_t + extra + 2 * strip) * _ROW_BYTES))
+    return ExpertsSm90Config(block_t, strip, stages, programs, extra)
 
 
 def block_t(T: int, K: int, itemsize: int, blocks: bool = False) -> int:
@@ -410,18 +406,18 @@ def _highest(K: int, itemsize: int, blocks: bool) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsSm90Config:
-    """The configuration for tiles of so many rows."""
+    """The configuration for tiles of `facts.rows` rows."""
     rows = facts.rows
-    more = rows % 64 if rows > 64 else 0
-    return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
+    extra = rows % 64 if rows > 64 else 0
+    return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - extra, 128, extra=extra)
 
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[ExpertsSm90Config]:
     """All configurations for rows of up to K values, of tiles of any height."""
-    every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
-    heights = [(t, more) for t, more in every if t + more <= _highest(facts.K, facts.itemsize, facts.blocks)]
+    every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, extra
+    heights = [(t, extra) for t, extra in every if t + extra <= _highest(facts.K, facts.itemsize, facts.blocks)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
-    return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
+    return [derive_config(t, strip, n, extra) for t, extra in heights for strip, n in shapes if n == 1 or t + extra <= 64]
 
 
 def _usable(c: ExpertsSm90Config, facts: ProductFacts) -> bool:
@@ -449,13 +445,13 @@ class _Plan(NamedTuple):
     Args:
         columns: tiles beside each other.
         programs: of an SM.
-        x, more_x, weight: tiles; `more_x` None: there are no further rows.
+        x, extra_x, weight: tiles; `extra_x` None: there are no further rows.
     """
 
     columns: int
     programs: int
     x: Tile
-    more_x: Tile | None
+    extra_x: Tile | None
     weight: Tile
     constants: _Constants
     options: Mapping[str, Any]
@@ -468,8 +464,8 @@ def _plan(c: ExpertsSm90Config, facts: ProductFacts, rows: int | None, pdl: bool
     promote = _PROMOTE // block_k if itemsize == 1 else cdiv(K, block_k)
     return _Plan(
         cdiv(facts.N, width), c.programs, tma_tile(c.block_t, block_k, itemsize),
-        tma_tile(c.more, block_k, itemsize) if c.more else None, tma_tile(c.strip, block_k, itemsize, K),
-        _Constants(K, facts.gated, rows, c.strip, width, c.more, c.num_stages, promote),
+        tma_tile(c.extra, block_k, itemsize) if c.extra else None, tma_tile(c.strip, block_k, itemsize, K),
+        _Constants(K, facts.gated, rows, c.strip, width, c.extra, c.num_stages, promote),
         {**registers, **launch_options(4, 1, pdl)},
     )  # fmt: skip
 
@@ -483,18 +479,15 @@ def launch(product: Product, routing: Routing, config: ExpertsSm90Config | None 
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
     Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
-    A given configuration must have the height of the routing's tiles.
-
-    Args:
-        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [pairs], or of blocks (see `suits`)
-            [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
+    A given configuration must have the height of the routing's tiles. The weight is [E, rows, K]; FP8 scales are [E, rows] and
+    [pairs], or of blocks (see `suits`) [E, ⌈rows / g⌉, ⌈K / 128⌉] and [pairs, ⌈K / 128⌉].
     """
     x, weight, out, (T, top_k), most = product.x, product.weight, product.out, routing.weights.shape, routing.tiles.shape[1]
     device, facts = x.device, product.facts(token_regime(T), weight.shape[0], top_k, routing.block_t)
     of = facts, product.scale_rows if facts.blocks else None, product.pdl
     plan = _lookup_plan(device, *of) if config is None else _plan(config, *of)
     _experts_sm90_kernel[(min(most * plan.columns, plan.programs * sm_count(device)),)](
-        Tiled(x, plan.x), None if plan.more_x is None else Tiled(x, plan.more_x), Tiled(weight, plan.weight), product.epilogue,
+        Tiled(x, plan.x), None if plan.extra_x is None else Tiled(x, plan.extra_x), Tiled(weight, plan.weight), product.epilogue,
         out, routing, most, plan.columns, facts.N, C=plan.constants, **plan.options,
     )  # fmt: skip
     return out

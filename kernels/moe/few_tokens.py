@@ -1,12 +1,11 @@
 """The experts of few tokens, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
 
-Every pair of a token and one of its experts reads the expert's weights. Few tokens rarely have an expert in common: 4 tokens with
-8 of 256 experts each use 31 on average. If two have, the programs of both run at the same time, and the second one to read finds
-the weights in L2. A token's result does not depend on the other tokens, nor on T.
+Every pair of a token and one of its experts reads the expert's weights, since few tokens rarely have an expert in common. If two
+have, their programs run at the same time, and the second one to read finds the weights in L2. A token's result does not depend on
+the other tokens, nor on T.
 
-Which experts these are follows from the router's logits. Every program finds it out by itself, and so does each of its warps: the
-logits are loaded in pieces of 32, of which each warp has a copy, so no maximum over them needs another warp. That takes less time
-than a kernel between the router and the experts.
+Every program, and each of its warps, derives the experts from the router's logits, which takes less time than a kernel between
+the router and the experts. Each warp has a copy of the logits, in pieces of 32, so no maximum over them needs another warp.
 
 `gate_up` cannot load weights before it has the logits. `down` can: `gate_up` triggers after its wait, so when programs of `down`
 start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
@@ -34,11 +33,9 @@ MOST = FEW_TOKENS  # tokens; with more of them, pairs have too many experts in c
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
 
 CASES = [
-    {"E": 7, "k": 3, "H": 72, "I": 40},
-    {"E": 128, "k": 8, "H": 40, "I": 12},
-    {"E": 60, "k": 1, "H": 97, "I": 33},
+    {"E": 7, "k": 3, "H": 72, "I": 40}, {"E": 128, "k": 8, "H": 40, "I": 12}, {"E": 60, "k": 1, "H": 97, "I": 33},
     {"E": 3, "k": 2, "H": 20, "I": 300},
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,11 +162,6 @@ def _rows(expert, n, N, block: tl.constexpr, C):
 
 
 @triton.jit
-def _load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
-    return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
-
-
-@triton.jit
 def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
     """`chunk_scales` of tile i of an expert's rows, for a block of outputs; n0: the first output of the program.
 
@@ -177,7 +169,7 @@ def _scales(ep, expert, first, n0, N, block: tl.constexpr, i: tl.constexpr, C):
     """
     offset = expert * ((C.ROWS * N + C.SCALE_ROWS - 1) // C.SCALE_ROWS) * ((C.K + 127) // 128)
     n = tl.minimum(n0 + block * C.BLOCK_N, N - 1)
-    return chunk_scales(ep.scale + offset, first, n, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
+    return chunk_scales(ep.scale + offset, first, n, N, i, C)
 
 
 @triton.jit
@@ -191,8 +183,8 @@ def _gate_up_tiles(weight_ptr, ep, expert, n0, N, C):
     gate_scales, up_scales = (), ()
     for i in tl.static_range(C.TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
-        gate += (_load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
-        up += (_load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
+        gate += (load_tile(ptrs, k[None, :], i % COUNT, C, "evict_first"),)
+        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, C, "evict_first"),)
         if C.SCALE_ROWS is not None:
             gate_scales += (_scales(ep, expert, 0, n0, N, i // COUNT, i % COUNT, C),)
             up_scales += (_scales(ep, expert, N, n0, N, i // COUNT, i % COUNT, C),)
@@ -220,8 +212,8 @@ def _gate_up_round(tiles, xs, inverse_rms, weight_ptr, ep, out_ptr, pair, expert
         up_sums += products * up_scales[i] if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
             ptrs = weight_ptr + _rows(expert, n, N, (i + C.TILES) // COUNT, C)[:, None] * C.K + k[None, :]
-            gate += (_load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
-            up += (_load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            gate += (load_tile(ptrs, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
+            up += (load_tile(ptrs + up_offset, k[None, :], (i + C.TILES) % COUNT, C, "evict_first"),)
             if SCALED:
                 gate_scales += (_scales(ep, expert, 0, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
                 up_scales += (_scales(ep, expert, N, n0, N, (i + C.TILES) // COUNT, (i + C.TILES) % COUNT, C),)
@@ -247,7 +239,7 @@ def _gate_up(raw, norm, weight_ptr, ep, out_ptr, pair, expert, n0, rounds, N, C)
         x = raw[i].to(tl.float32)
         if norm is not None:
             squares += x * x
-            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
+            x *= load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
         xs += (x,)
     inverse_rms = 1.0
     if norm is not None:
@@ -277,7 +269,7 @@ def _store_gate(xs, inverse_rms, weight_ptr, out_ptr, C):
     k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     sums = tl.zeros((C.BLOCK_K,), tl.float32)
     for i in tl.static_range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
-        sums += xs[i] * _load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
+        sums += xs[i] * load_tile(weight_ptr + k, k, i, C, "").to(tl.float32)
     tl.store(out_ptr, (tl.sum(sums, 0) * inverse_rms).to(out_ptr.dtype.element_ty))
 
 
@@ -302,7 +294,7 @@ def _few_gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     raw = ()  # loaded while the program looks for its expert
     for i in tl.static_range(COUNT):
-        raw += (_load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
+        raw += (load_tile(x_ptr + t * C.K + k, k, i, C, ""),)
     pair = t * (C.TOP_K + C.SHARED) + j
     if C.SHARED == 1:
         if j == C.TOP_K:
@@ -335,7 +327,7 @@ def _down_tile(weight_ptr, ep, shared, experts, n0, N, i: tl.constexpr, C):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, C)[:, None] * C.K + k[None, :]
         if C.SCALE_ROWS is not None:
             scales = _scales(ep, expert, 0, n0, N, i // COUNT, i % PARTS, C)
-    return _load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
+    return load_tile(ptrs, k[None, :], i % PARTS, C, "evict_first"), scales
 
 
 @triton.jit
@@ -344,9 +336,9 @@ def _down_tiles(weight_ptr, ep, shared, experts, n0, N, C):
     w = ()
     scales = ()
     for i in tl.static_range(C.TILES):
-        tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
+        tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i, C)
         w += (tile,)
-        scales += (own,)
+        scales += (tile_scales,)
     return w, scales
 
 
@@ -368,13 +360,13 @@ def _down_round(tiles, experts, shares, x_ptr, weight_ptr, ep, shared, output, o
                 row_scales += (tl.load(ep.scale + _rows(experts[j], n, N, i // COUNT, C)),)
             if C.SHARED == 1:
                 row_scales += (tl.load(shared[1].scale + _rows(experts[C.TOP_K], n, N, i // COUNT, C)),)
-        x = _load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
+        x = load_tile(x_ptr + i % COUNT // PARTS * C.K + k, k, i % PARTS, C, "").to(tl.float32)
         products = chunk_products(w[i], x, C.CHUNK)
         sums += products * scales[i] if SCALED else products
         if i + C.TILES < C.BLOCKS * COUNT:
-            tile, own = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
+            tile, tile_scales = _down_tile(weight_ptr, ep, shared, experts, n0, N, i + C.TILES, C)
             w += (tile,)
-            scales += (own,)
+            scales += (tile_scales,)
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Each thread adds its sums; one reduction at the end is enough.
             if ep.scale is not None and not SCALED:
                 sums *= row_scales[i % COUNT // PARTS][:, None]
@@ -427,7 +419,7 @@ def last_tokens(T: int) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
-    """For N outputs of each of k experts, and rows of K values. It does not depend on the tokens, so no order of sums does.
+    """It does not depend on the tokens, so no order of sums does.
 
     A program looks for its experts before it loads weights. So all programs of gate/up for one token run at once, and each
     computes several blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's
@@ -441,7 +433,7 @@ def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensConfig:
 
 def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
     """Configurations worth trying for rows of K values; a row of `down` is that of k experts."""
-    K, itemsize, gated, found = facts.K, facts.itemsize, facts.gated, []
+    K, itemsize, gated, configs = facts.K, facts.itemsize, facts.gated, []
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
         count = cdiv(K, block_k) * (1 if gated else facts.k)
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
@@ -449,8 +441,8 @@ def candidates(facts: ProductFacts, gpu: Gpu) -> list[FewTokensConfig]:
             continue
         for blocks in (1, 2, 3, 4) if gated else (1,):
             most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
-            found += [FewTokensConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
-    return found
+            configs += [FewTokensConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
+    return configs
 
 
 FAMILY = Family(
@@ -499,12 +491,10 @@ def gate_up(
 ) -> Tensor | None:
     """act(gate) · up of norm(x) by each token's experts: x [T, H], weight [E, 2I, H] → out [T · k, I], a token's rows together.
 
-    With a shared expert, `out` is [T · (k + 1), I], and the gate [T] of it, before its sigmoid, is returned.
-
-    Args:
-        product: with an activation. Its scales, of FP8 weights, are [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
-        logits: [T, E].
-        shared: one of which `reference.computes_shared` is true.
+    With a shared expert, one of which `reference.computes_shared` is true, `out` is [T · (k + 1), I], and its gate [T], before
+    its sigmoid, is returned. `product` has an activation; the scales of FP8 weights are [E, 2I], or of blocks [E, 2I / g, ⌈H /
+    128⌉].
+    logits: [T, E].
     """
     weight, out = product.weight, product.out
     E, (pairs, N), T = weight.shape[0], out.shape, len(logits)
@@ -529,23 +519,20 @@ def down(
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j's down projection + sigmoid(gate) · shared: x of `gate_up`, weight [E, H, I] → out [T, H].
 
-    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
-
-    Args:
-        product: with a residual. Its scales, of FP8 weights, are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉].
-        logits: [T, E].
-        shared: the expert that `gate_up` took, with the `gate` that it returned; or what other kernels have computed.
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered. `product` has a
+    residual; the scales of FP8 weights are [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. logits: [T, E]. shared: the expert that
+    `gate_up` took, with the `gate` that it returned; or the output of other kernels.
     """
     x, weight, out = product.x, product.weight, product.out
     (E, N, _), T = weight.shape, len(logits)
     c = config or FAMILY.lookup(out.device, product.facts(1, E, x.shape[0] // T))
     rounds = _rounds(c, N, T, T, out.device)
     programs = cdiv(N, c.block_n * c.blocks * rounds)
-    own = shared if isinstance(shared, SharedExpert) else None
-    weights = (None,) * 3 if own is None else (own.down, Epilogue(own.down_scale), gate)
-    constants = _constants(product, c, top_k, own is not None, T)
+    expert = shared if isinstance(shared, SharedExpert) else None
+    weights = (None,) * 3 if expert is None else (expert.down, Epilogue(expert.down_scale), gate)
+    constants = _constants(product, c, top_k, expert is not None, T)
     _few_down_kernel[(T, programs)](
-        x, logits, weight, product.epilogue, *weights, shared if own is None else None, out, E, N, rounds,
+        x, logits, weight, product.epilogue, *weights, shared if expert is None else None, out, E, N, rounds,
         C=constants, NORMALIZE=normalize, maxnreg=_registers(c, out.device, T, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The experts of few tokens with 4-bit weights: as in `few_tokens`, with the arithmetic of `linear.gemv_int4`.
 
-`gate_up`: a program computes ROWS outputs of one expert. It prepares x while it looks for its expert. Then all of its words are
-in flight, because it triggers after their loads: the compiler would delay most of them, but moves no load across the trigger.
+`gate_up`: a program computes ROWS outputs of one expert. It prepares x while it looks for its expert. It triggers after the loads
+of its words, because the compiler moves no load across the trigger, so all of them are in flight.
 
 `down`: the rows of a token's experts for one output are read as one long row, so tiles may reach from one expert to the next, and
 each thread multiplies by the scale and the share of the expert that its words belong to. A program prepares all rows of x, which
@@ -21,23 +21,21 @@ from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, launch_options, most_registers, next_power_of_2, sm_count
 from minirt.kernels.linear.epilogue import finish, load_rows
 from minirt.kernels.linear.gemv_int4 import load_words, load_x, row_sum
-from minirt.kernels.linear.int4_words import group_words
+from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import few_tokens
 from minirt.kernels.moe.few_tokens import chosen, expert_of, expert_shares, finish_down
 from minirt.kernels.moe.mixture import Mixture, SharedOutput
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import INT4_CHUNK, SharedExpert, int4_group
+from minirt.kernels.reference import INT4_CHUNK, SharedExpert
 
 MOST = 3  # tokens; with more of them, tiles of tensor cores unpack each expert's weights once for all
 _WARP_PAIRS = 128  # pairs of words of a row in one load of a warp
 
 CASES = [  # group: columns of a scale
-    {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32},
-    {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
-    {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128},
-    {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
-]
+    {"E": 7, "k": 3, "H": 72, "I": 40, "group": 32}, {"E": 40, "k": 8, "H": 136, "I": 24, "group": 64},
+    {"E": 5, "k": 1, "H": 97, "I": 33, "group": 128}, {"E": 4, "k": 3, "H": 24, "I": 136, "group": 128},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,10 +173,10 @@ def _of_slots(values, slot, i: tl.constexpr, C):
     PAIRS: tl.constexpr = (C.K + 127) // 128 * 16  # of an expert
     FIRST: tl.constexpr = min(i * C.BLOCK // PAIRS, C.TOP_K - 1)
     LAST: tl.constexpr = min(((i + 1) * C.BLOCK - 1) // PAIRS, C.TOP_K - 1)
-    found = values[FIRST]
+    value = values[FIRST]
     for j in tl.static_range(FIRST + 1, LAST + 1):
-        found = tl.where(slot >= j, values[j], found)
-    return found
+        value = tl.where(slot >= j, values[j], value)
+    return value
 
 
 @triton.jit
@@ -250,13 +248,13 @@ def _few_down_int4_kernel(
 
 
 def _rows(most: int, outputs: int, gpu: Gpu) -> int:
-    """Outputs of a program: a power of two up to `most`. Each SM has at least three programs, so all have about equal work."""
+    """Outputs of a program: a power of two up to `most`, with which each SM has at least three programs, for equal work."""
     fitting = max(1, min(most, outputs // (3 * gpu.sms)))
     return 1 << (fitting.bit_length() - 1)
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> FewTokensInt4Config:
-    """For N outputs of each of k experts of a token, and rows of K columns. It does not depend on T.
+    """It does not depend on T.
 
     A program of gate/up keeps x in registers, so a row is two tiles where 8 warps suffice. Those of down have about three. Words
     in flight have up to 64 registers of a thread.
@@ -280,19 +278,12 @@ def suits(m: Mixture) -> bool:
     return addresses % 4 == 0 and few_tokens.suits(m)
 
 
-def _constants(product: Product, c: FewTokensInt4Config, top_k: int, T: int) -> _Constants:
-    K, scale, rows = product.x.shape[1], _scale_words(product), 1 if product.gated else top_k  # of a long row
-    block = _WARP_PAIRS * c.num_warps
+def _constants(product: Product, c: FewTokensInt4Config, group: int, top_k: int, T: int) -> _Constants:
+    K, rows, block = product.x.shape[1], 1 if product.gated else top_k, _WARP_PAIRS * c.num_warps  # rows: of a long row
     return _Constants(
-        K, top_k, int4_group(K, scale.shape[1]) // 32, next_power_of_2(product.weight.shape[0]), c.rows, block,
+        K, top_k, group // 32, next_power_of_2(product.weight.shape[0]), c.rows, block,
         min(c.tiles, cdiv(rows * cdiv(K, INT4_CHUNK) * 16, block)), T > 1,
     )  # fmt: skip
-
-
-def _scale_words(product: Product) -> Tensor:
-    if product.epilogue.scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
-    return product.epilogue.scale
 
 
 def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, programs: int) -> int:
@@ -307,22 +298,16 @@ def _registers(c: FewTokensInt4Config, gated: bool, device: torch.device, progra
 def gate_up(
     product: Product, logits: Tensor, top_k: int, shared: SharedExpert | None = None, config: FewTokensInt4Config | None = None
 ) -> None:
-    """act(gate) · up of norm(x) by each token's experts: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32] → out [T · k, I].
-
-    Args:
-        product: with an activation. Its scale words are [E, groups, 2I].
-        logits: [T, E].
-        shared: None; of 4-bit weights, `reference.computes_shared` is false.
-    """
+    """As `few_tokens.gate_up`: x [T, H], weight words [E, 2I, ⌈H / 128⌉ · 32], scale words [E, groups, 2I] → out [T · k, I]."""
     if shared is not None:
         raise InputError("its kernels are those of linear layers", where="shared", expected="None", found="an expert")
     weight, out, T, N = product.weight, product.out, len(logits), product.out.shape[1]
-    E, scale = weight.shape[0], _scale_words(product)
+    E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_gate_up_int4_kernel[(T, programs, top_k)](
         product.x, product.norm, logits, weight.view(torch.int32), product.epilogue, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
+        C=_constants(product, c, group, top_k, T), maxnreg=_registers(c, True, out.device, programs * top_k),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
 
@@ -331,19 +316,14 @@ def down(
     product: Product, logits: Tensor, top_k: int, normalize: bool, shared: SharedExpert | SharedOutput | None = None,
     gate: Tensor | None = None, config: FewTokensInt4Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32] → [T, H].
-
-    Args:
-        product: with a residual. Its scale words are [E, groups, H].
-        logits: [T, E].
-    """
+    """As `few_tokens.down`: x [T · k, I], weight words [E, H, ⌈I / 128⌉ · 32], scale words [E, groups, H] → [T, H]."""
     x, weight, out, T, N = product.x, product.weight, product.out, len(logits), product.out.shape[1]
-    E, scale = weight.shape[0], _scale_words(product)
+    E, (scale, group) = weight.shape[0], scale_words(product)
     c = config or FAMILY.lookup(out.device, product.facts(T, E, top_k))
     programs = cdiv(N, c.rows)
     _few_down_int4_kernel[(T, programs)](
         x, logits, weight.view(torch.int32), product.epilogue, shared, out, scale.stride(0), scale.stride(1), E, N,
-        C=_constants(product, c, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
+        C=_constants(product, c, group, top_k, T), NORMALIZE=normalize, maxnreg=_registers(c, False, out.device, programs),
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip
     return out

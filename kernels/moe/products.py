@@ -25,11 +25,9 @@ from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import compile_time, prepared
 
 CASES = [
-    {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
-    {"T": 5, "E": 9, "k": 2, "H": 64, "I": 67},
-    {"T": 21, "E": 4, "k": 1, "H": 97, "I": 64},
-    {"T": 66, "E": 3, "k": 3, "H": 33, "I": 17},
-]
+    {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40}, {"T": 5, "E": 9, "k": 2, "H": 64, "I": 67},
+    {"T": 21, "E": 4, "k": 1, "H": 97, "I": 64}, {"T": 66, "E": 3, "k": 3, "H": 33, "I": 17},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,11 +140,8 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
     """With an activation: act(gate) · up of each pair, x [T, H] → out [T · k, I], in the order of `routing.order`.
     Without: x [T · k, I] in that order → out [T · k, H], rows in the order of pairs.
 
-    The kernel does not overlap with the kernel before it, whatever `product.pdl` says.
-
-    Args:
-        product: its weight is [E, rows, K]. Its scales, of FP8, are [E, rows] and [rows of x], or of blocks
-            [E, ⌈rows / g⌉, ⌈K / 128⌉] and [rows of x, ⌈K / 128⌉].
+    The weight is [E, rows, K]; FP8 scales are [E, rows] and [rows of x], or of blocks [E, ⌈rows / g⌉, ⌈K / 128⌉] and [rows of x,
+    ⌈K / 128⌉]. `product.pdl` has no effect.
     """
     x, (T, top_k), (_, N, K), scale_rows = product.x, routing.weights.shape, product.shape, product.scale_rows
     c, most = config or FAMILY.lookup(x.device, product.facts(token_regime(T))), routing.tiles.shape[1]
@@ -163,10 +158,7 @@ def launch(product: Product, routing: Routing, config: ExpertsConfig | None = No
 def combine(
     x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: SharedOutput | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.output.
-
-    x, out: [T, H]. rows: [T · k, H]. weights: [T, k].
-    """
+    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(shared.gate) · shared.output: x, out [T, H], rows [T · k, H]."""
     T, H = x.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](

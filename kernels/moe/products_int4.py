@@ -7,29 +7,25 @@ scale in fp32, so no weight is rounded, and a token's result does not depend on 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minirt.device import interpreting
-from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Family
 from minirt.kernels.launch import Gpu, cdiv, shared_limit
 from minirt.kernels.linear.epilogue import finish, load_rows
-from minirt.kernels.linear.int4 import CHUNK, load_columns, multiply_chunk
-from minirt.kernels.linear.int4_words import group_words
+from minirt.kernels.linear.int4 import CHUNK, DTYPES, load_columns, multiply_chunk
+from minirt.kernels.linear.int4_words import group_words, scale_words
 from minirt.kernels.linear.product import Product, ProductFacts
 from minirt.kernels.moe import products
 from minirt.kernels.moe.route import Routing, token_regime
 from minirt.kernels.prepared import compile_time, prepared
-from minirt.kernels.reference import int4_group
 
 CASES = [  # group: columns of a scale
-    {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32},
-    {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
+    {"T": 1, "E": 5, "k": 3, "H": 72, "I": 40, "group": 32}, {"T": 7, "E": 4, "k": 2, "H": 320, "I": 136, "group": 64},
     {"T": 70, "E": 3, "k": 2, "H": 200, "I": 67, "group": 128},
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ def block_t(T: int) -> int:
 
 
 def rule(facts: ProductFacts, gpu: Gpu) -> ExpertsInt4Config:
-    """The tiles of `linear.int4` for as many tokens; not measured."""
+    """The tiles of `linear.int4` for as many tokens. They were not tuned for experts."""
     tokens = block_t(facts.T)
     if facts.itemsize == 4:
         return ExpertsInt4Config(32, tokens, 4, 1)
@@ -124,20 +120,12 @@ def _experts_int4_kernel(x_ptr, weight_ptr, ep, out_ptr, routing, most, scale_ex
 
 
 def launch(product: Product, routing: Routing, config: ExpertsInt4Config | None = None) -> Tensor:
-    """With an activation: act(gate) · up of each pair, x [T, H] → out [T · k, I], in the order of `routing.order`.
-    Without: x [T · k, I] in that order → out [T · k, H], rows in the order of pairs.
-
-    Args:
-        product: its weight is words [E, rows, ⌈K / 128⌉ · 32], its scale words [E, groups, rows], see `int4_words`.
-    """
+    """As `products.launch`, of words [E, rows, ⌈K / 128⌉ · 32] and scale words [E, groups, rows], see `int4_words`."""
     x, ep, (T, top_k), (_, N, K) = product.x, product.epilogue, routing.weights.shape, product.shape
-    scale = ep.scale
-    if scale is None:
-        raise InputError("missing", where="scale", expected="scale words")
+    scale, group = scale_words(product)
     c, most = config or FAMILY.lookup(x.device, product.facts(token_regime(T))), routing.tiles.shape[1]
-    dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
     constants = _Constants(
-        K, top_k, int4_group(K, scale.shape[1]) // 32, dtype, c.block_n, c.block_t, c.num_stages,
+        K, top_k, group // 32, DTYPES[x.dtype], c.block_n, c.block_t, c.num_stages,
         ASM=x.element_size() == 2 and not interpreting(),
     )  # fmt: skip
     _experts_int4_kernel[(most * cdiv(N, c.block_n),)](

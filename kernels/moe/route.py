@@ -1,9 +1,9 @@
 """The router's choice of experts, and the tokens sorted by expert: what the products by expert work through.
 
-Two kernels, all on the device: the choice (one program for each token), which also counts the pairs of each expert by integer
-atomics, and the lists (one program for each expert). A third kernel copies each token to its places in the order of experts,
-normalized and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a
-token and one of its k experts: pair t · k + j is token t with its j-th expert.
+Two kernels: the choice (one program for each token), which also counts the pairs of each expert by integer atomics, and the lists
+(one program for each expert). A third kernel copies each token to its places in the order of experts, normalized and quantized.
+All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a token and one of its k experts: pair
+t · k + j is token t with its j-th expert.
 
 With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
 copy triggers after its wait: so the kernel after it finds the lists complete before its wait.
@@ -29,16 +29,11 @@ from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.regimes import up_to
 
-CASES = [
-    {"T": 1, "E": 5, "k": 2},
-    {"T": 5, "E": 128, "k": 8},
-    {"T": 19, "E": 60, "k": 4},
-    {"T": 37, "E": 3, "k": 3},
-]
+CASES = [{"T": 1, "E": 5, "k": 2}, {"T": 5, "E": 128, "k": 8}, {"T": 19, "E": 60, "k": 4}, {"T": 37, "E": 3, "k": 3}]
 
 _BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
-FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
+FEW = _LAST_FEW[-1]  # the most tokens with which a program reads all pairs at once
 _LAST = (*_LAST_FEW, 256, 512, 1024)
 # T → the largest step that launches the same compiled kernels, those of either kind of products included.
 last_tokens = up_to(*_LAST)
@@ -238,7 +233,7 @@ def _gather_kernel(
 
 
 def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
-    """The most tiles of `block_t` rows that so many pairs can have, each tile of one expert."""
+    """The most tiles of `block_t` rows, each of one expert, that `pairs` pairs can have."""
     touched = min(pairs, num_experts)
     return (pairs + touched * (block_t - 1)) // block_t
 
@@ -257,14 +252,9 @@ def _constants(
 def route(
     logits: Tensor | LogitParts, top_k: int, normalize: bool, block_t: int, *, pdl: bool = False, check: bool = True
 ) -> Routing:
-    """Choose each token's experts and sort the tokens by expert: logits [T, E] → `Routing`, see `reference.route`.
+    """Choose each token's experts and sort the tokens by expert: logits [T, E] or parts → `Routing`, see `reference.route`.
 
-    Args:
-        logits: [T, E], or their parts.
-        top_k: k, the experts of a token.
-        normalize: divide a token's weights by their sum.
-        block_t: rows of a tile.
-        pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
+    top_k: k, the experts of a token. normalize: divide a token's weights by their sum. block_t: rows of a tile.
     """
     parts = None
     if isinstance(logits, LogitParts):
@@ -297,9 +287,7 @@ def route(
             given, squares, hidden, eps, routing, counts, T, E,
             C=choose, **launch_options(1 if choose.BLOCK_E <= 256 else 4, 1, pdl),
         )  # fmt: skip
-        _place_kernel[(E,)](
-            routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl),
-        )  # fmt: skip
+        _place_kernel[(E,)](routing, counts, pairs, most, E, C=place, **launch_options(4 if few else 16, 1, pdl))
     return routing
 
 
@@ -308,8 +296,7 @@ def gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens in the order of `routing.order`: x [T, H] → [T · k, H], quantized also their scales [T · k], see `quantize`.
 
-    With a norm, the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are [T · k, ⌈H / 128⌉], one for
-    each 128 channels.
+    With a norm, the tokens are normalized first. With `blocks`, the scales are [T · k, ⌈H / 128⌉].
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
     out = x.new_empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype)

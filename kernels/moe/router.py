@@ -21,13 +21,11 @@ from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.regimes import up_to
 
 CASES = [
-    {"T": 2, "E": 5, "H": 40},
-    {"T": 17, "E": 60, "H": 97},
-    {"T": 33, "E": 130, "H": 528},
+    {"T": 2, "E": 5, "H": 40}, {"T": 17, "E": 60, "H": 97}, {"T": 33, "E": 130, "H": 528},
     {"T": 70, "E": 128, "H": 264},
-]
+]  # fmt: skip
 
-_EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
+_EARLY = 128  # the most tokens with which `route` may start before this kernel has its input
 
 
 @dataclass(eq=False)
@@ -112,10 +110,7 @@ def _split(T: int) -> tuple[int, int]:
 
 
 def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
-    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H].
-
-    With `pdl`, the kernel overlaps with the kernel before it in the stream (see `minirt.kernels.pdl`).
-    """
+    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H]."""
     (T, H), E = x.shape, weight.shape[0]
     (block_t, parts), block_k = _split(T), 256 // x.element_size()
     part = cdiv(cdiv(H, parts), block_k) * block_k

@@ -1,7 +1,7 @@
 """`minirt tune` for the experts of a mixture: which cases a model has, their inputs, and what they must compute."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from minirt.kernels import reference
-from minirt.kernels.compile.tuning import Case, LinearShape, register
+from minirt.kernels.compile.tuning import Case, LinearShape, Prepared, register
 from minirt.kernels.launch import capability
 from minirt.kernels.linear.product import Epilogue, Product
-from minirt.kernels.linear.tuning import check_close, fp8_weight, shape_facts
+from minirt.kernels.linear.tuning import fp8_weight, launch_and_check, shape_facts
 from minirt.kernels.moe import experts_sm90, few_tokens
 from minirt.kernels.moe.route import gather, route, token_regime
 
 _ROUTINGS = 8  # launches that use different experts, so that one does not find its weights in the L2 cache
-
-Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
 
 
 def few_tokens_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -56,7 +54,7 @@ class _Inputs:
 
     def __init__(self, shape: LinearShape, T: int, E: int, device: torch.device) -> None:
         self._random, self.shape, self.device = torch.Generator(device).manual_seed(0), shape, device
-        rows = 2 * shape.N if shape.gated else shape.N
+        rows = shape.rows
         self.scale: Tensor | None = None
         if shape.fp8:
             self.weight = torch.empty(E, rows, shape.K, dtype=torch.float8_e4m3fn, device=device)
@@ -79,7 +77,7 @@ class _Inputs:
 
 
 def _prepare_few(shape: LinearShape, T: int, E: int, k: int, device: torch.device) -> Prepared:
-    inputs, turn, pdl = _Inputs(shape, T, E, device), itertools.count(), capability(device) >= 90
+    inputs, pdl = _Inputs(shape, T, E, device), capability(device) >= 90
     x, residual = inputs.normal(T if shape.gated else T * k, shape.K), inputs.normal(T, shape.N)
     out = torch.empty(T * k if shape.gated else T, shape.N, dtype=shape.dtype, device=device)
 
@@ -95,11 +93,11 @@ def _prepare_few(shape: LinearShape, T: int, E: int, k: int, device: torch.devic
     rows = x.repeat_interleave(k, 0) if shape.gated else x
     each = torch.cat([inputs.expected(rows[i : i + 1], e, False) for i, e in enumerate(experts.flatten().tolist())])
     expected = each if shape.gated else residual + (weights.reshape(-1, 1) * each).view(T, k, -1).sum(1)
-    return _launch_and_check(inputs, turn, run, out, expected)
+    return launch_and_check(inputs.logits, run, out, expected)
 
 
 def _prepare(shape: LinearShape, T: int, E: int, k: int, block_t: int, device: torch.device) -> Prepared:
-    inputs, turn = _Inputs(shape, T, E, device), itertools.count()
+    inputs = _Inputs(shape, T, E, device)
     routings = {id(logits): route(logits, k, True, block_t) for logits in inputs.logits}
     tokens, first = inputs.normal(T, shape.K), routings[id(inputs.logits[0])]
     # The same rows for all routings: only the time depends on them.
@@ -121,21 +119,7 @@ def _prepare(shape: LinearShape, T: int, E: int, k: int, block_t: int, device: t
             expected[places] = y
         else:
             expected[pairs] = y
-    return _launch_and_check(inputs, turn, run, out, expected)
-
-
-def _launch_and_check(
-    inputs: _Inputs, turn: Iterator[int], run: Callable[[Tensor, Any], None], out: Tensor, expected: Tensor
-) -> Prepared:
-    def launch(config: Any) -> None:
-        run(inputs.logits[next(turn) % _ROUTINGS], config)
-
-    def check(config: Any) -> None:
-        out.fill_(torch.nan)
-        run(inputs.logits[0], config)
-        check_close(out, expected)
-
-    return launch, check
+    return launch_and_check(inputs.logits, run, out, expected)
 
 
 register(few_tokens.FAMILY, few_tokens_cases)

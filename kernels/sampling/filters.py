@@ -2,8 +2,7 @@
 
 Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
 the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys.
-A third collects the tokens in that range, and one program for each row bisects them. Badly placed edges of bins cost
-time and never change the result.
+A third collects the tokens in that range, and one program for each row bisects them. The edges of bins never change the result.
 
 These kernels work on a list of rows, which the device makes. A fixed number of programs shares it, whatever its length is.
 """
@@ -182,7 +181,7 @@ def _keyed(logits_ptr, rows, w, b, V, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
     """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
 
     With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
-    mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
+    mass is 1.
     """
     top = tl.load(w.facts + b * NUM_FACTS + TOP)
     _, valid, x = row_block(logits_ptr, b, tl.program_id(0), V, BLOCK)
@@ -221,15 +220,15 @@ def _bracket(sums_ptr, rows, w, b, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
     i = tl.arange(0, _BINS)
     sums = tl.load(sums_ptr + i)
     target = target_mass(rows, b, tl.load(sums_ptr + _BINS - 1)) if BY_MASS else tl.load(rows.top_k + b).to(tl.int64)
-    found = tl.sum((sums < target).to(tl.int32), 0)
+    bin_index = tl.sum((sums < target).to(tl.int32), 0)
     target -= tl.max(tl.where(sums < target, sums, 0), 0)
-    lo, hi = _edge(found, w, b, BY_MASS), _edge(found + 1, w, b, BY_MASS)
+    lo, hi = _edge(bin_index, w, b, BY_MASS), _edge(bin_index + 1, w, b, BY_MASS)
     if LEVELS == 2:
         step = (hi - lo + _BINS - 1) // _BINS
         sums = tl.load(sums_ptr + _BINS + i, mask=i < _BINS - 1, other=-LOWEST - 1)
-        found = tl.sum((sums < target).to(tl.int32), 0)
+        bin_index = tl.sum((sums < target).to(tl.int32), 0)
         target -= tl.max(tl.where(sums < target, sums, 0), 0)
-        lo, hi = lo + found * step, lo + (found + 1) * step
+        lo, hi = lo + bin_index * step, lo + (bin_index + 1) * step
     return lo, hi, target
 
 
@@ -327,19 +326,19 @@ def _smallest_key(candidates_ptr, count, target, BY_MASS: tl.constexpr, BLOCK: t
     least = tl.where(i < count, first, MAX_INT)
     most = tl.where(i < count, first, -MAX_INT - 1)
     for begin in range(BLOCK, count, BLOCK):
-        more = i < count - begin
-        key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
-        least = tl.minimum(least, tl.where(more, key, MAX_INT))
-        most = tl.maximum(most, tl.where(more, key, -MAX_INT - 1))
+        inside = i < count - begin
+        key = tl.load(candidates_ptr + begin + i, mask=inside, other=0)
+        least = tl.minimum(least, tl.where(inside, key, MAX_INT))
+        most = tl.maximum(most, tl.where(inside, key, -MAX_INT - 1))
     lo, hi = tl.min(least, 0).to(tl.int64), tl.max(most, 0).to(tl.int64)
     while lo < hi:
         middle = (lo + hi) >> 1
         last = middle.to(tl.int32)
         reached = tl.sum(tl.where(first <= last, mass, 0), 0).to(tl.int64)
         for begin in range(BLOCK, count, BLOCK):
-            more = i < count - begin
-            key = tl.load(candidates_ptr + begin + i, mask=more, other=0)
-            reached += tl.sum(_mass(key, more & (key <= last), BY_MASS), 0)
+            inside = i < count - begin
+            key = tl.load(candidates_ptr + begin + i, mask=inside, other=0)
+            reached += tl.sum(_mass(key, inside & (key <= last), BY_MASS), 0)
         if reached >= target:
             hi = middle
         else:

@@ -1,8 +1,7 @@
 """Log-probabilities of tokens and of the most probable ones: the same results as `minirt.engine.logprobs`, which defines them.
 
-Several programs share the vocabulary of a row. Each stores its maximum, its sum of exponentials, its largest logits and how many
-logits are larger than the token's. A second kernel combines them with one program for each row, in a fixed order, so a row's
-result does not depend on the batch.
+Several programs share the vocabulary of a row. A second kernel combines their maxima, sums of exponentials, largest logits and
+ranks with one program for each row, in a fixed order, so a row's result does not depend on the batch.
 """
 
 import torch
@@ -94,8 +93,6 @@ def token_logprobs(
 ) -> Tensor:
     """See `minirt.engine.logprobs.token_logprobs`, for at most MAX_TOP tokens a row. 2 launches, no sync with the host.
 
-    Args:
-        workspace: scratch memory; allocated for this call if None.
     Raises:
         InputError: a wrong shape, dtype or device; a workspace that is too small.
     """
@@ -110,8 +107,8 @@ def token_logprobs(
         raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=w.maxima.numel())
     if not R:
         return out
-    found = (w.maxima, w.sums, w.larger, w.candidates)
-    _parts_kernel[(splits, R)](logits, tokens, wanted, *found, V, BLOCK=BLOCK_V)
+    parts = (w.maxima, w.sums, w.larger, w.candidates)
+    _parts_kernel[(splits, R)](logits, tokens, wanted, *parts, V, BLOCK=BLOCK_V)
     sizes = {"BLOCK_S": next_power_of_2(splits), "BLOCK_C": next_power_of_2(splits * MAX_TOP)}
-    _combine_kernel[(R,)](logits, tokens, wanted, *found, out, V, splits, **sizes)
+    _combine_kernel[(R,)](logits, tokens, wanted, *parts, out, V, splits, **sizes)
     return out

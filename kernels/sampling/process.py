@@ -126,12 +126,12 @@ def _ban_kernel(
                 token_ptr = history_ptr + entries + place % _MOST_ENTRIES
                 if HAS_DRAFTS:  # they are not in the history
                     known = step - tl.load(num_drafts_ptr + b)
-                    found = tl.load(token_ptr, mask=compared & (place < known), other=0)
+                    previous = tl.load(token_ptr, mask=compared & (place < known), other=0)
                     draft_ptr = drafts_ptr + slot.to(tl.int64) * STRIDE + (place - known)
-                    found = tl.where(place < known, found, tl.load(draft_ptr, mask=compared & (place >= known), other=0))
+                    previous = tl.where(place < known, previous, tl.load(draft_ptr, mask=compared & (place >= known), other=0))
                 else:
-                    found = tl.load(token_ptr, mask=compared, other=0)
-                banned = banned & (wanted == found)
+                    previous = tl.load(token_ptr, mask=compared, other=0)
+                banned = banned & (wanted == previous)
             minus_infinity = tl.full((BLOCK,), float("-inf"), tl.float32)
             tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
 
@@ -166,9 +166,6 @@ def process(
         step: [B] int64: how many tokens were generated before.
         any_bias, any_ban: whether a slot of these rows has biases, or forbidden tokens.
         mask: [B, ceil(V / 32)] int32, a grammar's mask in the format of `Slots.allowed`.
-        drafts: those before the rows.
-    Raises:
-        InputError: a wrong shape, dtype or device.
     """
     check_tensor("logits", logits, (None, None), torch.float32, logits.device)
     B, V = logits.shape

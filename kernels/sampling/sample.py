@@ -1,8 +1,7 @@
 """From logits to tokens without sorting the vocabulary: the same draws as `minirt.engine.sampler.sample`, which defines them.
 
-Several programs share the vocabulary of a row. Partial results are maxima, (value, index) packed into one integer, and sums of
-counts and masses in integers. Their order does not matter, so a row's token depends neither on the batch nor on the scheduling of
-programs.
+Several programs share the vocabulary of a row. Partial results are maxima, (value, index) packed into one integer, and integer
+sums of counts and masses. So a row's token depends neither on the batch nor on the scheduling of programs.
 
 The draw is a race: the token with the largest weight / E wins, with E exponential noise. It runs over the whole vocabulary first,
 in one pass, which also finds the largest logit. For each block of tokens the pass computes its best value approximately, within
@@ -303,23 +302,10 @@ def _greedy_kernel(row_maxima_ptr, out_ptr, SPLITS, stride, BLOCK_S: tl.constexp
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    *,
-    all_greedy: bool,
-    any_top_k: bool,
-    any_top_p: bool,
-    any_min_p: bool,
-    workspace: SamplingWorkspace | None = None,
-    out: Tensor | None = None,
-    row_maxima: Tensor | None = None,
-    check: bool = True,
-) -> Tensor:
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, *,
+    all_greedy: bool, any_top_k: bool, any_top_p: bool, any_min_p: bool, workspace: SamplingWorkspace | None = None,
+    out: Tensor | None = None, row_maxima: Tensor | None = None, check: bool = True,
+) -> Tensor:  # fmt: skip
     """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
     Takes 1 launch without filters; otherwise 3, plus 4 for top-k and 4 for top-p. Does not synchronize with the host.
@@ -328,11 +314,8 @@ def sample(
         temperature, top_k, top_p, min_p, seed, step: tensors [B], as in `minirt.engine.sampler.SamplingBatch`.
         all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`. A filter whose flag is False is not applied.
         workspace: scratch memory; allocated for this call if None.
-        out: [B] int64, for the result.
         row_maxima: [B, P] int64 with any row stride: the largest logit in each of P tiles of a row, as an LM head stores them
             (`RowMaxima`). If all rows are greedy, the kernel reads only these.
-        check: False skips the checks of arguments.
-
     Raises:
         InputError: a wrong shape, dtype, device or stride; an empty vocabulary or one above 2²²; a workspace that is too small.
     """

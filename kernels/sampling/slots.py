@@ -20,11 +20,11 @@ def slot_bytes(vocab: int, max_len: int) -> int:
 
 
 class Drafts(NamedTuple):
-    """Drafts before the rows of a step: a row draws the token after its sequence's tokens and so many drafts.
+    """Drafts before the rows of a step.
 
     Args:
         tokens: [S, D] int32 with any row stride: the drafts of each slot.
-        counts: [B] int32: how many of them come before each row.
+        counts: [B] int32: how many of them come before each row's draw.
     """
 
     tokens: Tensor

@@ -49,10 +49,9 @@ def draft_input(
         check_tensor("table", table, (None, H), hidden.dtype, hidden.device)
         check_norm("token_norm", token_norm, hidden)
         check_norm("hidden_norm", hidden_norm, hidden)
-    if out is None:
-        out = torch.empty(T, 2 * H, dtype=hidden.dtype, device=hidden.device)
-    elif check:
+    if check and out is not None:
         check_tensor("out", out, (T, 2 * H), hidden.dtype, hidden.device)
+    out = torch.empty(T, 2 * H, dtype=hidden.dtype, device=hidden.device) if out is None else out
     if T:
         block = next_power_of_2(H)
         warps = min(16, max(1, block // 512))

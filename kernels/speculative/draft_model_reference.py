@@ -82,22 +82,22 @@ def draw(
         most: drafts of a sequence, at most.
     """
     words, slots, noisy = table, rows.slots.long(), table.view(torch.float32)[:, TEMPERATURE]
-    own = slots.clamp(min=0)
-    cached, following, final = words[own, NUM_CACHED], words[own, NUM_NEXT], words[own, FINAL_LEN]
+    row = slots.clamp(min=0)
+    cached, following, final = words[row, NUM_CACHED], words[row, NUM_NEXT], words[row, FINAL_LEN]
     room = torch.minimum((final - 2 - cached).clamp(max=most), 1 + (-cached) % page_size)
     live = (slots >= 0) & (following > 0)
     names = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
-    temperature = noisy[own].unsqueeze(1)
-    seed = words[own, SEED : SEED + 2].contiguous().view(torch.int64).squeeze(1)
-    race = logits / temperature.clamp(min=LEAST_TEMPERATURE) - _noise(seed, cached + number - words[own, PROMPT_LEN], names).log()
+    temperature = noisy[row].unsqueeze(1)
+    seed = words[row, SEED : SEED + 2].contiguous().view(torch.int64).squeeze(1)
+    race = logits / temperature.clamp(min=LEAST_TEMPERATURE) - _noise(seed, cached + number - words[row, PROMPT_LEN], names).log()
     drafts = names[torch.where(temperature > LEAST_TEMPERATURE, race, logits).argmax(1)]
     drawn = live & (room >= number)
-    words[own[drawn], NEXT_TOKENS + number] = drafts[drawn].int()
+    words[row[drawn], NEXT_TOKENS + number] = drafts[drawn].int()
     if number == 1:
-        words[own[live], NUM_NEXT], words[own[live], MATCHED] = 1, 0
-    words[own[drawn], NUM_NEXT], words[own[drawn], MATCHED] = 1 + number, number
+        words[row[live], NUM_NEXT], words[row[live], MATCHED] = 1, 0
+    words[row[drawn], NUM_NEXT], words[row[drawn], MATCHED] = 1 + number, number
     goes_on, position = live & (room > number), (cached + number - 1).long()
-    page = words[own, columns.page_tables + position // page_size].long()
+    page = words[row, columns.page_tables + position // page_size].long()
     out.tokens[:], out.positions[:] = drafts * goes_on, position * goes_on
     out.slots[:] = torch.where(goes_on, page * page_size + position % page_size, -1)
     out.seq_lens[:] = (position + 1) * goes_on

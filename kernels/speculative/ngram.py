@@ -57,7 +57,7 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
     following = tl.load(row_ptr + _NUM_NEXT, mask=valid, other=0)
     final = tl.load(row_ptr + _FINAL_LEN, mask=valid, other=0)
     live = valid & (following != 0) & (cached < C.HISTORY)
-    length = tl.where(live, cached, 0)  # a match may end at so many places
+    length = tl.where(live, cached, 0)  # number of places at which a match may end
     last_ptr = row_ptr + C.TOKENS + cached
     suffix = ()
     for j in tl.static_range(C.LONGEST):
@@ -71,8 +71,8 @@ def _ngram_kernel(table_ptr, slots_ptr, C):
             token = tl.load(last_ptr - 1 - j - back, mask=equal, other=-1)  # few places get beyond the first of these loads
             equal = equal & (token == suffix[j])
             matched += equal.to(tl.int32)
-        found = matched * _MAX_HISTORY + (_MAX_HISTORY - 1 - back)  # the longest, of these the last
-        best = tl.maximum(best, tl.where(matched >= C.SHORTEST, found, 0))
+        packed = matched * _MAX_HISTORY + (_MAX_HISTORY - 1 - back)  # the longest, of these the last
+        best = tl.maximum(best, tl.where(matched >= C.SHORTEST, packed, 0))
     best = tl.max(best, 0)
     matched, back = best // _MAX_HISTORY, _MAX_HISTORY - 1 - best % _MAX_HISTORY
     count = tl.where(matched > 0, tl.maximum(tl.minimum(C.MOST, final - 2 - cached), 0), 0)

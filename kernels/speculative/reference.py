@@ -4,14 +4,13 @@ The last tokens of a sequence, its next token included, are looked up in the tok
 """
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.speculative.limits import LONGEST, MAX_HISTORY
-from minirt.kernels.step.table import FINAL_LEN, MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, Columns, Rows
+from minirt.kernels.step.table import FINAL_LEN, MATCHED, NEXT_TOKENS, NUM_CACHED, NUM_NEXT, Columns, Rows, array
 
 
 def propose(table: Tensor, columns: Columns, rows: Rows, *, most: int, shortest: int, longest: int) -> None:
@@ -32,8 +31,8 @@ def propose(table: Tensor, columns: Columns, rows: Rows, *, most: int, shortest:
         InputError: these numbers are out of range, or the table has no history.
     """
     check(columns, most, shortest, longest)
-    words = _array(table)
-    for slot in _array(rows.slots).tolist():
+    words = array(table)
+    for slot in array(rows.slots).tolist():
         if slot < 0:
             continue
         row = words[slot]
@@ -66,7 +65,3 @@ def check(columns: Columns, most: int, shortest: int, longest: int) -> None:
     if not 1 <= shortest <= longest <= LONGEST:
         expected, found = f"1 <= shortest <= longest <= {LONGEST}", f"{shortest} and {longest}"
         raise InputError("not acceptable values", where="shortest, longest", expected=expected, found=found)
-
-
-def _array(tensor: Any) -> np.ndarray:
-    return tensor if isinstance(tensor, np.ndarray) else tensor.numpy()

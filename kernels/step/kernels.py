@@ -1,8 +1,8 @@
 """The Triton kernels of the table of slots: `edit_table`, `derive`, `commit` and `report`, with the results of `step/table.py`.
 
-CUDA graphs hold the first two, and `commit_greedy`, so grids depend on the sizes of tensors only. How many edits, tokens and
-draws there are is read on the device. Each program of `derive` and `commit` adds up what the sequences before its own have,
-instead of a kernel for the sums: a decode step is a chain of short kernels, and one launch more takes longer.
+CUDA graphs hold the first two, and `commit_greedy`, so grids depend on the sizes of tensors only, and the device reads the
+numbers of edits, tokens and draws. Each program of `derive` and `commit` sums over the sequences before it, which takes less time
+than another launch.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Copies of rows: between the states of slots and states that are kept, and between KV pages. Imports no Triton.
-
-The eager form, which defines what the kernel in `step/copies.py` does, and the kernel's operand.
-"""
+"""Copies of rows, of states and of KV pages: the eager form of the kernel in `step/copies.py`, and its operand. No Triton."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

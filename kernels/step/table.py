@@ -1,11 +1,8 @@
 """The table of slots: what the device knows of each running sequence, and how a step reads and changes it.
 
 A running sequence has a slot, a row of the table, from its admission until it ends or is preempted. A row is a run of int32
-words, so that the host changes any of it by one kind of `Edit`: these words of this row are now so. The functions here are the
-eager form of the kernels in `step/kernels.py` and define their results:
-
-`edit_table`: the edits of a step. `derive`: from the table and the step's rows, the input of the layers and of the sampler.
-`commit`: the drawn tokens into the table, and the result for the host. `report`: the drafts, for the host.
+words, which the host changes by one kind of edit: new values of some words. The functions here are the eager form of the kernels
+in `step/kernels.py` and define their results.
 
 A slot's next tokens are the tokens that its next step computes: one, or one and drafts after it. The drafts are right as long as
 the draw of the row before gives the same token, so a step yields one token and all right drafts (greedy verification as in
@@ -61,7 +58,6 @@ class Columns(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words of a row."""
         return _aligned(self.tokens + self.history)
 
 
@@ -132,7 +128,7 @@ class StepTensors(NamedTuple):
     step: Tensor
 
 
-def _array(tensor: Any) -> np.ndarray:
+def array(tensor: Any) -> np.ndarray:
     return tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
 
 
@@ -144,13 +140,10 @@ def arrays(record: Any) -> Any:
 def edit_table(table: Tensor, edits: Tensor, values: Tensor) -> None:
     """Write words into the table [S, words] int32.
 
-    Edits are absolute values, so to apply a step's edits twice does the same as once. No two edits of a step touch the same word.
-
-    Args:
-        edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values`.
-        values: [N] int32.
+    Edits are absolute values, so applying them twice does the same as once. No two edits of a step touch the same word.
+    edits: [E, 4] int32: slot, first word of its row, number of words, index of the first word in `values` [N] int32.
     """
-    words, new = _array(table), _array(values)
+    words, new = array(table), array(values)
     for slot, column, count, first in edits.tolist():
         words[slot, column : column + count] = new[first : first + count]
 
@@ -159,16 +152,16 @@ def derive(
     table: Tensor, columns: Columns, rows: Rows, out: StepTensors, page_size: int, kv_split: int, *, one_token: bool,
     settings: bool = True
 ) -> None:  # fmt: skip
-    """Write the input of a step to `out`, whose sizes may be larger: what is beyond is padding.
+    """Write the input of a step to `out`. If its sizes are larger, the rest is padding.
 
     A sequence that goes on with the next tokens of its slot has at most FINAL_LEN − 1 − NUM_CACHED of them, and always one: if it
     yields no more tokens, the step computes one token again, which changes nothing that is read.
 
     Args:
         one_token: each sequence has one token, in the row of its index, padding too. Otherwise the tokens are without gaps.
-        settings: whether somebody reads what `out` has for each draw.
+        settings: whether `out` needs what it has for each draw.
     """
-    words, to = _array(table), arrays(out)
+    words, to = array(table), arrays(out)
     slots, starts, counts, logits, draws, given = arrays(rows)
     B, T, R, Q = len(slots), len(to.tokens), len(to.logits_indices), len(to.draw_rows)
     valid, going_on = slots >= 0, starts < 0
@@ -224,18 +217,18 @@ def derive(
     if not settings:
         return
     b, offset = (b, offset) if (draws == logits).all() else _expanded(draws)
-    own, drawn = head[b], len(b)
+    of_draw, drawn = head[b], len(b)
     if drawn < Q:
         to.draw_rows[:] = np.arange(Q)
         for target, padding in zip(to[to._fields.index("draw_slots") :], (-1, -1, 0, 0, 0, 0, 0, 0, 0), strict=True):
             target[drawn:] = padding
     to.draw_rows[:drawn] = (logits.cumsum() - draws)[b] + offset
-    to.draw_slots[:drawn], to.draw_logprobs[:drawn] = np.where(own[:, RULED] > 0, slots[b], -1), own[:, LOGPROBS]
+    to.draw_slots[:drawn], to.draw_logprobs[:drawn] = np.where(of_draw[:, RULED] > 0, slots[b], -1), of_draw[:, LOGPROBS]
     to.draw_drafts[:drawn] = offset
     for target, column in ((to.temperature, TEMPERATURE), (to.top_k, TOP_K), (to.top_p, TOP_P), (to.min_p, MIN_P)):
-        target.view(np.int32)[:drawn] = own[:, column]
-    to.seed.view(np.int32).reshape(-1, 2)[:drawn] = own[:, SEED : SEED + 2]
-    to.step[:drawn] = (length - np.minimum(draws, count) + 1)[b] + offset - own[:, PROMPT_LEN]
+        target.view(np.int32)[:drawn] = of_draw[:, column]
+    to.seed.view(np.int32).reshape(-1, 2)[:drawn] = of_draw[:, SEED : SEED + 2]
+    to.step[:drawn] = (length - np.minimum(draws, count) + 1)[b] + offset - of_draw[:, PROMPT_LEN]
 
 
 def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -247,7 +240,7 @@ def _expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn: Tensor, result: Tensor) -> None:
-    """Write what a step has computed and drawn into the table, and its tokens into `result`.
+    """Write a step's tokens into the table and into `result`.
 
     A sequence yields the first drawn token, and one more for each draft that equals the token drawn before it. A sequence that
     drew −1 (unusable logits) after that commits nothing, and yields no more tokens until an edit says so.
@@ -257,7 +250,7 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
         drawn: [Q] int64, the tokens; −1: none could be drawn. With drafts, those that no sequence yields become −1.
         result: [B, 2 + drafts] int32: the number of tokens that a sequence yields, a last −1 included, and these tokens.
     """
-    words, to, lens, tokens = _array(table), _array(result), _array(seq_lens), _array(drawn)
+    words, to, lens, tokens = array(table), array(result), array(seq_lens), array(drawn)
     slots, starts, _, _, draws, _ = arrays(rows)
     going_on = starts < 0
     if not columns.drafts and len(slots) == len(tokens) and slots.min() >= 0 and draws.min() == 1:  # as in most steps
@@ -281,15 +274,15 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
     count = np.where(going_on, np.minimum(lens - head[:, NUM_CACHED], draws), np.minimum(draws, 1))  # draws that are valid
     each = np.arange(1 + columns.drafts)
     inside = yields[:, None] & (each < count[:, None])
-    own, places = np.full(inside.shape, -1), first[:, None] + each
-    own[inside] = tokens[places[inside]]
+    candidates, places = np.full(inside.shape, -1), first[:, None] + each
+    candidates[inside] = tokens[places[inside]]
     right = np.zeros_like(count)
     if columns.drafts:
-        equal = inside[:, 1:] & (own[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (own[:, :-1] >= 0)
+        equal = inside[:, 1:] & (candidates[:, :-1] == head[:, NEXT_TOKENS + 1 :]) & (candidates[:, :-1] >= 0)
         right = np.logical_and.accumulate(equal, 1).sum(1)
-    token = own[np.arange(len(slots)), right]
+    token = candidates[np.arange(len(slots)), right]
     kept = yields[:, None] & (each <= right[:, None])
-    to[:, 0], to[:, 1:] = (right + 1) * yields, own * kept
+    to[:, 0], to[:, 1:] = (right + 1) * yields, candidates * kept
     if columns.drafts:
         tokens[places[~kept & (each < (draws * (slots >= 0))[:, None])]] = -1
     cached, usable = lens - (count - 1 - right) * yields, ~yields | (token >= 0)
@@ -303,12 +296,11 @@ def commit(table: Tensor, columns: Columns, rows: Rows, seq_lens: Tensor, drawn:
 
 
 def report(table: Tensor, columns: Columns, rows: Rows, out: Tensor, vocab: int) -> None:
-    """Write what the host is to know of a step's drafts to `out` [B, 2 + drafts] int32.
+    """Write a report of a step's drafts to `out` [B, 2 + drafts] int32: MATCHED, NUM_NEXT, and the drafts, padded with zeros.
 
-    For each sequence: MATCHED, NUM_NEXT, and its drafts, with 0 behind them. Of padding, all is 0. In the table, a draft outside
-    [0, vocab) becomes 0: the next step may be queued before the host sees what a proposer has done.
+    In the table, a draft outside [0, vocab) becomes 0: the next step may be queued before the host sees the report.
     """
-    words, to, slots = _array(table), _array(out), _array(rows.slots)
+    words, to, slots = array(table), array(out), array(rows.slots)
     head = words[np.maximum(slots, 0), : NEXT_TOKENS + 1 + columns.drafts]
     valid, inside = slots >= 0, np.arange(1, 1 + columns.drafts) < head[:, NUM_NEXT, None]
     to[:, 0], to[:, 1] = head[:, MATCHED] * valid, head[:, NUM_NEXT] * valid

@@ -10,20 +10,16 @@ from minirt.cli.files import read_text
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
-    debug_option,
-    output_file_option,
-    quiet_option,
-    report_format_option,
     set_up_triton,
 )
-from minirt.cli.output import emit, json_line, note, write
+from minirt.cli.output import json_line, write
+from minirt.cli.report import kernel_dtype, print_report, progress_of, report_options, words_of
 from minirt.errors import ConfigError, InputError, MinirtError, NumericsError
 
 if TYPE_CHECKING:
     import torch
 
     from minirt.bench.kernels.benchmark import Limits, Point
-    from minirt.modeling.config import ModelConfig
 
 _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
@@ -52,10 +48,7 @@ _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix pro
     click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there."),
     click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing."),
 )
-@report_format_option
-@output_file_option
-@quiet_option
-@debug_option
+@report_options
 @click.pass_context
 def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options: Any) -> None:
     """Check every kernel (or those that match NAME, which may be a glob) on a model's shapes. Then time it beside eager PyTorch,
@@ -72,12 +65,18 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
 
     device = pick_device(options["device"])
     cuda = device.type == "cuda"
-    dtype = _dtype(options["dtype"], cuda)
+    dtype = kernel_dtype(options["dtype"], cuda)
     older = None if options["baseline"] is None else _read_baseline(options["baseline"], device)
     if options["pictures"] is not None:
-        _check_folder(options["pictures"])
+        from minirt.bench.picture import require_matplotlib
+
+        if not Path(options["pictures"]).is_dir():
+            raise click.BadParameter(f"the folder {options['pictures']!r} does not exist", param_hint="--pictures")
+        require_matplotlib()
     set_up_triton(cuda, options["dtype"])
     from minirt.bench.kernels import benchmark
+    from minirt.loading.load import find
+    from minirt.loading.options import EMBEDDED
 
     try:
         chosen = benchmark.select(names)
@@ -90,52 +89,29 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
         width = max(map(len, chosen))
         write("".join(f"{name:{width}}  {benchmark.BENCHMARKS[name].what}\n" for name in chosen))
         return
-    configs = {name: _config(name) for name in options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))}
+    presets = options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))
+    configs = {
+        name: find(EMBEDDED if name == "embedded" else name, None, need_weights=False).config for name in presets
+    }
     tokens, contexts = options["tokens"], options["context_len"]
     if not cuda:
         tokens = tokens or _CPU_TOKENS
         contexts = contexts or (_CPU_CONTEXTS if any(benchmark.BENCHMARKS[name].context for name in chosen) else None)
     points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
     with torch.random.fork_rng(devices=[]):
-        rows, shared = _measure(points, device, dtype, options, ["minirt", *(ctx.find_root().obj or [])])
+        rows, shared = _measure(points, device, dtype, options, words_of(ctx))
     slower = [] if older is None else benchmark.compare(rows, older)
     from minirt.bench.kernels.report import KernelReport, context
 
     products, event_s = shared.pop("products"), shared.pop("event")
     report = KernelReport(context(shared, rows, slower, products, event_s), rows)
-    emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
+    print_report(report, options)
     if options["pictures"] is not None:
-        from minirt.bench.kernels.picture import draw
+        from minirt.bench.kernels.report import draw
 
         draw(report.context, rows, Path(options["pictures"]))
     _judge(report.context["faults"], "exceeds its error bound", NumericsError)
     _judge(slower, "slower than the baseline", MinirtError)
-
-
-def _dtype(name: str | None, cuda: bool) -> "torch.dtype":
-    import torch
-
-    from minirt.modeling.config import DTYPES
-
-    name = name or ("bfloat16" if cuda else "float32")
-    if name not in DTYPES:
-        raise click.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
-    return getattr(torch, name)
-
-
-def _config(model: str) -> "ModelConfig":
-    from minirt import models
-    from minirt.loading.load import find
-
-    return find(models.EMBEDDED if model == "embedded" else model, None, need_weights=False)[1]
-
-
-def _check_folder(folder: str) -> None:
-    from minirt.bench.compare.picture import require_matplotlib
-
-    if not Path(folder).is_dir():
-        raise click.BadParameter(f"the folder {folder!r} does not exist", param_hint="--pictures")
-    require_matplotlib()
 
 
 def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
@@ -171,9 +147,9 @@ def _measure(
     from minirt.bench.report import machine
     from minirt.device import on_device
 
-    cuda, quiet, rows = device.type == "cuda", options["quiet"], []
-    if not (cuda or quiet):
-        note(f"{NO_SPEED}; one kernel takes seconds.")
+    cuda, progress, rows = device.type == "cuda", progress_of(options), []
+    if not cuda:
+        progress(f"{NO_SPEED}; one kernel takes seconds.")
     limits: Limits | None = benchmark.measure_limits(device, dtype) if cuda else None
     repeats = options["repeats"] or (20 if cuda else 1)
     compiled = cuda if options["compiled"] is None else options["compiled"]
@@ -181,8 +157,7 @@ def _measure(
         clock = benchmark.ColdClock(device) if cuda else benchmark.host_clock
         event_s = clock.nothing() if isinstance(clock, benchmark.ColdClock) else None
         for i, point in enumerate(points, 1):
-            if not quiet:
-                note(f"{i}/{len(points)} {point}")
+            progress(f"{i}/{len(points)} {point}")
             rows.append(benchmark.measure(point, limits, clock, repeats, compiled))
             if cuda:
                 torch.cuda.empty_cache()
@@ -191,7 +166,7 @@ def _measure(
     return rows, shared | {"products": products, "event": event_s}
 
 
-def _judge(found: list[str], what: str, kind: type[MinirtError]) -> None:
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise kind(f"{what}{more}: {found[0]}", where="bench kernels")
+def _judge(texts: list[str], what: str, kind: type[MinirtError]) -> None:
+    if texts:
+        others = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+        raise kind(f"{what}{others}: {texts[0]}", where="bench kernels")

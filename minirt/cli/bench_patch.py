@@ -9,13 +9,9 @@ from minirt.cli.files import check_picture
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
-    debug_option,
-    output_file_option,
-    quiet_option,
     random_weights_option,
-    report_format_option,
 )
-from minirt.cli.output import emit, note
+from minirt.cli.report import kernel_dtype, print_report, progress_of, report_options, words_of
 
 _VARIANTS = ("minirt", "minirt fp8", "liger")
 _PARTS = ("norms", "attention", "rope", "mlp")
@@ -28,10 +24,10 @@ class _Names(click.ParamType):
         self.names, self.name = names, ",".join(names)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        found = value if isinstance(value, tuple) else tuple(value.split(","))
-        if unknown := [name for name in found if name not in self.names]:
+        names = value if isinstance(value, tuple) else tuple(value.split(","))
+        if unknown := [name for name in names if name not in self.names]:
             self.fail(f"{unknown[0]!r} is none of {', '.join(self.names)}", param, ctx)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(names))
 
 
 @command(short_help="Time a transformers model with minirt's kernels.")
@@ -65,10 +61,7 @@ class _Names(click.ParamType):
     "Output",
     click.option("--picture", metavar="FILE", help="Draw the speed of each variant: .png or .svg. Needs matplotlib."),
 )
-@report_format_option
-@output_file_option
-@quiet_option
-@debug_option
+@report_options
 @click.pass_context
 def patch(ctx: click.Context, **options: Any) -> None:
     """Time a model of transformers with and without minirt's kernels (`minirt.patch`): prompts, and decode steps.
@@ -78,19 +71,13 @@ def patch(ctx: click.Context, **options: Any) -> None:
     with --compile, compiled with a static cache. "speed" is the time of the model without changes, divided by the variant's.
     """
     check_picture(options["picture"])
-    import torch
-
     from minirt.bench import patch as benchmark
     from minirt.bench.report import machine
     from minirt.device import pick_device
-    from minirt.modeling.config import DTYPES
 
     device = pick_device(options["device"])
-    cuda, quiet, name = device.type == "cuda", options["quiet"], options["model"]
-    dtype_name = options["dtype"] or ("bfloat16" if cuda else "float32")
-    if dtype_name not in DTYPES:
-        raise click.BadParameter(f"{dtype_name!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
-    dtype = getattr(torch, dtype_name)
+    cuda, name = device.type == "cuda", options["model"]
+    dtype = kernel_dtype(options["dtype"], cuda)
     benchmark.require_transformers()
     if options["random_weights"]:
         benchmark.hf_config(name)  # refuses an unknown name before anything else
@@ -98,14 +85,15 @@ def patch(ctx: click.Context, **options: Any) -> None:
     sizes = benchmark.Sizes(
         options["input_len"], options["batch_size"], options["context_len"], options["output_len"], options["repeats"]
     )
-    rows, found = benchmark.run(
+    rows, facts = benchmark.run(
         lambda: benchmark.build(name, options["random_weights"], dtype, device, options["seed"]), sizes, options["variants"],
         benchmark.MODES if compiled else benchmark.MODES[:1], device, parts=options["parts"], seed=options["seed"],
-        progress=(lambda text: None) if quiet else note,
+        progress=progress_of(options),
     )  # fmt: skip
-    shared = machine("patch", device, ["minirt", *(ctx.find_root().obj or [])], None) | found
-    shared |= {"model": name, "random_weights": options["random_weights"], "dtype": dtype_name, "parts": list(options["parts"])}
+    shared = machine("patch", device, words_of(ctx), None) | facts
+    shared |= {"model": name, "random_weights": options["random_weights"]}
+    shared |= {"dtype": str(dtype).removeprefix("torch."), "parts": list(options["parts"])}
     shared["versions"] |= benchmark.versions()
-    emit(benchmark.PatchReport(shared, rows).render(options["output_format"]), options["output_file"], quiet)
+    print_report(benchmark.PatchReport(shared, rows), options)
     if options["picture"] is not None:
         benchmark.draw(shared, rows, Path(options["picture"]))

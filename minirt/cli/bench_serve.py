@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from minirt.cli.files import check_target
+from minirt.cli.files import check_picture
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     RANGE,
@@ -19,51 +20,39 @@ from minirt.cli.options import (
     output_format_option,
     quiet_option,
 )
-from minirt.cli.output import emit, note, one_line
+from minirt.cli.output import one_line
+from minirt.cli.report import print_report, progress_of, words_of
 from minirt.errors import InputError, MinirtError
+from minirt.sampling_params import FILTERS
 
 if TYPE_CHECKING:
     from minirt.bench.serve.run import Target
     from minirt.bench.serve.workload import Workload
 
-_LIMITS, _PICTURES = ("ttft", "tpot", "e2el"), (".png", ".svg")
+_LIMITS = ("ttft", "tpot", "e2el")
 _VOCAB_SIZE = 32_000  # the smallest of the well-known models
 
 
-class Rates(click.ParamType):
-    """"1,2.5,inf" → (1.0, 2.5, inf): requests per second."""
+class Floats(click.ParamType):
+    """Numbers with commas between: "1,2.5,inf" → (1.0, 2.5, inf)."""
 
-    name = "RATE,RATE,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            rates = tuple(float(word) for word in value.split(","))
-        except ValueError:
-            rates = ()
-        if not rates or not all(rate > 0 for rate in rates):
-            self.fail(f"{value!r} is no list of positive numbers or inf with ',' between", param, ctx)
-        return rates
-
-
-class Percentiles(click.ParamType):
-    """"50,99.9" → (50.0, 99.9)."""
-
-    name = "P,P,…"
+    def __init__(self, name: str, what: str, good: Callable[[float], bool]) -> None:
+        self.name, self._what, self._good = name, what, good
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            percents = tuple(float(word) for word in value.split(","))
+            numbers = tuple(float(word) for word in value.split(","))
         except ValueError:
-            percents = ()
-        if not percents or not all(0 <= percent <= 100 for percent in percents):
-            self.fail(f"{value!r} is no list of numbers from 0 to 100 with ',' between", param, ctx)
-        return percents
+            numbers = ()
+        if not numbers or not all(map(self._good, numbers)):
+            self.fail(f"{value!r} is no list of {self._what} with ',' between", param, ctx)
+        return numbers
 
 
+_RATES = Floats("RATE,RATE,…", "positive numbers or inf", lambda rate: rate > 0)  # requests per second
+_PERCENTILES = Floats("P,P,…", "numbers from 0 to 100", lambda percent: 0 <= percent <= 100)
 _request_options = option_group(
     "Requests",
     option_group(
@@ -98,9 +87,9 @@ _request_options = option_group(
     "Measurement",
     click.option("--num-prompts", "-n", type=click.IntRange(1), default=1000, show_default=True, help="Number of requests."),
     click.option(
-        "--request-rate", type=Rates(), help="Requests per second, as a Poisson process; inf: all at once. [default: inf]"
+        "--request-rate", type=_RATES, help="Requests per second, as a Poisson process; inf: all at once. [default: inf]"
     ),
-    click.option("--sweep", type=Rates(), help="Measure at several rates, one after the other: 1,2,4,inf."),
+    click.option("--sweep", type=_RATES, help="Measure at several rates, one after the other: 1,2,4,inf."),
     click.option("--max-concurrency", type=click.IntRange(1), help="Maximum number of requests in flight; further ones wait."),
     click.option(
         "--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt, drawn uniformly."
@@ -133,7 +122,7 @@ _request_options = option_group(
         help="Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.",
     ),
     click.option(
-        "--metric-percentiles", type=Percentiles(), default="90,99", show_default=True, help="Percentiles besides the median.",
+        "--metric-percentiles", type=_PERCENTILES, default="90,99", show_default=True, help="Percentiles besides the median.",
     ),
 )
 @option_group(
@@ -163,10 +152,12 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     if options["max_concurrency"] is not None and options["processes"] > options["max_concurrency"]:
         expected = f"at most --max-concurrency {options['max_concurrency']}"
         raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
-    _check_picture(options["picture"])
+    check_picture(options["picture"])
+    names = "temperature", *FILTERS
+    options["sampling"] = {name: options[name] for name in names if options[name] is not None}
     target, chat = _target(options), options["endpoint"].endswith("chat/completions")
     workload = _workload(options, chat)
-    progress = (lambda text: None) if options["quiet"] else note
+    progress = progress_of(options)
 
     from minirt.bench.serve import metrics, run
     from minirt.bench.serve.report import ServeReport, context
@@ -191,16 +182,15 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
             progress(f"{count} × {error}")
         rows.append(row)
     shared = context(
-        command=_without_secrets(["minirt", *(ctx.find_root().obj or [])]), base_url=_without_password(target.base_url),
+        command=_without_secrets(words_of(ctx)), base_url=_without_password(target.base_url),
         backend="openai-chat" if chat else "openai", endpoint_type="openai-chat" if chat else "openai", label=None,
         model_id=name, tokenizer_id=None, server_version=run.server_version(target), num_prompts=workload.num_prompts,
         input_len_range=_range(workload.input_range), output_len_range=_range(workload.output_range),
-        prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=_sampling(options),
+        prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=options["sampling"],
     )  # fmt: skip
-    report = ServeReport(shared, rows)
-    emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
+    print_report(ServeReport(shared, rows), options)
     if options["picture"] is not None:
-        from minirt.bench.serve.picture import draw
+        from minirt.bench.serve.report import draw
 
         draw(shared, rows, Path(options["picture"]))
     failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)
@@ -225,17 +215,6 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
             raise InputError("not a limit", where="--goodput", expected=expected, found=word)
         limits[name] = limit
     return limits
-
-
-def _check_picture(name: str | None) -> None:
-    if name is None:
-        return
-    if Path(name).suffix not in _PICTURES:
-        raise click.BadParameter(f"the name must end with {' or '.join(_PICTURES)}", param_hint="--picture")
-    check_target(name, "--picture")
-    from minirt.bench.compare.picture import require_matplotlib
-
-    require_matplotlib()
 
 
 def _target(options: dict[str, Any]) -> "Target":
@@ -272,7 +251,7 @@ def _workload(options: dict[str, Any], chat: bool) -> "Workload":
     text = chat if options["prompt_type"] is None else options["prompt_type"] == "text"
     if chat and not text:
         raise InputError("chat completions take no token ids", where="--prompt-type ids", expected="text")
-    fields = _sampling(options) | ({"ignore_eos": True} if options["ignore_eos"] else {})
+    fields = options["sampling"] | ({"ignore_eos": True} if options["ignore_eos"] else {})
     if options["extra_body"] is not None:
         try:
             extra = json.loads(options["extra_body"])
@@ -285,10 +264,6 @@ def _workload(options: dict[str, Any], chat: bool) -> "Workload":
         num_prompts=options["num_prompts"], input_range=options["input_len_range"], output_range=options["output_len_range"],
         seed=options["seed"], text=text, vocab_size=options["vocab_size"] or _VOCAB_SIZE, chat=chat, fields=fields,
     )  # fmt: skip
-
-
-def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p") if options[name] is not None}
 
 
 def _what(workload: "Workload", model: str, target: "Target") -> str:

@@ -9,18 +9,14 @@ from minirt.cli.files import check_target, read_file, shown_name
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     chat_options,
-    debug_option,
     load_options,
     model_name,
     open_generator,
-    output_file_option,
-    quiet_option,
-    report_format_option,
     require_chat,
     speculative_options,
     to_load_options,
 )
-from minirt.cli.output import emit, note
+from minirt.cli.report import print_report, progress_of, report_options, words_of
 
 
 @command(short_help="Time requests with drafts and without.")
@@ -39,15 +35,11 @@ from minirt.cli.output import emit, note
     "Sampling",
     click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each, at most."),
 )
-@report_format_option
-@output_file_option
-@quiet_option
-@debug_option
+@report_options
 @click.pass_context
 def speculate(
-    ctx: click.Context, prompts: str, repeats: int, max_tokens: int, chat: bool, system: str | None, quiet: bool,
-    output_format: str, output_file: str | None, **options: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context, prompts: str, repeats: int, max_tokens: int, chat: bool, system: str | None, **options: Any
+) -> None:
     """Run requests with drafts and without, one after the other: how many drafts are right, what they bring, and whether the
     texts are the same.
 
@@ -56,7 +48,7 @@ def speculate(
     call to the last token.
     """
     require_chat(chat, system, None)
-    check_target(output_file, "--output-file")
+    check_target(options["output_file"], "--output-file")
     from minirt.bench.report import Report, context
     from minirt.bench.speculate import rows, run
     from minirt.cli.request_file import read_prompt_lines
@@ -65,18 +57,19 @@ def speculate(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0)
     lines = read_prompt_lines(read_file(prompts, "--prompts"), shown_name(prompts), params)
-    name = model_name(options, quiet)
+    name = model_name(options, options["quiet"])
     load = to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
     load = load if load.speculative else replace(load, speculative=SpeculativeOptions())
-    progress = (lambda text: None) if quiet else note
+    progress, quiet = progress_of(options), options["quiet"]
     with open_generator(load, quiet) as generator:
-        names = [f"line {line.line}" if line.id is None else str(line.id) for line in lines]
-        requests = [(own, line.encode(generator, chat, system), line.params) for own, line in zip(names, lines, strict=True)]
+        requests = [
+            (f"line {line.line}" if line.id is None else str(line.id), line.encode(generator, chat, system), line.params)
+            for line in lines
+        ]
         drafts = run(generator, requests, repeats, progress)
-        words = ["minirt", *(ctx.find_root().obj or [])]
         unchecked = {"checked": False, "why": "texts are compared with those without drafts, nothing with the eager layers"}
-        shared = context("speculate", generator, name=name, command=words, correctness=unchecked, ceiling=None)
+        shared = context("speculate", generator, name=name, command=words_of(ctx), correctness=unchecked, ceiling=None)
         shared["speculative"] = vars(generator.speculative)
     with open_generator(replace(load, speculative=None), quiet) as generator:
         plain = run(generator, requests, repeats, progress)
-    emit(Report(shared, rows(requests, drafts, plain)).render(output_format), output_file, quiet)
+    print_report(Report(shared, rows(requests, drafts, plain)), options)

@@ -9,21 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    CHAT_MODEL,
-    debug_option,
-    load_options,
-    model_argument,
-    named_by_option,
-    open_model,
-    prefix_cache_option,
-    quiet_option,
-    sampling_options,
-    sampling_params,
-    speculative_options,
-    template_option,
-)
 from minirt.cli.output import completion_summary, counted, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
@@ -35,17 +22,17 @@ if TYPE_CHECKING:
 
 
 @command()
-@model_argument
-@load_options
-@prefix_cache_option
-@speculative_options
+@shared.model_argument
+@shared.load_options
+@shared.prefix_cache_option
+@shared.speculative_options
 @option_group(
     "Prompts", click.option("--system", help="The system message; an empty one replaces the template's default.")
 )
-@template_option
-@sampling_options
-@quiet_option
-@debug_option
+@shared.template_option
+@shared.sampling_options
+@shared.quiet_option
+@shared.debug_option
 def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
 
@@ -54,15 +41,15 @@ def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **op
     Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
     Without a terminal, an error or an unknown command ends the program with exit code 1.
     """
-    from minirt.models import EMBEDDED
+    from minirt.loading.options import EMBEDDED
 
     if options["model"] in (None, EMBEDDED):
-        hint = f"name a chat model, such as --model {CHAT_MODEL}, or use minirt generate"
+        hint = f"name a chat model, such as --model {shared.CHAT_MODEL}, or use minirt generate"
         raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
-    params = sampling_params(options)
-    with open_model(options, quiet, chat=True) as generator:
+    params = shared.sampling_params(options)
+    with shared.open_model(options, quiet, chat=True) as generator:
         conversation = _Conversation(generator, params, system, variables, quiet)
-        with named_by_option():  # without a template, or with a wrong grammar, fail before the user types
+        with shared.named_by_option():  # without a template, or with a wrong grammar, fail before the user types
             generator.check(conversation.encode("?"), params)
         conversation.run()
 

@@ -9,21 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.files import check_picture, read_text
 from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    debug_option,
-    kv_cache_dtype_option,
-    model_name,
-    model_options,
-    open_generator,
-    quiet_option,
-    random_weights_option,
-    report_format_option,
-    require_tokenizer,
-    set_up_triton,
-    to_load_options,
-)
 from minirt.cli.output import emit, note
 from minirt.errors import NumericsError
 
@@ -38,9 +26,9 @@ _CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpr
 _length = click.IntRange(1)
 _options = option_group(
     "Measurement",
-    model_options,
-    random_weights_option,
-    kv_cache_dtype_option,
+    shared.model_options,
+    shared.random_weights_option,
+    shared.kv_cache_dtype_option,
     click.option("--layer", metavar="NAME", help="Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'."),
     click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
     click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
@@ -55,9 +43,9 @@ _options = option_group(
         help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
     ),
     option_group("Output", click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg.")),
-    report_format_option,
-    quiet_option,
-    debug_option,
+    shared.report_format_option,
+    shared.quiet_option,
+    shared.debug_option,
 )
 
 
@@ -84,13 +72,13 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
     quiet, picture = options["quiet"], options["picture"]
     check_picture(picture)
-    options["model"] = model_name(options, quiet)
+    options["model"] = shared.model_name(options, quiet)
     text = None if options["text"] is None else read_text(options["text"], "--text")
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
     cuda = device.type == "cuda"
-    set_up_triton(cuda, options["dtype"])
+    shared.set_up_triton(cuda, options["dtype"])
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.compare import compare as benchmark
     from minirt.bench.compare.report import NO_SPEED, report
@@ -109,22 +97,22 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         )  # fmt: skip
         correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
         command = ["minirt", *(ctx.find_root().obj or [])]
-        shared = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
-    printed = report(shared, result, cuda)
+        about = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
+    printed = report(about, result, cuda)
     emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
-        from minirt.bench.compare.picture import draw
+        from minirt.bench.compare.report import draw
 
         draw(printed.context, printed.results, Path(picture))
     if result.faults:
-        more = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
-        raise NumericsError(f"exceeds its error bound{more}: {result.faults[0]}", where="compare")
+        others = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
+        raise NumericsError(f"exceeds its error bound{others}: {result.faults[0]}", where="compare")
 
 
 def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
     """Open the model with eager layers and a small KV cache: each compared step has its own cache."""
-    own = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
-    return open_generator(to_load_options(options, options["model"], **own), options["quiet"])
+    small = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
+    return shared.open_generator(shared.to_load_options(options, options["model"], **small), options["quiet"])
 
 
 def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
@@ -146,5 +134,5 @@ def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[in
         from minirt.bench.compare.default_text import TEXT
 
         text = TEXT
-    require_tokenizer(generator, "--text")
+    shared.require_tokenizer(generator, "--text")
     return generator.encode(text)

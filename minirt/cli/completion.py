@@ -17,12 +17,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--impl": (*_IMPLEMENTATIONS, *(f"{layer}={name}" for layer in _LAYERS for name in _IMPLEMENTATIONS)),
     "--kv-cache-dtype": ("auto", "fp8"),
     "--layer": _LAYERS,
-    "--quantize": ("fp8", "int4"),
 }
-_FILES = (
-    "--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file", "--json-schema",
-    "--grammar",
-)  # fmt: skip
 
 
 def attach(command: click.Command) -> None:
@@ -30,15 +25,15 @@ def attach(command: click.Command) -> None:
     for inner in getattr(command, "commands", {}).values():
         attach(inner)
     for parameter in command.params:
-        complete = _models if parameter.name == "named" else _completer(parameter.opts[0])
+        complete = _models if parameter.name == "named" else _completer(parameter.opts[0], parameter.metavar)
         if complete is not None:
             parameter.shell_complete = complete  # type: ignore[method-assign, assignment]
 
 
-def _completer(option: str) -> Callable[[click.Context, str], list[CompletionItem]] | None:
+def _completer(option: str, metavar: str | None) -> Callable[[click.Context, str], list[CompletionItem]] | None:
     if option == "--model":
         return _models
-    if option in _FILES:
+    if metavar == "FILE":
         return lambda context, incomplete: [CompletionItem(incomplete, type="file")]
     return partial(_begun, _VALUES[option]) if option in _VALUES else None
 
@@ -49,7 +44,8 @@ def _begun(values: Iterable[str], context: click.Context, incomplete: str) -> li
 
 def _models(context: click.Context, incomplete: str) -> list[CompletionItem]:
     """Folders, the embedded model, and presets."""
-    from minirt.models import EMBEDDED, presets
+    from minirt.loading.options import EMBEDDED
+    from minirt.models import presets
 
     folders = CompletionItem(incomplete, type="dir")  # first: bash forgets what comes before it
     return [folders, *_begun([EMBEDDED, *(preset.name for preset in presets())], context, incomplete)]

@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.files import read_text
 from minirt.cli.help import option_group
-from minirt.cli.options import (
-    debug_option,
-    load_options,
-    model_name,
-    open_generator,
-    open_model,
-    quiet_option,
-    require_tokenizer,
-    text_format_option,
-    to_load_options,
-)
 from minirt.cli.output import write
+from minirt.cli.settings import option_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
+from minirt.loading.options import LoadOptions
 from minirt.progress import LoadProgress, load_bars
 from minirt.sizes import format_size
 
@@ -42,16 +34,16 @@ def evaluate() -> None:
 
 
 @evaluate.command("perplexity", short_help="Measure how well the model predicts a text.")
-@load_options
+@shared.load_options
 @option_group(
     "Measurement",
     click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin."),
     click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter."),
     click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window."),
 )
-@text_format_option
-@quiet_option
-@debug_option
+@shared.text_format_option
+@shared.quiet_option
+@shared.debug_option
 def perplexity_command(
     file: str, max_length: int | None, stride: int | None, output_format: str, quiet: bool, **options: Any
 ) -> None:
@@ -61,10 +53,10 @@ def perplexity_command(
     that contains it. From the second window on, at least --max-length minus --stride tokens precede it. Sums are in fp64.
     """
     text = read_text(file, "--text")
-    with open_model(options, quiet) as generator:
+    with shared.open_model(options, quiet) as generator:
         from minirt.bench.perplexity import perplexity
 
-        require_tokenizer(generator, "--text")
+        shared.require_tokenizer(generator, "--text")
         try:
             with _bar(quiet) as progress:
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
@@ -77,9 +69,7 @@ def perplexity_command(
 @option_group(
     "Model",
     click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL."),
-    click.option("--revision", help="Branch, tag or commit of a Hub model."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
+    *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
 )
 @option_group(
     "Measurement",
@@ -89,9 +79,9 @@ def perplexity_command(
         help="Number of tokens to use, from the start of the text.",
     ),
 )
-@text_format_option
-@quiet_option
-@debug_option
+@shared.text_format_option
+@shared.quiet_option
+@shared.debug_option
 def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bool, **options: Any) -> None:
     """Print the relative errors that FP8 rounding causes in each linear layer: of its weights and, on real activations, of its
     outputs.
@@ -101,26 +91,26 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     linear layer. `minirt compare --fp8` shows the additional error of the kernels.
     """
     text = read_text(file, "--text")
-    name = model_name(options, quiet)
+    name = shared.model_name(options, quiet)
     from minirt.bench.fp8_error import format_errors, table
     from minirt.bench.report import as_text
 
-    load = to_load_options(
+    load = shared.to_load_options(
         options | {"impl": ()}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
         warmup=False,
     )  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
-        plain = stack.enter_context(open_generator(load, quiet))
-        require_tokenizer(plain, "--text")
+        plain = stack.enter_context(shared.open_generator(load, quiet))
+        shared.require_tokenizer(plain, "--text")
         if plain.plan.formats:
             raise InputError("the checkpoint is quantized already", where="--model", found=plain.plan.checkpoint)
         most = plain.model.max_model_len
         if num_tokens is not None and num_tokens > most:
             raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
         in_fp8 = replace(load, quantization="fp8", quantize_head=True)
-        quantized = stack.enter_context(open_generator(in_fp8, quiet))
+        quantized = stack.enter_context(shared.open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
     write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else as_text(table(errors)))
 

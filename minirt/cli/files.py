@@ -27,24 +27,24 @@ def read_file(name: str, option: str | None = None) -> bytes:
     Raises:
         InputError: it cannot be read, is a folder or a device, or is larger.
     """
-    where = shown_name(name)
+    shown = shown_name(name)
     try:
         if name == "-":
             data = _read(sys.stdin.buffer)
         else:
             mode = os.stat(name).st_mode  # before opening, because opening a device can have side effects
             if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-                found = "a folder" if stat.S_ISDIR(mode) else "a device or a socket"
-                raise InputError("cannot be read as text", where=where, expected="a file or a pipe", found=found)
+                kind = "a folder" if stat.S_ISDIR(mode) else "a device or a socket"
+                raise InputError("cannot be read as text", where=shown, expected="a file or a pipe", found=kind)
             with open(name, "rb") as file:
                 data = _read(file)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         if isinstance(error, InputError):
             raise
         hint = f"{option} takes the name of a file" if option else None
-        raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where, hint=hint) from error
+        raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=shown, hint=hint) from error
     if len(data) > MAX_BYTES:
-        raise InputError("is too large", where=where, expected="at most 1GiB")
+        raise InputError("is too large", where=shown, expected="at most 1GiB")
     return data
 
 
@@ -80,7 +80,7 @@ def check_picture(target: str | None) -> None:
     """Fail before any work if `--picture` names no picture, or matplotlib is missing."""
     if target is None:
         return
-    from minirt.bench.compare.picture import SUFFIXES, require_matplotlib
+    from minirt.bench.picture import SUFFIXES, require_matplotlib
 
     if Path(target).suffix not in SUFFIXES:
         raise click.BadParameter(f"{target!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")

@@ -7,39 +7,11 @@ from typing import Any
 
 import click
 
+from minirt.cli import options as shared
+from minirt.cli import output
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
 from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    chat_options,
-    debug_option,
-    detail_options,
-    encode_prompt,
-    load_options,
-    named_by_option,
-    open_model,
-    output_file_option,
-    prefix_cache_option,
-    quiet_option,
-    require_chat,
-    sampling_options,
-    sampling_params,
-    speculative_options,
-    template_option,
-    text_format_option,
-    warm_prompt_option,
-)
-from minirt.cli.output import (
-    completion_record,
-    completion_summary,
-    json_line,
-    note,
-    note_template,
-    results_in,
-    sample_text,
-    warn_incomplete,
-    write,
-)
 from minirt.errors import inside, quoted
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
@@ -47,29 +19,32 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 
 @command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@load_options
-@prefix_cache_option
-@speculative_options
-@warm_prompt_option
-@chat_options
+@shared.load_options
+@shared.prefix_cache_option
+@shared.speculative_options
+@shared.warm_prompt_option
+@shared.chat_options
 @option_group(
     "Prompts",
-    click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable)."),
+    click.option(
+        "--prompt-file", "files", multiple=True, metavar="FILE",
+        help="Use a file's text verbatim as prompt; - is stdin (repeatable).",
+    ),
     click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin."),
 )
-@template_option
-@text_format_option
-@output_file_option
+@shared.template_option
+@shared.text_format_option
+@shared.output_file_option
 @option_group(
     "Output",
     click.option(
         "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
     ),
 )
-@sampling_options
-@detail_options
-@quiet_option
-@debug_option
+@shared.sampling_options
+@shared.detail_options
+@shared.quiet_option
+@shared.debug_option
 def generate(
     prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None,
     variables: dict[str, Any] | None, output_format: str, verbose: bool, quiet: bool, **options: Any,
@@ -91,7 +66,7 @@ def generate(
     finish_reason "error"; the others continue, and the exit code is 1.
     """
     as_json = output_format == "json"
-    require_chat(chat, system, variables if many is None else None)
+    shared.require_chat(chat, system, variables if many is None else None)
     if verbose and not as_json:
         raise click.UsageError("--verbose needs --json, which prints the values")
     if many is not None:
@@ -111,16 +86,16 @@ def generate(
         raise click.UsageError(_NO_PROMPT)
     if not quiet:
         _note_names(prompts)
-    params = sampling_params(options)
+    params = shared.sampling_params(options)
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
-    with open_model(options, quiet, texts, chat) as generator:
+    with shared.open_model(options, quiet, texts, chat) as generator:
         inputs, done, shows_text = [], [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
-            with named_by_option(place):
-                inputs.append(encode_prompt(generator, text, chat, params, system, variables))
+            with shared.named_by_option(place):
+                inputs.append(shared.encode_prompt(generator, text, chat, params, system, variables))
                 generator.check(inputs[-1], params)  # check all prompts before any text is printed
-        with results_in(options["output_file"], quiet):
+        with output.results_in(options["output_file"], quiet):
             for place, text, tokens in zip(places, texts, inputs, strict=True):
                 with inside(place):
                     if params.n > 1:
@@ -128,23 +103,24 @@ def generate(
                     else:
                         for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                             if not as_json:
-                                write(piece.text if shows_text else f"{piece.token_ids[0]} ")
+                                output.write(piece.text if shows_text else f"{piece.token_ids[0]} ")
                         samples = completion.outputs
                 done += samples
                 for i, completion in enumerate(samples):
                     sample = {"sample": i} if params.n > 1 else {}
                     if as_json:
-                        record = completion_record(completion, verbose, generator.speculative is not None)
-                        write(json_line({"prompt": text, **sample, **record}))
+                        record = output.completion_record(completion, verbose, generator.speculative is not None)
+                        output.write(output.json_line({"prompt": text, **sample, **record}))
                     elif sample:
-                        write(sample_text(completion.text if shows_text else " ".join(map(str, completion.token_ids)), i))
+                        ids = " ".join(map(str, completion.token_ids))
+                        output.write(output.sample_text(completion.text if shows_text else ids, i))
                     else:
-                        write("\n")
+                        output.write("\n")
                 if not quiet:
-                    note(completion_summary(generator, samples))
-        warn_incomplete(done)
+                    output.note(output.completion_summary(generator, samples))
+        output.warn_incomplete(done)
         if not chat:
-            note_template(generator, done, quiet)
+            output.note_template(generator, done, quiet)
 
 
 def _note_names(prompts: tuple[str, ...]) -> None:
@@ -154,9 +130,9 @@ def _note_names(prompts: tuple[str, ...]) -> None:
     for text in prompts:
         with suppress(OSError, ValueError):  # too long for a name, or with a null character
             if preset(text) is not None or (Path(text) / "config.json").is_file():
-                note(f"the prompt {quoted(text, 80)} is the name of a model: --model names the model to use")
+                output.note(f"the prompt {quoted(text, 80)} is the name of a model: --model names the model to use")
             elif Path(text).is_file():
-                note(f"the prompt {quoted(text, 80)} is the name of a file: --prompt-file reads a prompt from a file")
+                output.note(f"the prompt {quoted(text, 80)} is the name of a file: --prompt-file reads a prompt from a file")
 
 
 def _piped() -> str:

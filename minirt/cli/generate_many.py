@@ -6,21 +6,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from minirt.cli import output
 from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import named_by_option, open_model, sampling_params
-from minirt.cli.output import (
-    completion_record,
-    drafts_summary,
-    json_line,
-    load_summary,
-    not_applied,
-    note,
-    note_template,
-    results_in,
-    sample_text,
-    warn_incomplete,
-    write,
-)
 from minirt.cli.process import finishing
 from minirt.errors import InputError
 from minirt.progress import prompt_bar
@@ -63,7 +51,7 @@ def generate_many(
     for request in requests if not printing.as_json else ():
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(request.params, key) is not None:
-                with named_by_option(request.where, request.keys):
+                with named_by_option(request.place, request.keys):
                     raise InputError("needs --json, which prints them", where=key)
     texts = [str(request.content) for request in requests if request.kind == "prompt"]
     conversations = any(request.kind == "messages" for request in requests)
@@ -77,7 +65,7 @@ def generate_many(
             requests, printing, texts=generator.tokenizer is not None, drafts=generator.speculative is not None
         )
         started = time.perf_counter()
-        with results_in(options["output_file"], printing.quiet):
+        with output.results_in(options["output_file"], printing.quiet):
             try:
                 _run(generator, inputs, results, printing.quiet)
             finally:
@@ -85,18 +73,18 @@ def generate_many(
                     seconds = time.perf_counter() - started
                     results.print_rest()
                     if results.all and not printing.quiet:
-                        note(f"{load_summary(generator)} · {results.summary(seconds)}")
+                        output.note(f"{output.load_summary(generator)} · {results.summary(seconds)}")
                         if generator.speculative is not None:
-                            note(drafts_summary(generator, results.all))
-                    warn_incomplete(results.all)
+                            output.note(output.drafts_summary(generator, results.all))
+                    output.warn_incomplete(results.all)
                     if not chat:
-                        note_template(generator, results.plain, printing.quiet)
+                        output.note_template(generator, results.plain, printing.quiet)
     failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)
         what = f"{len(failed)} of {len(results.all)} requests failed: {error.what}"
-        where = f"{shown_name(name)} {_lines([request.line for request in failed])}"
-        raise type(error)(what, where=where, expected=error.expected, found=error.found, hint=error.hint)
+        place = f"{shown_name(name)} {_lines([request.line for request in failed])}"
+        raise type(error)(what, where=place, expected=error.expected, found=error.found, hint=error.hint)
 
 
 def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", quiet: bool) -> None:
@@ -121,9 +109,9 @@ class _Results:
     def expect(self, results: "Sequence[Completion | Samples]") -> None:
         """Take each prompt's result, as it stands. From here on, every sample of a prompt counts as a request."""
         outputs = [result.outputs for result in results]
-        self.requests = [request for request, own in zip(self.requests, outputs, strict=True) for _ in own]
-        self._samples = [{"sample": i} if len(own) > 1 else {} for own in outputs for i in range(len(own))]
-        self.all = [completion for own in outputs for completion in own]
+        self.requests = [request for request, samples in zip(self.requests, outputs, strict=True) for _ in samples]
+        self._samples = [{"sample": i} if len(samples) > 1 else {} for samples in outputs for i in range(len(samples))]
+        self.all = [completion for samples in outputs for completion in samples]
 
     def print_ready(self) -> None:
         """Print the finished completions up to the first unfinished one."""
@@ -143,31 +131,32 @@ class _Results:
                 return
             completion = replace(completion, finish_reason="abort")
         if self._printing.as_json:
-            record = completion_record(completion, self._printing.verbose, self._drafts)
-            write(json_line({**request.record(), **sample, **record}))
+            record = output.completion_record(completion, self._printing.verbose, self._drafts)
+            output.write(output.json_line({**request.record(), **sample, **record}))
         else:
             texts = self._texts and request.params.detokenize
             text = completion.text if texts else " ".join(map(str, completion.token_ids))
-            write(sample_text(text, completion.index) if sample else text + "\n")
+            output.write(output.sample_text(text, completion.index) if sample else text + "\n")
 
     @property
     def plain(self) -> "list[Completion]":
         """The completions of prompts that are texts."""
-        return [own for request, own in zip(self.requests, self.all, strict=True) if request.kind == "prompt"]
+        return [done for request, done in zip(self.requests, self.all, strict=True) if request.kind == "prompt"]
 
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""
         everything = zip(self.requests, self.all, strict=True)
-        pairs = [(request, own) for request, own in everything if own.token_ids or own.prompt_logprobs]  # or max_tokens is 0
-        done, new = [own for _, own in pairs], sum(len(own.token_ids) for _, own in pairs)
-        prompts = {request.line: len(own.prompt_token_ids) for request, own in pairs}  # samples share one
+        # Without new tokens, max_tokens is 0.
+        pairs = [(request, result) for request, result in everything if result.token_ids or result.prompt_logprobs]
+        done, new = [result for _, result in pairs], sum(len(result.token_ids) for _, result in pairs)
+        prompts = {request.line: len(result.prompt_token_ids) for request, result in pairs}  # samples share one
         text = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} of {sum(prompts.values())} tokens"
         if len(done) > len(prompts):
             text += f" · {len(done)} samples"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
         if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
             text += f" · peak memory {format_size(peak)}"
-        lines = [text, *sorted({not_applied(completion) for completion in done} - {""})]
+        lines = [text, *sorted({output.not_applied(completion) for completion in done} - {""})]
         open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
         for what, begun in (("unfinished", True), ("left out", False)):
             if places := [line for line, has_tokens in open_ if has_tokens == begun]:

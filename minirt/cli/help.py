@@ -36,7 +36,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given, _, order = self.make_parser(ctx).parse_args(list(args))
-        if [own.name for own in order].count("model") + isinstance(given.get(MODEL_ARGUMENT), str) > 1:
+        if [parameter.name for parameter in order].count("model") + isinstance(given.get(MODEL_ARGUMENT), str) > 1:
             raise click.UsageError("two models, and a command has one (docs/fleets.md: several servers behind one address)", ctx)
         return super().parse_args(ctx, args)
 

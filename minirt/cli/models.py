@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command
 from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
 from minirt.cli.output import json_line, write
+from minirt.cli.settings import option_of
+from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 @command(short_help="List the presets, and which of them fit.")
-@option_group(
-    "Model",
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-)
+@option_of(LoadOptions, "device", "Model")
 @gpu_option
 @text_format_option
 @debug_option
@@ -50,7 +47,7 @@ def models(output_format: str, **options: Any) -> None:
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
     from minirt import models as known
 
-    rows = [_row(known.EMBEDDED, None, device)]
+    rows = [_row(EMBEDDED, None, device)]
     rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets() if preset.quantization is None]
     releases = {preset.name.removesuffix("-FP8") for preset in known.presets() if preset.quantization is not None}
     return [row | {"fp8_release": row["name"] in releases} for row in rows]
@@ -60,7 +57,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     import torch
 
     from minirt.loading.load import find
-    from minirt.loading.memory import MemoryOptions, plan_memory
+    from minirt.loading.memory import plan_memory
     from minirt.modeling.formats import Quantization
     from minirt.modeling.model import Model
     from minirt.models import build
@@ -71,7 +68,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     fits = None
     for option, model, dtype in _ways(device, plain, quantized, smallest):
         model.dtype = model.kv_dtype = dtype
-        if fits is None and plan_memory(model, config.context_len, device, MemoryOptions(max_num_seqs=1)).fits:
+        if fits is None and plan_memory(model, config.context_len, device, LoadOptions(max_num_seqs=1)).fits:
             fits = option
     return {
         "name": name, "hub_id": hub_id, "parameters": plain.num_parameters,
@@ -120,7 +117,7 @@ def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> 
             continue
         suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
         fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
-        sizes = [format_size(row[f"{own}_bytes"]) for own in formats]
+        sizes = [format_size(row[f"{name}_bytes"]) for name in formats]
         count = row["parameters"]
         shown = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
         table.add_row(row["name"] + suffix, shown, *sizes, fits)
@@ -139,7 +136,7 @@ def _owners(rows: list[dict[str, Any]]) -> str:
         if row["hub_id"] is not None:
             owner, family = row["hub_id"].partition("/")[0], row["name"].partition("-")[0]
             families.setdefault(owner, []).append(family)
-    owners = [f"{owner} ({', '.join(dict.fromkeys(own))})" for owner, own in families.items()]
+    owners = [f"{owner} ({', '.join(dict.fromkeys(names))})" for owner, names in families.items()]
     releases = ", ".join(row["name"] for row in rows if row["fp8_release"])
     lines = f"A Hub id is OWNER/MODEL. Owners: {', '.join(owners)}.", f"Also released in FP8, as NAME-FP8: {releases}."
     return "\n".join(textwrap.fill(line, 80) for line in lines)

@@ -3,7 +3,6 @@
 This module is light: heavy imports wait until a command needs them.
 """
 
-import json
 import os
 import re
 import sys
@@ -18,17 +17,21 @@ from click.core import ParameterSource
 from minirt.cli.files import check_target, read_text, shown_name
 from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
+from minirt.cli.settings import JsonObject, biases, given, option_of, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.gpus import AbsentGPU, find_gpu
+from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.progress import load_bars
-from minirt.sizes import parse_count, parse_size
+from minirt.sampling_params import SamplingParams
+from minirt.settings import settings_of
+from minirt.structured.params import KINDS, StructuredOutputsParams
 from minirt.user_code import import_file
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
-    from minirt.loading.options import LoadOptions
-    from minirt.sampling_params import SamplingParams
     from minirt.speculative.options import SpeculativeOptions
+
+_SAMPLING = settings_of(SamplingParams) | settings_of(StructuredOutputsParams)
 
 
 class Numbers(click.ParamType):
@@ -54,107 +57,18 @@ class Numbers(click.ParamType):
         return numbers
 
 
-class TokenIds(click.ParamType):
-    """"0,17" → (0, 17)."""
-
-    name = "ID,ID,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in value.split(",")]
-        if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-            self.fail(f"{value!r} is not token ids with ',' between", param, ctx)
-        return tuple(map(int, words))
-
-
-class Bias(click.ParamType):
-    """"17=-5.5" → (17, -5.5)."""
-
-    name = "ID=BIAS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"([0-9]{1,18})=([+-]?[0-9]{1,9}(?:\.[0-9]{0,18})?)", value.strip())
-        if not match:
-            self.fail(f"{value!r} is no token id and number, such as 17=-5.5", param, ctx)
-        return int(match[1]), float(match[2])
-
-
-class JsonObject(click.ParamType):
-    """'{"a": 1}' → {"a": 1}."""
-
-    name = "JSON"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        try:
-            found = value if isinstance(value, dict) else json.loads(value)
-        except (ValueError, RecursionError) as error:
-            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
-        if not isinstance(found, dict):
-            self.fail(f"{value!r} is not a JSON object", param, ctx)
-        return found
-
-
 CHAT_MODEL = "SmolLM2-135M-Instruct"  # small enough for a CPU
 NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
 
 
-class Size(click.ParamType):
-    """"512MiB" → bytes: see `parse_size`."""
-
-    name = "SIZE"
-
-    def __init__(self, least: int = 1) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_size(value, self._least)
-        except InputError as error:
-            self.fail(str(error), param, ctx)
-
-
-class TokenCount(click.ParamType):
-    """"32k" → 32000: see `parse_count`. With `auto`, that word is None: the option's default."""
-
-    name = "TOKENS"
-
-    def __init__(self, least: int | None = None, auto: bool = False) -> None:
-        self._least, self._auto = least, auto
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if self._auto and value == "auto":
-            return None
-        try:
-            count = value if isinstance(value, int) else parse_count(value)
-        except InputError as error:
-            self.fail(str(error) + (", or auto" if self._auto else ""), param, ctx)
-        if self._least is not None and count < self._least:
-            self.fail(f"{count} is not in the range x>={self._least}", param, ctx)
-        return count
+def _load_options(*scopes: str, title: str = "Memory and speed") -> Callable:
+    changes = {"model": {"envvar": "MINIRT_MODEL", "default": None, "show_default": False}}
+    return options_of(LoadOptions, *scopes, title=title, **changes)
 
 
 model_options = option_group(
     "Model",
-    click.option(
-        "--model", "-m", envvar="MINIRT_MODEL",
-        help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, a small story teller.",
-    ),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
-    click.option(
-        "--quantize", type=click.Choice(("fp8", "int4")),
-        help="Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
-    ),
-    click.option("--fp8", is_flag=True, help="The same as --quantize fp8."),
-    click.option(
-        "--quantize-head/--no-quantize-head", "--fp8-head/--no-fp8-head", "quantize_head", default=None,
-        help="With --quantize: quantize the LM head too. [default: with fp8, unless it is tied to the embedding]",
-    ),
-    click.option("--revision", help="Branch, tag or commit of a Hub model."),
-    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
+    _load_options("model", title="Model"),
     click.option(
         "--import", "imports", multiple=True, metavar="FILE",
         help="Run a Python file first, which registers implementations for --impl, or models (repeatable).",
@@ -191,84 +105,15 @@ def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
     return options["gpu"]
 
 
-kv_cache_dtype_option = option_group(
-    "Memory and speed",
-    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
-)
+kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")
+random_weights_option = option_of(LoadOptions, "random_weights", "Model")
 # These decide what a model takes of the memory, so `minirt plan` has them, too.
-memory_options = option_group(
-    "Memory and speed",
-    click.option(
-        "--max-model-len", type=TokenCount(auto=True), help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and "
-        "auto: the model's own, or as many as fit. A number that does not fit is refused.",
-    ),
-    click.option(
-        "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
-        help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
-    ),
-    click.option(
-        "--gpu-memory-utilization", type=float,
-        help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
-    ),
-    click.option(
-        "--kv-cache-memory", type=Size(),
-        help="Memory for KV pages, e.g. 4GiB; never more than --max-num-seqs sequences of full length need.",
-    ),
-    kv_cache_dtype_option,
-    click.option(
-        "--max-num-batched-tokens", type=TokenCount(1),
-        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests. Default: "
-        "8,192 on a GPU, less where the memory is short; 256 on a CPU.",
-    ),
-    click.option(
-        "--no-cuda-graphs", "--enforce-eager", is_flag=True,
-        help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's name for "
-        "this; it does not select eager layers: use --impl eager.",
-    ),
-    click.option(
-        "--state-cache-memory", type=Size(least=0),
-        help="Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. "
-        "Default: a quarter of the memory for them and KV pages, at most four states for each sequence.",
-    ),
-)
-random_weights_option = option_group(
-    "Model", click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
-)  # fmt: skip
-load_options = option_group(
-    "Memory and speed",
-    model_options,
-    random_weights_option,
-    option_group("Model", click.option("--check-weights", is_flag=True, help="Fail if the checkpoint contains NaN or Inf.")),
-    memory_options,
-    click.option(
-        "--max-step-ms", type=click.FloatRange(0),
-        help="On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit. Default: 60.",
-    ),
-    click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
-    click.option(
-        "--threads", type=click.IntRange(1),
-        help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
-    ),
-    click.option(
-        "--no-warmup", is_flag=True,
-        help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their first use.",
-    ),
-)
-prefix_cache_option = option_group(
-    "Memory and speed",
-    click.option(
-        "--no-prefix-cache", is_flag=True,
-        help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
-    ),
-)
+memory_options = _load_options("memory")
+load_options = option_group(None, model_options, memory_options, _load_options("load"))
+prefix_cache_option = _load_options("reuse")
 speculative_options = option_group(
     "Memory and speed",
-    click.option(
-        "--speculate", metavar="ngram[:k]|mtp[:k]",
-        help="Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
-        "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
-        "multi-token prediction of Qwen3.5 (also 3.6, 3.8) and Qwen3-Next.",
-    ),
+    _load_options("drafts"),
     click.option(
         "--speculative-config", metavar="JSON",
         help='The same with the keys of vLLM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
@@ -299,76 +144,15 @@ template_option = option_group(
     ),
 )
 # A distribution's filters, which the benchmarks also have.
-filter_options = option_group(
-    "Sampling",
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
-)
-_structured_options = option_group(
-    "Structured output",
-    click.option(
-        "--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin. "
-        "A value that begins with { is the schema itself.",
-    ),
-    click.option("--json-object", is_flag=True, help="The text is a JSON object."),
-    click.option(
-        "--disable-any-whitespace", is_flag=True,
-        help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on it.",
-    ),
-    click.option(
-        "--regex", help="The text is matched by a regular expression from its beginning to its end. \\d is any Unicode digit: "
-        "write [0-9]."
-    ),
-    click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),
-    click.option("--grammar", metavar="FILE", help="The text follows the grammar in a file, in llguidance's Lark syntax."),
-    click.option(
-        "--reasoning-end", metavar="TEXT", help="Schema, regex, choice or grammar begin after this text, such as </think>."
-    ),
-)
+filter_options = options_of(SamplingParams, "filter", title="Sampling")
 sampling_options = option_group(
-    "Sampling",
-    click.option("--max-tokens", type=int, help="Maximum number of new tokens; default: 256."),
-    click.option("--temperature", type=float, help="0 is greedy."),
-    filter_options,
-    click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
-    click.option("--stop", multiple=True, help="End the text before this string, or at this special token (repeatable)."),
-    click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
-    click.option("--min-tokens", type=int, help="New tokens before an end token or a stop string may end the text."),
-    click.option("--stop-token-ids", type=TokenIds(), help="More tokens that end the text."),
-    click.option("--include-stop-str-in-output", is_flag=True, help="Print also what ended the text: a stop string or a token."),
-    click.option("--presence-penalty", type=float, help="Subtract this from the logits of generated tokens, -2 to 2."),
-    click.option("--frequency-penalty", type=float, help="Subtract this for each time a token was generated, -2 to 2."),
-    click.option("--repetition-penalty", type=float, help="Divide the positive logits of tokens seen by this; 1 is off."),
-    click.option("--logit-bias", type=Bias(), multiple=True, help="Add a number to a token's logit (repeatable)."),
-    click.option("--allowed-token-ids", type=TokenIds(), help="Draw no other tokens than these."),
-    click.option("--bad-words", multiple=True, metavar="TEXT", help="Never generate this text (repeatable)."),
-    _structured_options,
-    option_group(
-        "Output",
-        click.option(
-            "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
-            help="Leave special tokens out of the text.",
-        ),
-    ),
-)
+    None, options_of(SamplingParams, "", "filter", title="Sampling"),
+    options_of(StructuredOutputsParams, "", title="Structured output"),
+)  # fmt: skip
 # For what prints results that are complete, also as JSON.
-detail_options = option_group(
-    "Output",
-    option_group(
-        "Sampling", click.option("--n", type=int, help="Samples of each prompt, each a result of its own. Default: 1.")
-    ),
-    option_group(
-        "Prompts",
-        click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
-    ),
-    click.option(
-        "--logprobs", type=int,
-        help="With --json: log-probabilities of new tokens, and of 0 to 20 of the most probable ones; -1: of all."
-    ),
-    click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt. --max-tokens 0 generates nothing."),
-    click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
-)
+detail_options = options_of(SamplingParams, "detail", title="Sampling")
+
+
 def output_format_option(*formats: str) -> Callable:
     """Decorator: `--output-format` with these choices, of which the first is the default, and `--json`, the same as `-o json`.
 
@@ -415,36 +199,22 @@ def require_chat(chat: bool, system: str | None, variables: dict[str, Any] | Non
 
 def sampling_params(options: dict[str, Any]) -> "SamplingParams":
     """`sampling_options` and `detail_options` as SamplingParams; InputError names the flag that is wrong."""
-    from minirt.sampling_params import SamplingParams
-
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens", "stop_token_ids",
-             "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids",
-             "skip_special_tokens")  # fmt: skip
-    given = {name: options[name] for name in names} | {name: options[name] or None for name in ("stop", "bad_words")}
-    given |= {name: options.get(name) for name in ("n", "truncate_prompt_tokens", "logprobs", "prompt_logprobs")}
-    given["detokenize"] = not options.get("no_detokenize", False)
-    given["structured_outputs"] = _structured_outputs(options)
-    biases = dict(options["logit_bias"])
-    if len(biases) < len(options["logit_bias"]):
-        raise InputError("a token id appears twice", where="--logit-bias", found=list(options["logit_bias"]))
+    values = given(SamplingParams, options) | {"structured_outputs": _structured_outputs(options)}
+    if "logit_bias" in values:
+        values["logit_bias"] = biases(values["logit_bias"])
     try:
-        return SamplingParams(logit_bias=biases or None, **given)
+        return SamplingParams(**values)
     except InputError as error:
         raise _by_options(error) from error
 
 
 def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of StructuredOutputsParams that the options set."""
-    fields: dict[str, Any] = {}
-    if (schema := options["json_schema"]) is not None:
-        fields["json"] = schema if schema.lstrip().startswith("{") else read_text(schema, "--json-schema")
-    if options["grammar"] is not None:
-        fields["grammar"] = read_text(options["grammar"], "--grammar")
-    fields |= {name: options[name] for name in ("regex", "reasoning_end") if options[name] is not None}
-    if options["choice"]:
-        fields["choice"] = options["choice"]
-    fields |= {name: True for name in ("json_object", "disable_any_whitespace") if options[name]}
-    kinds = fields.keys() - {"reasoning_end", "disable_any_whitespace"}
+    fields = {name: value for name, value in given(StructuredOutputsParams, options).items() if value is not False}
+    for name in fields.keys() & {"json", "grammar"}:  # names of files
+        if name == "grammar" or not fields[name].lstrip().startswith("{"):
+            fields[name] = read_text(fields[name], _flag_of(name))
+    kinds = [name for name in KINDS if name in fields]
     if fields and not kinds:
         flag = _flag_of(next(iter(fields)))
         raise click.UsageError(f"{flag} needs --json-schema, --json-object, --regex, --choice or --grammar")
@@ -462,18 +232,14 @@ def _flag(error: MinirtError) -> str:
 def _flag_of(field: str) -> str:
     """The option that changes the field's default; of `structured_outputs` the one that was given."""
     if field == "structured_outputs":
-        given = click.get_current_context().params
-        field = next((kind for kind in ("json_schema", "json_object", "regex", "choice", "grammar") if given.get(kind)), field)
-    names = {"json": "json-schema", "skip_special_tokens": "no-skip-special-tokens", "detokenize": "no-detokenize"}
-    return "--" + names.get(field, field.replace("_", "-"))
+        options = click.get_current_context().params
+        field = next((kind for kind in KINDS if options.get(kind)), field)
+    record = _SAMPLING.get(field)
+    return (record and record.option_name) or f"--{field.replace('_', '-')}"
 
 
 def _by_options(error: MinirtError) -> MinirtError:
     """An error of a sampling field as the command line says it: with options in place of the names of fields."""
-    from minirt.sampling_params import SamplingParams
-    from minirt.structured.params import StructuredOutputsParams
-
-    fields = {*SamplingParams.__dataclass_fields__, *StructuredOutputsParams.__dataclass_fields__}
     switched = {
         "detokenize is False": "--no-detokenize is given", "detokenize=True": "no --no-detokenize",
         "json or json_object": "--json-schema or --json-object",
@@ -484,7 +250,8 @@ def _by_options(error: MinirtError) -> MinirtError:
             return text
         for name, option in switched.items():
             text = text.replace(name, option)
-        return re.sub(r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda name: _flag_of(name[0]) if name[0] in fields else name[0], text)
+        fields = "|".join(name for name in _SAMPLING if "_" in name)
+        return re.sub(rf"(?<![\w-])(?:{fields})\b", lambda field: _flag_of(field[0]), text)
 
     field = str(error.where).removeprefix("SamplingParams.").removeprefix("structured_outputs.")
     what, hint = said(error.what.removeprefix(f"{field} ")), said(error.hint)
@@ -501,7 +268,8 @@ def named_by_option(place: str | None = None, keys: Collection[str] = ()) -> Ite
     try:
         yield
     except MinirtError as error:
-        flags = {flag for own in click.get_current_context().command.params for flag in (*own.opts, *own.secondary_opts)}
+        parameters = click.get_current_context().command.params
+        flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
         field = str(error.where).removeprefix("SamplingParams.").partition(", ")[0].partition(".")[0]
         named = error
         if not error.is_usage and field not in keys and _flag(error).partition(", ")[0] in flags:
@@ -519,16 +287,14 @@ def model_name(options: dict[str, Any], quiet: bool = False) -> str:
         return options["model"]
     if not quiet:
         note("no --model: this is the embedded model, which tells stories for small children")
-    from minirt.models import EMBEDDED
-
     return EMBEDDED
 
 
 def quantization(options: dict[str, Any]) -> str | None:
     """The format of `--quantize` or `--fp8`; None: neither is given."""
-    if options.get("fp8") and options.get("quantize") not in (None, "fp8"):
-        raise click.UsageError(f"--fp8 and --quantize {options['quantize']} exclude each other")
-    return "fp8" if options.get("fp8") else options.get("quantize")
+    if options.get("fp8") and options.get("quantization") not in (None, "fp8"):
+        raise click.UsageError(f"--fp8 and --quantize {options['quantization']} exclude each other")
+    return "fp8" if options.get("fp8") else options.get("quantization")
 
 
 def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
@@ -537,8 +303,6 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
     A "seed" among the options, such as that of `sampling_options`, is also the seed of random weights.
     """
-    from minirt.loading.options import LoadOptions
-
     for file in options.get("imports", ()):  # not before: the command may have to prepare PyTorch and Triton
         import_file(file)
     return LoadOptions(**load_arguments(options, name, **changes))
@@ -551,19 +315,13 @@ def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[s
         raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
     if options.get("random_weights") and options.get("check_weights"):
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
-    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "state_cache_memory", "gpu_memory_utilization",
-            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_step_ms", "threads", "random_weights",
-            "check_weights", "seed")  # fmt: skip
-    chosen = {key: options[key] for key in same if options.get(key) is not None}
-    chosen |= {"quantization": quantize, "quantize_head": head}
-    if (speculative := _speculative(options)) is not None:
-        chosen["speculative"] = speculative
-    chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
-    return {"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes
+    chosen = given(LoadOptions, options) | {"quantization": quantize, "quantize_head": head}
+    chosen |= {"model": name, "impl": list(options["impl"]) or "auto", "speculative": _speculative(options)}
+    return chosen | changes
 
 
 def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
-    short, config = options.get("speculate"), options.get("speculative_config")
+    short, config = options.get("speculative"), options.get("speculative_config")
     if short is None and config is None:
         return None
     if short is not None and config is not None:

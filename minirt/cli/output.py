@@ -80,8 +80,8 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
     """After prompts that were not chat messages: say so if the model has a chat template. Warn if texts are empty."""
     if not completions or generator.tokenizer is None or not generator.tokenizer.has_chat_template:
         return
-    texts = [own for own in completions if own.sampling.detokenize]
-    empty = sum(own.finish_reason == "stop" and not own.text.strip() for own in texts)
+    texts = [completion for completion in completions if completion.sampling.detokenize]
+    empty = sum(completion.finish_reason == "stop" and not completion.text.strip() for completion in texts)
     if empty:
         what = "the text is empty" if len(texts) == 1 else f"{empty} of {len(texts)} texts are empty"
         warnings.warn(f"{what}; the model has a chat template that was not applied: --chat applies it", stacklevel=2)
@@ -91,13 +91,13 @@ def note_template(generator: "Generator", completions: Sequence["Completion"], q
 
 def warn_incomplete(completions: Sequence["Completion"]) -> None:
     """Warn of structured texts that were cut: such a text is no whole JSON, for example."""
-    cut = [own for own in completions if own.finish_reason == "length" and own.sampling.structured_outputs is not None]
+    cut = [one for one in completions if one.finish_reason == "length" and one.sampling.structured_outputs is not None]
     if cut:
         what = "the text is incomplete" if len(completions) == 1 else f"{len(cut)} of {len(completions)} texts are incomplete"
-        limits = {own.sampling.max_tokens for own in cut if len(own.token_ids) >= own.sampling.max_tokens}
+        limits = {one.sampling.max_tokens for one in cut if len(one.token_ids) >= one.sampling.max_tokens}
         end = f"--max-tokens {', '.join(map(str, sorted(limits)))}" if limits else "the end of the context"
         hint = ""
-        if any(_ends_blank(own) for own in cut):
+        if any(_ends_blank(completion) for completion in cut):
             hint = "; small models may spend their tokens on white space, as here: --disable-any-whitespace forbids it"
         warnings.warn(f"{what}: {end} came before the end of the structured output{hint}", stacklevel=2)
 
@@ -181,13 +181,13 @@ def sample_text(text: str, index: int) -> str:
 def completion_summary(generator: "Generator", samples: Sequence["Completion"]) -> str:
     """The times, rates and settings of a prompt's samples, which run together. The bandwidth counts weight bytes only."""
     completion, prompt = samples[0], len(samples[0].prompt_token_ids)
-    first, times = completion.time_to_first_token_s, [own.token_times_s for own in samples if own.token_times_s]
-    seconds = max((own[-1] for own in times), default=0.0) - min((own[0] for own in times), default=0.0)
-    rate = sum(len(own) - 1 for own in times) / seconds if seconds > 0 else 0.0
+    first, times = completion.time_to_first_token_s, [sample.token_times_s for sample in samples if sample.token_times_s]
+    seconds = max((series[-1] for series in times), default=0.0) - min((series[0] for series in times), default=0.0)
+    rate = sum(len(series) - 1 for series in times) / seconds if seconds > 0 else 0.0
     speed = f"prompt {counted(prompt, 'token')}"
     if first:  # else no token was asked for
         speed = f"first token {first:.3f} s · {speed}, {prompt / first:.1f} tokens/s"
-    count = sum(len(own.token_ids) for own in samples)
+    count = sum(len(sample.token_ids) for sample in samples)
     decode = f"decode {counted(count, 'token')}"
     decode += f" of {len(samples)} samples" if len(samples) > 1 else ""
     if rate:  # else there was no step after the prompt's
@@ -195,11 +195,11 @@ def completion_summary(generator: "Generator", samples: Sequence["Completion"]) 
         if len(samples) == 1 and not completion.num_draft_tokens:  # else a step yields several tokens
             decode += f", {rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights"
     decode = f"{decode} · " if count else ""  # a prompt that is only scored decodes nothing
-    ends = Counter(str(own.finish_reason) for own in samples)
+    ends = Counter(str(sample.finish_reason) for sample in samples)
     each = [f"{reason} ({counted(number, 'sample')})" if len(ends) > 1 else reason for reason, number in ends.items()]
     lines = [
         f"{load_summary(generator)} · {speed}",
-        f"{decode}peak memory {format_size(max(own.peak_memory_bytes for own in samples))} · finished: {', '.join(each)}",
+        f"{decode}peak memory {format_size(max(sample.peak_memory_bytes for sample in samples))} · finished: {', '.join(each)}",
         f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
         f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]
@@ -210,9 +210,9 @@ def completion_summary(generator: "Generator", samples: Sequence["Completion"]) 
 
 def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) -> str:
     """How many drafts were verified and accepted."""
-    drafted = sum(own.num_draft_tokens for own in completions)
-    accepted = sum(own.num_accepted_tokens for own in completions)
-    tokens = sum(len(own.token_ids) for own in completions)
+    drafted = sum(completion.num_draft_tokens for completion in completions)
+    accepted = sum(completion.num_accepted_tokens for completion in completions)
+    tokens = sum(len(completion.token_ids) for completion in completions)
     why = "they were not expected to pay" if generator.draft_stats.num_proposals else "nothing was proposed"
     text = f"drafts: none were verified, as {why}"
     if drafted:

@@ -6,19 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from minirt.cli import options as shared
 from minirt.cli.help import command
-from minirt.cli.options import (
-    debug_option,
-    gpu_option,
-    memory_options,
-    model_name,
-    model_options,
-    planned_gpu,
-    prefix_cache_option,
-    speculative_options,
-    text_format_option,
-    to_load_options,
-)
 from minirt.cli.output import json_line, write
 from minirt.gpus import AbsentGPU
 from minirt.sizes import format_size
@@ -29,13 +18,13 @@ if TYPE_CHECKING:
 
 
 @command(short_help="Print how each layer runs and why, and what fits.")
-@model_options
-@gpu_option
-@memory_options
-@prefix_cache_option
-@speculative_options
-@text_format_option
-@debug_option
+@shared.model_options
+@shared.gpu_option
+@shared.memory_options
+@shared.prefix_cache_option
+@shared.speculative_options
+@shared.text_format_option
+@shared.debug_option
 def plan(output_format: str, **options: Any) -> None:
     """Print the plan: each layer's implementation, the reason for it, the size of its weights, and what fits in the memory.
     Reads no weights.
@@ -44,12 +33,12 @@ def plan(output_format: str, **options: Any) -> None:
     the CUDA context takes is estimated. For a checkpoint with quantized weights, the format is printed, and what minirt does
     otherwise.
     """
-    gpu = planned_gpu(options)
-    name = model_name(options)
+    gpu = shared.planned_gpu(options)
+    name = shared.model_name(options)
     from minirt.loading.load import plan_load, remedy
     from minirt.loading.memory import context_is_short
 
-    load = to_load_options(options, name)
+    load = shared.to_load_options(options, name)
     model, memory = plan_load(load, gpu)
     device = gpu or model.device
     length = options["max_model_len"] or model.config.context_len
@@ -112,8 +101,8 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in rows]
     beside = format_size(memory.weights + memory.other + memory.step + one, up=True)
     others = "weights and steps" if memory.step else "weights"
-    own = f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} with {others}."
-    lines.append(textwrap.fill(own, 80, subsequent_indent="  "))
+    one_sequence = f"One sequence of {length:,} tokens needs {format_size(one)} of KV cache, {beside} with {others}."
+    lines.append(textwrap.fill(one_sequence, 80, subsequent_indent="  "))
     if memory.state:
         states = f"Of these, {format_size(memory.state)} are states of recurrent layers, whatever the length; a decode step moves"
         lines += textwrap.wrap(f"{states} {format_size(moved)} for each sequence to read and write them.", 80)
@@ -127,8 +116,8 @@ def _fits(memory: "MemoryPlan", length: int, remedy: Callable[[], str]) -> str:
     if memory.context == length:
         return "Fits."
     way = remedy().partition(", or --max-model-len")[0]
-    more = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
-    return f"Fits with a context of {memory.context:,} instead of {length:,}{more}."
+    remark = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
+    return f"Fits with a context of {memory.context:,} instead of {length:,}{remark}."
 
 
 def _special_kernels(model: "Model") -> list[str]:
@@ -138,24 +127,24 @@ def _special_kernels(model: "Model") -> list[str]:
 
     major, minor = compute_capability(model.device)
     kernels = SPECIAL_KERNELS.get(10 * major + minor, {})
-    used = _operations(model) if kernels else set()
+    operations = _operations(model) if kernels else set()
     return [
         name for name, (operation, formats, sizes) in kernels.items()
-        if any(own == operation and form in formats and (not sizes or size in sizes) for own, form, size in used)
+        if any(used == operation and form in formats and (not sizes or size in sizes) for used, form, size in operations)
     ]  # fmt: skip
 
 
 def _operations(model: "Model") -> set[tuple[str, str, int]]:
     """(operation, format, head size or 0) of what runs on Triton, named as in `SPECIAL_KERNELS`."""
-    wide, found = "_fp32" if model.dtype.itemsize > 2 else "", set()
+    wide, operations = "_fp32" if model.dtype.itemsize > 2 else "", set()
     on_triton = {row.layer for row in model.plan.rows if row.implementation == "triton"}
-    for layer in (own for own in model.unique_layers() if own.name in on_triton):
+    for layer in (layer for layer in model.unique_layers() if layer.name in on_triton):
         for op in layer.linear_ops():
             form = "" if op.linear.format is None else op.linear.format.name.replace(" 128x128", "_blocks")
             name = "experts" if op.experts else "linear"
             suffix = "" if name == "linear" and form.startswith("fp8") else wide  # its kernels quantize x of any dtype
-            found.add((name, f"{form}{suffix}" if form else "fp32" if wide else "fp16", 0))
+            operations.add((name, f"{form}{suffix}" if form else "fp32" if wide else "fp16", 0))
         if (settings := getattr(layer, "settings", None)) is not None:  # of attention
             form = ("fp8" if model.kv_dtype.itemsize == 1 else "fp16") + wide
-            found.add(("attention", form, settings.head_dim))
-    return found
+            operations.add(("attention", form, settings.head_dim))
+    return operations

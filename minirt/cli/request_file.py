@@ -30,11 +30,11 @@ _CONVERT = 'write {"prompt": "a text"} for each prompt; "From CSV to JSON lines"
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One request. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value; `keys` are
+    """One request. `place` names file and line for messages; `kind` is the key of the prompt and `content` its value; `keys` are
     the sampling fields that the line sets."""
 
     line: int
-    where: str
+    place: str
     kind: str
     content: Any
     params: SamplingParams
@@ -49,7 +49,7 @@ class PromptLine:
 
         Errors name file and line, unless they are about the value of an option.
         """
-        with named_by_option(self.where, self.keys):
+        with named_by_option(self.place, self.keys):
             if system is not None and self.kind != "prompt":
                 what, hint = "--system is for prompts that are texts", "put the system message into the line's messages"
                 raise InputError(what, expected='"prompt"', found=f'"{self.kind}"', hint=hint)
@@ -86,53 +86,53 @@ def read_prompt_lines(data: bytes, name: str, params: SamplingParams) -> list[Pr
     return requests
 
 
-def _request(line: bytes, number: int, where: str, params: SamplingParams) -> PromptLine:
-    value = _parse(line, where)
+def _request(line: bytes, number: int, place: str, params: SamplingParams) -> PromptLine:
+    value = _parse(line, place)
     if isinstance(value, str):
-        return PromptLine(number, where, "prompt", value, params)
+        return PromptLine(number, place, "prompt", value, params)
     if not isinstance(value, dict):
-        raise InputError("not a request", where=where, expected="a text or an object", found=_shown(value))
+        raise InputError("not a request", where=place, expected="a text or an object", found=_shown(value))
     known = (*_KINDS, *SAMPLING_KEYS, "id")
     for key in value:
         if key not in known:
             near = similar(key, known, 1)
             hint = json_hint(key) or (f"did you mean {near[0]}?" if near else None)
             expected = f"one of {', '.join(known)}"
-            raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=expected, hint=hint)
+            raise InputError("unknown key", where=f"{place}, {json.dumps(key)}", expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:
-        found = " and ".join(kinds) or "none"
-        raise InputError("not one prompt", where=where, expected=f"one of {', '.join(_KINDS)}", found=found)
+        several = " and ".join(kinds) or "none"
+        raise InputError("not one prompt", where=place, expected=f"one of {', '.join(_KINDS)}", found=several)
     content, identifier = value[kinds[0]], value.get("id")
     kind, description = _KINDS[kinds[0]]
     if not isinstance(content, kind):
-        raise _wrong(where, kinds[0], description, content)
+        raise _wrong(place, kinds[0], description, content)
     if isinstance(identifier, bool) or not isinstance(identifier, str | int | None):
-        raise _wrong(where, "id", "a text or an integer", identifier)
+        raise _wrong(place, "id", "a text or an integer", identifier)
     stated = {key: value[key] for key in SAMPLING_KEYS if key in value}
     try:
-        own = replace(params, **stated)
+        params = replace(params, **stated)
     except InputError as error:
         key = str(error.where).removeprefix("SamplingParams.")
         if key.partition(".")[0] in stated:
-            raise error.at(f'{where}, "{key}"') from error
-        with named_by_option(where, stated):  # an option that contradicts the line
+            raise error.at(f'{place}, "{key}"') from error
+        with named_by_option(place, stated):  # an option that contradicts the line
             raise
-    return PromptLine(number, where, kinds[0], content, own, identifier, frozenset(stated))
+    return PromptLine(number, place, kinds[0], content, params, identifier, frozenset(stated))
 
 
-def _parse(line: bytes, where: str) -> Any:
+def _parse(line: bytes, place: str) -> Any:
     try:
         return json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line"
-        raise InputError("not valid UTF-8", where=where, found=byte) from error
+        raise InputError("not valid UTF-8", where=place, found=byte) from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} at column {error.colno}"
-        raise InputError(what, where=where, expected="one JSON string or object", hint=_CONVERT) from error
+        raise InputError(what, where=place, expected="one JSON string or object", hint=_CONVERT) from error
     except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
-        raise InputError(f"not acceptable JSON: {error}", where=where) from error
+        raise InputError(f"not acceptable JSON: {error}", where=place) from error
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _wrong(where: str, key: str, expected: str, found: object) -> InputError:
-    return InputError("wrong type", where=f'{where}, "{key}"', expected=expected, found=_shown(found))
+def _wrong(place: str, key: str, expected: str, value: object) -> InputError:
+    return InputError("wrong type", where=f'{place}, "{key}"', expected=expected, found=_shown(value))
 
 
 def _shown(value: object) -> str:

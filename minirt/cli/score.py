@@ -4,20 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.files import read_text
 from minirt.cli.help import command
-from minirt.cli.options import (
-    chat_options,
-    debug_option,
-    encode_prompt,
-    load_options,
-    open_model,
-    quiet_option,
-    require_chat,
-    template_option,
-    text_format_option,
-    token_ids,
-)
 from minirt.cli.output import finite, json_line, load_summary, logprobs_record, note, printable_lines, write
 
 if TYPE_CHECKING:
@@ -27,12 +16,12 @@ if TYPE_CHECKING:
 @command(short_help="Print how probable completions are after a prompt.")
 @click.argument("prompt")
 @click.argument("completions", nargs=-1, required=True, metavar="COMPLETION...")
-@load_options
-@chat_options
-@template_option
-@text_format_option
-@quiet_option
-@debug_option
+@shared.load_options
+@shared.chat_options
+@shared.template_option
+@shared.text_format_option
+@shared.quiet_option
+@shared.debug_option
 def score(
     prompt: str, completions: tuple[str, ...], chat: bool, system: str | None, variables: dict[str, Any] | None,
     output_format: str, quiet: bool, **options: Any,
@@ -46,17 +35,18 @@ def score(
     ("1 2 3").
     """
     text = read_text("-") if prompt == "-" else prompt
-    require_chat(chat, system, variables)
-    with open_model(options, quiet, [text, *completions], chat) as generator:
-        before = encode_prompt(generator, text, chat, None, system, variables) if chat else text
+    shared.require_chat(chat, system, variables)
+    with shared.open_model(options, quiet, [text, *completions], chat) as generator:
+        before = shared.encode_prompt(generator, text, chat, None, system, variables) if chat else text
         if generator.tokenizer is None:
-            ids = [token_ids(generator.name, own) for own in completions]
-            scores = generator.score(token_ids(generator.name, text), ids, progress=not quiet)
+            ids = [shared.token_ids(generator.name, completion) for completion in completions]
+            scores = generator.score(shared.token_ids(generator.name, text), ids, progress=not quiet)
         else:
             answers = list(map(generator.tokenizer.encode_inside, completions)) if chat else list(completions)
             scores = generator.score(before, answers, progress=not quiet)
         if output_format == "json":
-            write("".join(json_line(_record(text, own, score)) for own, score in zip(completions, scores, strict=True)))
+            pairs = zip(completions, scores, strict=True)
+            write("".join(json_line(_record(text, completion, score)) for completion, score in pairs))
         else:
             write(_table(completions, scores))
         if not quiet:

@@ -30,8 +30,8 @@ class Commands(click.Group):
         if name in known or name.startswith("-"):
             return super().resolve_command(ctx, args)
         below = [path for path, _ in _commands(self, ctx.command_path) if path.endswith(f" {name}")]
-        hint = f"here {below[0]}" if below else command_hint(name) if ctx.parent is None else None
-        near = [own for own in known if name and own.startswith(name)] or similar(name, known)
+        hint = f"here {below[0]}" if below else command_hint(name if ctx.parent is None else f"{ctx.info_name} {name}")
+        near = [word for word in known if name and word.startswith(name)] or similar(name, known)
         guess = f" ({hint})" if hint else f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise click.UsageError(f"No such command '{name}'{guess}", ctx)
 
@@ -50,9 +50,9 @@ def for_option(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     if hint is None and isinstance(context.command, click.Group):
         commands = context.command.commands
         given = [word for word in arguments if word in commands][-1:] or list(commands)
-        having = [own for own in given if name in _options(commands[own])]
+        having = [word for word in given if name in _options(commands[word])]
         hint = f"options follow the command, as in {context.command_path} {having[0]} {name}" if having else None
-    near = similar(name, [own for own in options if own.startswith("--")]) if name.startswith("--") else []
+    near = similar(name, [option for option in options if option.startswith("--")]) if name.startswith("--") else []
     hint = hint or _elsewhere(name, context) or (f"did you mean {' or '.join(near)}?" if near else None)
     return f"no such option '{name}'" + (f" ({hint})" if hint else "")
 
@@ -62,7 +62,7 @@ def takes_only_options(error: click.ClickException) -> bool:
     context: click.Context | None = getattr(error, "ctx", None)
     if context is None:
         return False
-    return "--model" in _options(context.command) and not any(isinstance(own, click.Argument) for own in context.command.params)
+    return "--model" in _options(context.command) and not any(isinstance(one, click.Argument) for one in context.command.params)
 
 
 def _elsewhere(name: str, context: click.Context) -> str | None:
@@ -72,7 +72,7 @@ def _elsewhere(name: str, context: click.Context) -> str | None:
         if here.startswith(f"{path} ") and name in why:
             return why[name]
     root = context.find_root()
-    paths = [path for path, own in _commands(root.command, root.command_path) if name in _options(own)]
+    paths = [path for path, command in _commands(root.command, root.command_path) if name in _options(command)]
     group = here.strip().rpartition(" ")[0]
     paths.sort(key=lambda path: path.rpartition(" ")[0] != group)
     if not paths or not name.startswith("--"):
@@ -90,8 +90,8 @@ def _commands(group: click.Command, path: str) -> Iterator[tuple[str, click.Comm
 
 def _options(command: click.Command) -> list[str]:
     """The options of a command, and what its arguments are called: PROMPT."""
-    found: list[str] = []
-    for own in command.params:
-        argument = isinstance(own, click.Argument)
-        found += re.findall("[A-Z]+", own.human_readable_name) if argument else own.opts + own.secondary_opts
-    return found
+    names: list[str] = []
+    for one in command.params:
+        argument = isinstance(one, click.Argument)
+        names += re.findall("[A-Z]+", one.human_readable_name) if argument else one.opts + one.secondary_opts
+    return names

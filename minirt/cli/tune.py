@@ -1,5 +1,6 @@
 """`minirt tune`: launch configurations for the shapes of one model on this GPU."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cache
@@ -10,17 +11,14 @@ import click
 from minirt.cli.help import command, option_group
 from minirt.cli.options import (
     NUMBERS,
-    debug_option,
     model_name,
     model_options,
-    output_file_option,
     quantization,
-    quiet_option,
-    report_format_option,
     require_triton,
     to_load_options,
 )
-from minirt.cli.output import emit, json_line, note, write
+from minirt.cli.output import json_line, write
+from minirt.cli.report import print_report, progress_of, report_options, words_of
 from minirt.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
@@ -55,10 +53,7 @@ _PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have
     "Output",
     click.option("--show", is_flag=True, help="List the stored configurations, also without a GPU; measure nothing."),
 )
-@report_format_option
-@output_file_option
-@quiet_option
-@debug_option
+@report_options
 @click.pass_context
 def tune(
     ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any
@@ -98,32 +93,31 @@ def tune(
     if kernel is not None and kernel not in families:
         what = "this kernel has nothing to tune" if kernel in fixed else "unknown kernel family"
         raise InputError(what, where="--kernel", expected=", ".join(families), found=kernel)
-    if fixed and kernel is None and not options["quiet"]:
-        note(f"nothing to tune in {', '.join(fixed)}: rules choose their launch configurations")
+    progress = progress_of(options)
+    if fixed and kernel is None:
+        progress(f"nothing to tune in {', '.join(fixed)}: rules choose their launch configurations")
     with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
-        step = None if no_steps else _step_clock(load, stack, options["quiet"])
+        step = None if no_steps else _step_clock(load, stack, progress)
         for family in families if kernel is None else [kernel]:
             for case in families[family][1](shapes, tokens, device):
                 outcome = measure(case, step=step)
                 rows.append(row(family, outcome))
                 if outcome.config is not None:
                     tuning.store(case.family, tuning.path(device), {case.bucket: outcome.config})
-                if not options["quiet"]:
-                    note(_line(family, outcome))
+                progress(_line(family, outcome))
                 torch.cuda.empty_cache()
     if not rows:
-        what, found = "no tunable kernel runs steps of this many tokens", ",".join(map(str, tokens))
-        raise InputError(what, where="--tokens", found=found, hint="minirt tune without --kernel and --tokens takes all")
-    if not options["quiet"]:
-        faster = sum(own["config"] is not None for own in rows)
-        note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
+        what, asked = "no tunable kernel runs steps of this many tokens", ",".join(map(str, tokens))
+        raise InputError(what, where="--tokens", found=asked, hint="minirt tune without --kernel and --tokens takes all")
+    faster = sum(row["config"] is not None for row in rows)
+    progress(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
-    shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
+    shared = machine("tune", device, words_of(ctx), None)
     shared |= {"model": name, "quantization": quantization(options), "correctness": correctness}
-    emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
+    print_report(TuneReport(shared, rows), options)
 
 
-def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepClock":
+def _step_clock(load: "LoadOptions", stack: ExitStack, progress: Callable[[str], None]) -> "StepClock":
     """A clock for whole steps of the model with random weights.
 
     The model is loaded at the first call and kept until `stack` closes.
@@ -134,8 +128,7 @@ def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepCloc
         from minirt.bench.tune.whole_steps import Steps
         from minirt.generator import Generator
 
-        if not quiet:
-            note(f"loading {load.model} with random weights: to confirm the finalists in whole steps")
+        progress(f"loading {load.model} with random weights: to confirm the finalists in whole steps")
         small = replace(load, random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES)
         return Steps(stack.enter_context(Generator.from_pretrained(small)).model)
 
@@ -148,7 +141,7 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
 
     shapes = list[LinearShape]()
     for layer in model.unique_layers():
-        own = list[LinearShape]()
+        of_layer = list[LinearShape]()
         for linear, gated, residual, logits, experts in layer.linear_ops():
             if linear.no_triton is not None:
                 continue
@@ -157,9 +150,10 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"
             blocks = fp8 and stored is not None and len(stored.scale_shape(linear.rows, linear.in_features)) == 2
             shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
-            own.append(LinearShape(*shape, blocks=blocks, int4=int4))
-        joins = all(replace(shape, experts=None) in own for shape in own if shape.experts is not None)  # a shared expert
-        shapes += [shape if shape.experts is None else replace(shape, joins=joins) for shape in own]
+            of_layer.append(LinearShape(*shape, blocks=blocks, int4=int4))
+        # Whether a shared expert joins those of the mixture.
+        joins = all(replace(shape, experts=None) in of_layer for shape in of_layer if shape.experts is not None)
+        shapes += [shape if shape.experts is None else replace(shape, joins=joins) for shape in of_layer]
     return list(dict.fromkeys(shapes))
 
 
@@ -192,17 +186,17 @@ def _stored(device: "torch.device", as_json: bool) -> str:
 
     this = tuning.path(device) if device.type == "cuda" else None
     families = [family for family, _ in tuning.registered().values()]
-    found = {path: {family.name: tuning.load(family, path) for family in families} for path in tuning.stored_files()}
+    by_file = {path: {family.name: tuning.load(family, path) for family in families} for path in tuning.stored_files()}
     if as_json:
         files = []
-        for path, kernels in found.items():
-            plain = {name: {bucket: asdict(config) for bucket, config in own.items()} for name, own in kernels.items()}
+        for path, kernels in by_file.items():
+            plain = {name: {bucket: asdict(config) for bucket, config in configs.items()} for name, configs in kernels.items()}
             files.append({"path": str(path), "this_gpu": path == this, "kernels": plain})
         return json_line({"folder": str(tuning.folder()), "files": files})
-    if not found:
+    if not by_file:
         return f"nothing is stored in {tuning.folder()}\n"
     lines = []
-    for path, kernels in found.items():
+    for path, kernels in by_file.items():
         lines.append(f"{path}{' (this GPU)' if path == this else ''}")
         stored = [f"  {name} {bucket}: {config}" for name, configs in kernels.items() for bucket, config in configs.items()]
         lines += stored or ["  nothing for the current source of the kernels"]

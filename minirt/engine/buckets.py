@@ -118,13 +118,13 @@ class Buckets:
         return {seqs: [size for size in sizes if seqs * (1 + size) <= rows] for seqs in {*self._batches}}
 
     def drafting(self, seqs: int, tokens: int) -> Bucket | None:
-        """The bucket of a decode step of so many sequences with so many tokens together; None: there is none."""
+        """The bucket of a decode step of `seqs` sequences with `tokens` tokens together; None: there is none."""
         if seqs > self.limits.max_num_seqs:
             return None
-        own = self._batches[seqs]
+        padded = self._batches[seqs]
         if tokens <= seqs:
-            return Bucket(own)
-        return next((Bucket(own, drafts=k) for k in self._draft_sizes[own] if own * (1 + k) >= tokens), None)
+            return Bucket(padded)
+        return next((Bucket(padded, drafts=k) for k in self._draft_sizes[padded] if padded * (1 + k) >= tokens), None)
 
     @cached_property
     def max_tokens(self) -> int:

@@ -1,14 +1,12 @@
-"""`Collector`: what the tokens of a step that has ended mean for its requests.
+"""`Collector`: appends the tokens of a step to its sequences, and makes the outputs for callers.
 
-What is the same for all running sequences is done on the arrays of `HostSlots`. Python looks at one sequence when it ends, was
-preempted, or has a reader, a constraint or log-probabilities.
+What is the same for all running sequences is done on the arrays of `HostSlots`. Python handles a sequence by itself when it ends,
+was preempted, or has a reader, a constraint or log-probabilities.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from minirt.engine.draft_lengths import DraftLengths
@@ -17,25 +15,11 @@ from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.engine.runner import StepResult
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import FEW, Reason
+from minirt.engine.slots import Reason
 from minirt.engine.token_constraints import TokenConstraints
 
 Deliver = Callable[[list[TokenOutput]], None]
 _FINISH_REASONS: dict[int, str | None] = {Reason.RUNS: None, Reason.STOP: "stop", Reason.LENGTH: "length"}
-
-
-class _Drawn(NamedTuple):
-    """What the host has read of a step of B sequences, of which N still have their slot and drew tokens.
-
-    Args:
-        slots, draws, usable: [N], the slot, the number of draws, and whether the sampler could draw (no −1).
-        same: [B], whether a sequence still has the slot that it had when the step was started.
-    """
-
-    slots: list[int] | np.ndarray
-    draws: list[int] | np.ndarray
-    usable: list[bool] | np.ndarray
-    same: list[bool] | np.ndarray
 
 
 class Collector:
@@ -65,22 +49,39 @@ class Collector:
 
         `deliver` takes it as soon as it is known. Then the pages that the step has filled are registered in the prefix cache.
         """
+        planned, slots = work.planned, self._scheduler.slots
+        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
+        rows = (same & (planned.num_draws > 0)).nonzero()[0]
+        drawing, draws, counts, tokens = planned.slots, planned.num_draws, result.counts, result.tokens
+        if len(rows) < len(planned):
+            drawing, draws, counts, tokens = drawing[rows], draws[rows], counts[rows], tokens[rows]
         if self._drafts is not None and result.proposed is not None:
-            planned = work.planned
-            known = (self._scheduler.slots.epochs[planned.slots] == work.epochs) & (planned.num_draws > 0)
-            self._drafts.read(
-                planned.slots[known], planned.num_draws[known], result.counts[known], result.tokens[known], result.proposed[known]
-            )
+            self._drafts.read(drawing, draws, counts, tokens, result.proposed[rows])
         outputs = self._scores(result, work) if result.scored else []
-        drawn = self._tokens(result, work, outputs)
+        now = time.perf_counter()
+        taken, reasons = slots.extend(drawing, counts, tokens, now)
+        self.num_generated += sum(taken.tolist())
+        told = (slots.watched[drawing] | (reasons != Reason.RUNS)).nonzero()[0]
+        if len(told):
+            columns = [drawing, rows, taken, reasons, tokens]
+            columns = [column[told] for column in columns] if len(told) < len(rows) else columns
+            for slot, row, count, reason, new in zip(*[column.tolist() for column in columns], strict=True):
+                if (sequence := slots.sequences[slot]) is not None:
+                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
+        if len(rows) < len(planned):
+            for row in (~same & (planned.num_draws > 0)).nonzero()[0].tolist():
+                outputs += self._preempted(result, work, row, now)
         if deliver is not None and outputs:  # a thread that waits for them takes as long to wake up as the rest takes here
             deliver(outputs)
-        self._scheduler.read(drawn.slots, drawn.draws)
-        self._register(work, drawn)
+        self._scheduler.read(drawing, draws)
+        self._scheduler.register(drawing[reasons != Reason.NO_TOKEN])
+        for place, sequence in work.prompts:
+            if not planned.num_draws[place] and same[place] and sequence.slot >= 0:
+                self._scheduler.register_pages(sequence, min(int(planned.seq_lens[place]), len(sequence.tokens) - 1))
         return outputs
 
     def _scores(self, result: StepResult, work: Work) -> list[TokenOutput]:
-        """Keep what a step has computed of prompts for their callers. Returns the outputs of requests that it completes."""
+        """Keep a step's log-probabilities and logits of prompts. Returns the outputs of requests that are complete."""
         outputs, rows, planned = list[TokenOutput](), iter(result.scored), work.planned
         for place, sequence in work.prompts:
             if planned.num_logits[place] == planned.num_draws[place]:
@@ -97,34 +98,10 @@ class Collector:
                     outputs.append(TokenOutput(sequence.id, (), "length", num_cached=sequence.num_cached, logits=logits))
         return outputs
 
-    def _tokens(self, result: StepResult, work: Work, outputs: list[TokenOutput]) -> _Drawn:
-        """Append the tokens of a step to its sequences, and what callers get to `outputs`."""
-        now, slots, planned = time.perf_counter(), self._scheduler.slots, work.planned
-        if len(planned) <= FEW:
-            return self._few(result, work, outputs, now)
-        same = slots.epochs[planned.slots] == work.epochs  # else it has ended, or was preempted, since the step was started
-        draws = planned.num_draws > 0
-        rows = (same & draws).nonzero()[0]
-        own = planned.slots[rows]
-        counts, reasons = slots.extend(own, result.counts[rows], result.tokens[rows], now)
-        self.num_generated += int(counts.sum())
-        told = (slots.watched[own] | (reasons != Reason.RUNS)).nonzero()[0]
-        if len(told):
-            where = rows[told]
-            values = own[told].tolist(), where.tolist(), counts[told].tolist(), reasons[told].tolist()
-            for slot, row, count, reason, new in zip(*values, result.tokens[where].tolist(), strict=True):
-                sequence = slots.sequences[slot]
-                if sequence is not None:
-                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        if not same.all():
-            for row in (~same & draws).nonzero()[0].tolist():
-                outputs += self._preempted(result, work, row, now)
-        return _Drawn(own, planned.num_draws[rows], reasons != Reason.NO_TOKEN, same)
-
     def _tell(
         self, sequence: Sequence, tokens: list[int], reason: int, result: StepResult, work: Work, row: int
     ) -> list[TokenOutput]:
-        """What the caller of a sequence gets after it has taken the tokens of a step."""
+        """The outputs for the caller of a sequence that has taken the tokens of a step."""
         if reason != Reason.RUNS:
             sequence.unused = int(result.counts[row]) - len(tokens)
         if reason == Reason.NO_TOKEN:  # after drafts that were right, their tokens come first, as without drafts
@@ -137,7 +114,7 @@ class Collector:
             sequence.constraint.accept(tokens)
         if result.logprobs is not None and request.sampling.logprobs is not None:
             first = int(work.planned.num_draws[:row].sum())
-            sequence.logprobs += [own for own in result.logprobs[first : first + len(tokens)] if own is not None]
+            sequence.logprobs += filter(None, result.logprobs[first : first + len(tokens)])
         times: tuple[float, ...] = ()
         if request.final_only:
             if reason == Reason.RUNS:
@@ -169,35 +146,3 @@ class Collector:
         if not sequence.watched and reason == Reason.RUNS:
             return []
         return self._tell(sequence, tokens[:count], reason, result, work, row)
-
-    def _few(self, result: StepResult, work: Work, outputs: list[TokenOutput], now: float) -> _Drawn:
-        """`_tokens`, one sequence after the other."""
-        slots, own, own_draws, usable, same = self._scheduler.slots, list[int](), list[int](), list[bool](), list[bool]()
-        planned = work.planned.values.tolist()
-        columns = planned[0], planned[4], work.epochs.tolist(), result.counts.tolist(), result.tokens.tolist()
-        for row, (slot, draws, epoch, count, new) in enumerate(zip(*columns, strict=True)):
-            sequence = slots.sequences[slot] if slots.epochs[slot] == epoch else None
-            same.append(sequence is not None)
-            if not draws:
-                continue
-            if sequence is None:
-                outputs += self._preempted(result, work, row, now)
-            else:
-                count, reason = slots.extend_one(slot, count, new, now)
-                self.num_generated += count
-                own.append(slot)
-                own_draws.append(draws)
-                usable.append(reason != Reason.NO_TOKEN)
-                if sequence.watched or reason != Reason.RUNS:
-                    outputs += self._tell(sequence, new[:count], reason, result, work, row)
-        return _Drawn(own, own_draws, usable, same)
-
-    def _register(self, work: Work, drawn: _Drawn) -> None:
-        """Register the pages that a step has filled."""
-        slots = drawn.slots
-        if not all(drawn.usable):
-            slots = [slot for slot, usable in zip(drawn.slots, drawn.usable, strict=True) if usable]
-        self._scheduler.register(slots)
-        for place, sequence in work.prompts:
-            if not work.planned.num_draws[place] and drawn.same[place] and sequence.slot >= 0:
-                self._scheduler.register_pages(sequence, min(int(work.planned.seq_lens[place]), len(sequence.tokens) - 1))

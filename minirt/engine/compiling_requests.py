@@ -1,4 +1,4 @@
-"""`CompilingRequests`: the requests of an engine whose token constraint is being compiled, beside the steps of the others."""
+"""`CompilingRequests`: requests that wait for their token constraint, which is compiled beside the steps of others."""
 
 from collections import deque
 from collections.abc import Container, Iterator
@@ -58,7 +58,7 @@ class CompilingRequests:
         return bool(self._done)
 
     def done(self) -> Iterator[tuple[int, TokenConstraint | MinirtError]]:
-        """Requests that are done, each with its constraint, or why there is none. The caller removes them."""
+        """Requests whose compilation has ended, each with its constraint or its error. The caller removes them."""
         while self._done:
             request_id = self._done[0]
             if (future := self._futures.get(request_id)) is not None:  # else it was aborted, or announced twice

@@ -5,6 +5,11 @@ import torch
 from torch import Tensor
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on its way to the device. PyTorch keeps the pinned memory until the copy has ended."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class CpuGpuBuffer:
     """An int32 device buffer that is refilled for each step; on a CUDA device through pinned memory.
 
@@ -39,7 +44,7 @@ class CpuGpuBuffer:
         self.copied()
 
     def copy(self, count: int | None = None) -> None:
-        """`send` in two parts: what is more urgent than `copied` can be queued between them. Keeps views for each `count`."""
+        """The first part of `send`, so that urgent work can be queued before `copied`. Keeps views for each `count`."""
         if (views := self._views.get(count)) is None:
             views = self._views[count] = [tensor[:count] for tensor in (*self._host, self.device)]
         views[2].copy_(views[self._turn], non_blocking=True)

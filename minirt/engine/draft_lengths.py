@@ -27,29 +27,29 @@ def draft_sizes(most: int) -> list[int]:
 
 
 class StepTimes(Protocol):
-    """How long steps take in which all sequences decode."""
+    """The times of steps in which all sequences decode."""
 
     def seconds(self, seqs: int, tokens: int) -> float | None:
-        """Of so many sequences with so many tokens together; None: not known yet."""
+        """Seconds for a step of `seqs` sequences and `tokens` tokens, or None if unknown."""
 
 
 class OnlineStepTimes:
-    """Step times by the steps that have run: a straight line over the number of tokens, in which older steps count less.
+    """Step times from the steps that have run: a line over the number of tokens, fitted with less weight on older steps.
 
-    For a CPU, where a step has ended when it was started.
+    For a CPU, where a step has ended when `start` returns.
     """
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # of 1, tokens, tokens², seconds, tokens · seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step with so many tokens took so long."""
+        """A step with `tokens` tokens took `seconds`."""
         self._sums = 0.98 * self._sums + (1, tokens, tokens * tokens, seconds, tokens * seconds)
 
     def seconds(self, seqs: int, tokens: int) -> float | None:
         count, x, xx, y, xy = self._sums.tolist()
         spread = count * xx - x * x
-        # Steps of one size only, or nearly: what the others took counts too little by now to say what they would take today.
+        # Nearly all steps had the same size: the weight of the others is too small for a line.
         if spread <= 1e-2 * count * count:
             return y / count if count and round(x / count) == tokens else None
         slope = max(0.0, (count * xy - x * y) / spread)
@@ -57,10 +57,10 @@ class OnlineStepTimes:
 
 
 class DraftLengths:
-    """The drafts of all slots, as far as the host has read them.
+    """The drafts of all slots that the host has read.
 
     Args:
-        times: None: each sequence with drafts has as many as possible verified.
+        times: None: each step verifies as many drafts as it can.
         vocab: number of token ids.
     """
 
@@ -84,9 +84,7 @@ class DraftLengths:
         return self._drafts[slot, : self._counts[slot]].tolist() if known else []
 
     def choose(self, slots: np.ndarray, most_rows: int) -> np.ndarray:
-        """How many new tokens the next step computes of each slot [B], at most: [B] int64, together `most_rows` or less.
-
-        (If there are more slots, one each.)
+        """Maximum number of new tokens of each slot [B] in the next step: [B] int64, together at most `most_rows`, or one each.
         """
         counts = np.where(self._epochs[slots] == self._slots.epochs[slots], self._counts[slots], 0)
         known = counts > 0
@@ -115,8 +113,8 @@ class DraftLengths:
             seconds = self.times.seconds(seqs, seqs + int(np.minimum(counts, size).sum()))
             if seconds is None:  # it is known after this step
                 return size
-            if (own := (seqs - len(rates) + float(expected.sum())) / seconds) > speed:
-                best, speed = size, own
+            if (tokens_s := (seqs - len(rates) + float(expected.sum())) / seconds) > speed:
+                best, speed = size, tokens_s
         return best
 
     def read(self, slots: np.ndarray, planned: np.ndarray, counts: np.ndarray, tokens: np.ndarray, proposed: np.ndarray) -> None:
@@ -132,30 +130,29 @@ class DraftLengths:
         Raises:
             EngineError: the proposer breaks its protocol (`Proposer` in `engine/runner.py`).
         """
-        own, most = self._slots, self._drafts.shape[1]
+        host, most = self._slots, self._drafts.shape[1]
         self._check(counts, proposed)
-        new = self._epochs[slots] != own.epochs[slots]
+        new = self._epochs[slots] != host.epochs[slots]
         if new.any():
             fresh = slots[new]
-            self._epochs[fresh], self._counts[fresh] = own.epochs[fresh], 0
+            self._epochs[fresh], self._counts[fresh] = host.epochs[fresh], 0
             self._right[fresh], self._trials[fresh] = _PRIOR_RIGHT, _PRIOR_TRIALS
         had, each = self._counts[slots], np.arange(most)
         if had.any() and most:
             equal = (tokens[:, :most] == self._drafts[slots]) & (each < had[:, None]) & (each < counts[:, None])
             run = np.logical_and.accumulate(equal, 1).sum(1)
-            left = own.final_lens[slots] - own.lengths[slots] - 1
+            left = host.final_lens[slots] - host.lengths[slots] - 1
             verified = np.clip(np.minimum(np.minimum(planned - 1, had), left), 0, None)
             accepted = np.minimum(run, verified)
             compared = np.minimum(np.maximum(verified, np.minimum(had, 1)), run + 1)
             tried = (compared > 0) & (counts > 0)
-            where = slots[tried]
-            self._right[where] = _KEPT * self._right[where] + np.minimum(run, compared)[tried]
-            self._trials[where] = _KEPT * self._trials[where] + compared[tried]
+            self._right[slots[tried]] = _KEPT * self._right[slots[tried]] + np.minimum(run, compared)[tried]
+            self._trials[slots[tried]] = _KEPT * self._trials[slots[tried]] + compared[tried]
             self._num_drafts += int((verified > 0).sum())
             self._verified += (each < verified[:, None]).sum(0)
             self._accepted += (each < accepted[:, None]).sum(0)
-            own.num_drafted[slots] += verified
-            own.num_accepted[slots] += accepted
+            host.num_drafted[slots] += verified
+            host.num_accepted[slots] += accepted
         drafts = np.where(proposed[:, 0] > 0, np.maximum(proposed[:, 1] - 1, 0), 0)
         self._counts[slots] = drafts
         self._num_proposals += int(np.count_nonzero(drafts))
@@ -165,14 +162,14 @@ class DraftLengths:
         """Raise EngineError unless each sequence has gone on, and has drafts that a step can verify."""
         most, matched, following, drafts = self._drafts.shape[1], proposed[:, 0], proposed[:, 1], proposed[:, 2:]
         if not counts.all():
-            what, expected, found = "NUM_NEXT of a sequence that goes on", "1 + the number of drafts", "0"
+            what, expected, value = "NUM_NEXT of a sequence that goes on", "1 + the number of drafts", "0"
         elif len(following) and not 0 <= following.min() <= following.max() <= 1 + most:
             what, expected = "NUM_NEXT", f"1 to {1 + most}, max_drafts and the next token"
-            found = f"{following.min()} to {following.max()}"
+            value = f"{following.min()} to {following.max()}"
         elif (matched[following > 1] <= 0).any():
-            what, expected, found = "MATCHED of a sequence with drafts", "a positive number", f"{matched[following > 1].min()}"
+            what, expected, value = "MATCHED of a sequence with drafts", "a positive number", f"{matched[following > 1].min()}"
         elif len(drafts) and not 0 <= drafts.min() <= drafts.max() < self._vocab:
-            what, expected, found = "a draft", f"a token id below {self._vocab}", f"{drafts.min()} to {drafts.max()}"
+            what, expected, value = "a draft", f"a token id below {self._vocab}", f"{drafts.min()} to {drafts.max()}"
         else:
             return
-        raise EngineError(f"the proposer has written a wrong value: {what}", where="speculative", expected=expected, found=found)
+        raise EngineError(f"the proposer has written a wrong value: {what}", where="speculative", expected=expected, found=value)

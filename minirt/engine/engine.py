@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,24 +25,12 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import DraftStats, EngineStats, Request, TokenOutput
 from minirt.engine.request_checks import RequestChecks
 from minirt.engine.runner import ModelLike, ProgressCallback, Proposer, Runner, Step
-from minirt.engine.sampling_stages import SlotOutOfMemory
+from minirt.engine.sampling_stages import StepOutOfMemory
 from minirt.engine.scheduler import Scheduler, Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.token_constraints import ConstrainedRows, TokenConstraints
 from minirt.errors import ContextLengthError, MinirtError, UnsupportedError
 from minirt.step.kv_cache import KVCache
-
-
-class _InFlight(NamedTuple):
-    step: Step
-    work: Work
-
-
-class _OutOfMemory(NamedTuple):
-    """Why a step was not started: the allocator's message. `slot`: whose request alone needs the memory; None: the whole step."""
-
-    message: str
-    slot: int | None = None
 
 
 class Engine:
@@ -60,32 +47,22 @@ class Engine:
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 0 if steps wait for the
             device (`Runner.waits`), else 1.
         constraints: compiles `structured_outputs` of requests. None: such requests are refused.
-        proposer: proposes drafts; what `limits` says of them becomes its own. None: there are none.
+        proposer: proposes drafts; replaces the limits of drafts in `limits`. None: there are no drafts.
         adaptive_drafts: whether steps verify only as many drafts as are expected to pay (`DraftLengths`), not all.
     """
 
     def __init__(
-        self,
-        model: ModelLike,
-        cache: KVCache,
-        limits: EngineLimits,
-        *,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-        prefix_cache: bool = True,
-        cuda_graphs: bool = False,
-        lookahead: int | None = None,
-        constraints: TokenConstraints | None = None,
-        proposer: Proposer | None = None,
-        adaptive_drafts: bool = True,
-    ) -> None:
+        self, model: ModelLike, cache: KVCache, limits: EngineLimits, *, vocab_size: int, device: torch.device | str = "cpu",
+        prefix_cache: bool = True, cuda_graphs: bool = False, lookahead: int | None = None,
+        constraints: TokenConstraints | None = None, proposer: Proposer | None = None, adaptive_drafts: bool = True,
+    ) -> None:  # fmt: skip
         self._cache, self._vocab_size = cache, vocab_size
         device = torch.device(device)
         if proposer is not None:
             if cache.undoable < 1 + proposer.max_drafts:
                 what = "drafts need states that can be taken back"
-                expected, found = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
-                raise UnsupportedError(what, where="speculative", expected=expected, found=found)
+                expected, undoable = f"{1 + proposer.max_drafts} tokens of a step", f"{cache.undoable} in recurrent layers"
+                raise UnsupportedError(what, where="speculative", expected=expected, found=undoable)
             limits = replace(limits, max_drafts=proposer.max_drafts, keeps_history=proposer.needs_history)
         self._scheduler = Scheduler(cache, limits, prefix_cache)
         self.checks = RequestChecks(vocab_size, lambda: self.max_len, self._scheduler.check_length, constraints)
@@ -98,7 +75,7 @@ class Engine:
         self._step_times, self._adaptive_drafts = OnlineStepTimes() if learns else None, adaptive_drafts
         self._drafts = DraftLengths(limits, self._scheduler.slots, self._step_times, vocab_size) if limits.max_drafts else None
         self._scheduler.draft_lengths = self._drafts
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Step, Work]] = deque()
         self._requests: dict[int, Sequence] = {}
         self._constraints = constraints
         self._compiling = CompilingRequests(constraints)
@@ -214,7 +191,7 @@ class Engine:
     def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
-        `deliver` takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they are
+        `deliver` takes the tokens of a step as soon as they are known, before the engine's other work on that step. These are
         not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
@@ -236,19 +213,18 @@ class Engine:
                 same = self._scheduler.slots.epochs[slot] == work.epochs[place]  # else it has ended while masks were filled
                 blamed = self._scheduler.slots.sequences[slot] if same else None
                 self._scheduler.failed(work)
-                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
-                    outputs += self._collect(self._in_flight.popleft(), deliver)
+                # Steps in flight hold memory. And a preempted sequence must not run again with a pending token.
+                outputs += self._collect_to(0, deliver)
                 if tokens == 1 or problem.slot is not None:
                     if blamed is not None and blamed in self._requests.values():
                         what = "a step of one token" if problem.slot is None else "a request's penalties, biases and masks"
-                        outputs.append(self._fail(blamed.id, out_of_memory(what, problem.message)))
+                        outputs.append(self._fail(blamed.id, out_of_memory(what, str(problem))))
                     if problem.slot is None:
                         break
                 else:
                     self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
-            while self._in_flight and (len(self._in_flight) > self._lookahead or work is None):
-                outputs += self._collect(self._in_flight.popleft(), deliver)
+            outputs += self._collect_to(0 if work is None else self._lookahead, deliver)
             if self._compiling and work is None and not outputs:
                 self._compiling.wait()
             return outputs
@@ -256,17 +232,17 @@ class Engine:
     def _add_compiled(self) -> list[TokenOutput]:
         """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
         outputs = []
-        for request_id, found in self._compiling.done():
-            if isinstance(found, MinirtError):
-                outputs.append(self._fail(request_id, found))
+        for request_id, constraint in self._compiling.done():
+            if isinstance(constraint, MinirtError):
+                outputs.append(self._fail(request_id, constraint))
                 continue
             sequence = self._requests[request_id]
-            sequence.constraint = found
+            sequence.constraint = constraint
             self._compiling.remove(request_id)
             self._scheduler.add(sequence)
         return outputs
 
-    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> _OutOfMemory | None:
+    def _start(self, work: Work, outputs: list[TokenOutput], deliver: Deliver | None) -> StepOutOfMemory | None:
         """Start a step. Returns None, or a problem if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
@@ -279,17 +255,14 @@ class Engine:
                 self._scheduler.starting = work
                 self._fill_masks(work, outputs, deliver)
                 step = self._runner.draw()
-        except SlotOutOfMemory as error:
-            return _OutOfMemory(str(error), error.slot)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
-            if not is_out_of_memory(error):
+            if not isinstance(error, StepOutOfMemory) and not is_out_of_memory(error):
                 raise
-            return _OutOfMemory(str(error))
+            return StepOutOfMemory(getattr(error, "slot", None), str(error))
         if self._step_times is not None and not work.prompts and not plan.sampling.masked:
             self._step_times.observe(plan.num_tokens, time.perf_counter() - began)
         self._scheduler.started(work)
-        self._in_flight.append(_InFlight(step, work))
-        self._scheduler.relax_limit()
+        self._in_flight.append((step, work))
         # Work that the step's launch does not need.
         for _, sequence in work.prompts:
             self._scheduler.extend_keys(sequence)
@@ -301,27 +274,34 @@ class Engine:
         """Write the masks of a step whose forward pass was started, for each draw. They need the tokens of the step before."""
         slots, draws = work.planned.slots.tolist(), work.planned.num_draws.tolist()
         drawing = [(self._scheduler.slots.sequences[slot], count) for slot, count in zip(slots, draws, strict=True) if count]
-        while self._in_flight:
-            outputs += self._collect(self._in_flight.popleft(), deliver)
-        masks = self._runner.masks(sum(count for _, count in drawing))
-        running = [own if own is not None and self._requests.get(own.id) is own else None for own, _ in drawing]
-        if self._constraints is not None:
-            rows = [
-                ConstrainedRows(None, count) if own is None
-                else ConstrainedRows(own.constraint, count, self._drafts.of(own.slot) if self._drafts is not None else ())
-                for own, (_, count) in zip(running, drawing, strict=True)
-            ]  # fmt: skip
-            for place, error in self._constraints.fill(masks, rows).items():
-                if (sequence := running[place]) is not None:
-                    outputs.append(self._fail(sequence.id, error))
+        outputs += self._collect_to(0, deliver)
+        if self._constraints is None:
+            return
+        running = [each if each is not None and self._requests.get(each.id) is each else None for each, _ in drawing]
+        rows = [
+            ConstrainedRows(None, count) if sequence is None  # it has ended
+            else ConstrainedRows(sequence.constraint, count, self._drafts.of(sequence.slot) if self._drafts is not None else ())
+            for sequence, (_, count) in zip(running, drawing, strict=True)
+        ]  # fmt: skip
+        for place, error in self._constraints.fill(self._runner.masks(sum(draws)), rows).items():
+            if (failed := running[place]) is not None:
+                outputs.append(self._fail(failed.id, error))
 
-    def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:
-        """Wait for a step and return its outputs, unless `deliver` takes them. Drops the requests that have ended."""
-        outputs = self._collector.collect(ended.step.result(), ended.work, deliver)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.abort(output.request_id, failed=output.error is not None)
-        return outputs if deliver is None else []
+    def _collect_to(self, most: int, deliver: Deliver | None) -> list[TokenOutput]:
+        """Wait for steps until at most `most` are in flight.
+
+        Returns their outputs, unless `deliver` takes them. Drops the requests that have ended.
+        """
+        remaining = list[TokenOutput]()
+        while len(self._in_flight) > most:
+            step, work = self._in_flight.popleft()
+            outputs = self._collector.collect(step.result(), work, deliver)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.abort(output.request_id, failed=output.error is not None)
+            if deliver is None:
+                remaining += outputs
+        return remaining
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id, failed=True)

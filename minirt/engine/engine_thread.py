@@ -1,6 +1,6 @@
 """`EngineThread`: one thread that owns an engine and its device.
 
-Callers put commands into the thread's inbox and wait for outputs on a queue of their own. A step costs nothing for requests that
+Callers put commands into the thread's inbox and take outputs from their sinks. A step costs nothing for requests that
 are not in it. Several streams can be open at once, and a stream that nobody reads delays no other. (vLLM separates its engine
 core from its callers in the same way, by processes.)
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -43,21 +44,16 @@ class _Call:
     result: Future
 
 
-@dataclass(eq=False)
-class _Wake:
-    pass
+class _Signal(Enum):
+    WAKE = 0
+    STOP = 1
 
 
-@dataclass(eq=False)
-class _Stop:
-    pass
-
-
-_Command = _Submit | _Abort | _Call | _Wake | _Stop
+_Command = _Submit | _Abort | _Call | _Signal
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own, which starts with the first command and ends with `stop`.
+    """Runs an engine in a separate thread, which starts with the first command and ends with `stop`.
 
     Commands are carried out in order, between steps. After an unforeseen exception, the requests that have started and the
     command that raised it end with an `EngineError`, and the engine goes on with the others. A failed GPU ends the thread.
@@ -116,9 +112,9 @@ class EngineThread:
         return next(self._ids)
 
     def wake(self) -> None:
-        """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
+        """Announce a command: a sleeping thread takes some 0.1 ms to wake up, which the caller can use."""
         if self._thread is not None and self._ended is None and not self._sinks:
-            self._inbox.put(_Wake())
+            self._inbox.put(_Signal.WAKE)
 
     def submit(self, requests: Sequence[Request], sink: Sink) -> None:
         """See `Port`. The requests must have passed `check`. The sink's `put` runs in the engine's thread, once a step."""
@@ -161,7 +157,7 @@ class EngineThread:
             if thread is None:
                 self._end(_closed())
                 return
-        self._inbox.put(_Stop())
+        self._inbox.put(_Signal.STOP)
         if thread is not threading.current_thread():  # a finalizer may run in the engine's thread, which cannot join itself
             thread.join()
 
@@ -209,13 +205,13 @@ class EngineThread:
             self._fruitless = 0
 
     def _take_commands(self) -> bool:
-        """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
+        """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at a stop."""
         wait = not self._commands and not self.engine.has_work
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
             wait = False
         for command in tuple(self._commands):
-            if isinstance(command, _Stop):
+            if command is _Signal.STOP:
                 return False
             self._current = command
             self._carry_out(command)
@@ -264,7 +260,7 @@ class EngineThread:
     def _refuse(self, command: _Command, error: BaseException) -> None:
         """End a command that raised an exception: its caller gets an error. An abort must not be lost."""
         if isinstance(command, _Submit):
-            refused = [own.id for own in command.requests if self._engine is None or own.id not in self._engine]
+            refused = [request.id for request in command.requests if self._engine is None or request.id not in self._engine]
             for request_id in refused:
                 self._sinks.add(request_id, command.sink)
             self._sinks.fail(refused, _for_request(error))
@@ -294,9 +290,9 @@ def _closed() -> EngineError:
 
 
 def _unforeseen(error: BaseException) -> EngineError:
-    own = EngineError(f"the engine failed: {type(error).__name__}: {error}", hint="the exception is this error's __cause__")
-    own.__cause__ = error
-    return own
+    failure = EngineError(f"the engine failed: {type(error).__name__}: {error}", hint="the exception is this error's __cause__")
+    failure.__cause__ = error
+    return failure
 
 
 def _for_request(error: BaseException) -> MinirtError:

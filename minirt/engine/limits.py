@@ -1,17 +1,13 @@
 """`EngineLimits`: how large an engine's steps, sequences and queue may be. One value, which every part of the engine gets."""
 
-import math
 from dataclasses import dataclass
 
-from minirt.errors import InputError
 from minirt.kernels.attention.limits import KV_SPLIT
 
 # The default token budget of a step. On a CPU a larger step is hardly faster, and an interrupt or another request waits for it.
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 256}
 MAX_LOGITS_ROWS = 256  # rows of logits of a step, those of drafts included, unless more sequences run at once
 MAX_SHARING = 2  # how often the KV pages of a cache count in a step: sequences with the same beginning share pages
-MAX_STEP_MS = 60.0  # the default time of the prompt tokens of a step beside decoding sequences
-MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
 @dataclass(frozen=True)
@@ -51,21 +47,3 @@ def max_splits(count: int, max_seq_len: int, capacity: int) -> int:
     Kernels have room for this many. Sequences that share pages could have more, so the scheduler leaves some out of a step.
     """
     return min(count * -(-max_seq_len // KV_SPLIT), MAX_SHARING * (capacity // KV_SPLIT) + count)
-
-
-def check_limits(
-    max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None, max_step_ms: float = MAX_STEP_MS
-) -> None:
-    """Raise InputError unless the limits are in range. Kernels count the sequences and tokens of a step in 32 bits."""
-    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-        if value is None and name == "max_num_batched_tokens":
-            continue
-        if type(value) is not int or not 1 <= value <= MOST:
-            where = "--" + name.replace("_", "-")
-            raise InputError("not an acceptable value", where=where, expected=f"an integer from 1 to {MOST}", found=repr(value))
-    if max_waiting is not None and (type(max_waiting) is not int or max_waiting < 0):
-        expected, found = "an integer >= 0, or None", repr(max_waiting)[:80]
-        raise InputError("not an acceptable value", where="--max-waiting", expected=expected, found=found)
-    if type(max_step_ms) not in (int, float) or not 0 <= max_step_ms < math.inf:
-        expected, found = "milliseconds, or 0 for any time", repr(max_step_ms)[:80]
-        raise InputError("not an acceptable value", where="--max-step-ms", expected=expected, found=found)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
+from minirt.engine.cpu_gpu_buffer import to_device
 from minirt.errors import InputError
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, MOST_ENTRIES, PENALTIES, Drafts, Slots, counts_dtype
 from minirt.sampling_params import EffectiveSampling
@@ -45,10 +46,8 @@ class Rules:
     end_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
-    ) -> "Rules | None":
-        """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
+    def of(cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]) -> "Rules | None":
+        """The rules of a request; None if it has none. With `structured_outputs`, the masks apply `min_tokens`."""
         penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
         others = bad_words or sampling.logit_bias or sampling.min_tokens or sampling.allowed_token_ids is not None
         if penalties == (0, 0, 1) and not others:
@@ -84,9 +83,9 @@ class Rules:
             ("bad_words", "tokens that bad_words and min_tokens forbid"): len(bans),
             ("bad_words", "tokens before the last ones of bad words"): sum(len(prefix) for _, _, prefix in bans),
         }
-        for (where, what), size in sizes.items():
+        for (option, what), size in sizes.items():
             if size > MOST_ENTRIES:
-                raise InputError(f"too many {what}", where=where, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")
+                raise InputError(f"too many {what}", where=option, expected=f"at most {MOST_ENTRIES:,}", found=f"{size:,}")
 
     def banned(self, generated: Sequence[int]) -> set[int]:
         """The tokens that `bans` forbid after the generated tokens. The host needs them for errors only."""
@@ -162,9 +161,7 @@ class LogitsProcessors:
             self.slots.history[slot, : len(last)].copy_(self._sent(last, torch.int32))
 
     def _sent(self, values: Sequence, dtype: torch.dtype) -> Tensor:
-        """Values on their way to the device. PyTorch keeps the pinned memory until the copy has ended."""
-        tensor = torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return to_device(torch.tensor(values, dtype=dtype), self._device)
 
     def process(
         self, logits: Tensor, rows: Tensor, step: Tensor, mask: Tensor | None = None, *, any_bias: bool, any_ban: bool,
@@ -177,7 +174,7 @@ class LogitsProcessors:
             rows: [B] int32 on the device: the slot of each row; -1: a row without rules.
             step: [B] int64 on the device: how many tokens were generated before.
             mask: [B, ceil(V / 32)] int32, a grammar's mask: bit v mod 32 of word v div 32 is 1 if token v is allowed.
-            any_bias, any_ban: whether a row has biases, or forbidden tokens; what nobody needs launches no work.
+            any_bias, any_ban: whether a row has biases, or forbidden tokens. Stages that no row uses are not launched.
             drafts: those before the rows, which count as generated tokens.
         """
         if self._triton:
@@ -247,12 +244,12 @@ def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int, d
     for j in range(int(torch.where(banned, length, 0).max())):
         wanted = slots.prefixes[at.unsqueeze(1), (first + j).clamp(max=MOST_ENTRIES - 1)]
         place = step - length + j
-        found = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
+        generated = slots.history[at.unsqueeze(1), place % MOST_ENTRIES]
         if drafts is not None:  # they are not in the history
             after = place - (step - drafts.counts.unsqueeze(1))
             proposed = drafts.tokens[at].gather(1, after.clamp(0, drafts.tokens.shape[1] - 1))
-            found = torch.where(after < 0, found, proposed)
-        banned &= (j >= length) | (wanted == found)
+            generated = torch.where(after < 0, generated, proposed)
+        banned &= (j >= length) | (wanted == generated)
     ids = torch.where(banned, token, 0)
     return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
 

@@ -1,4 +1,4 @@
-"""`token_logprobs`: the log-probabilities of tokens and of the most probable ones, from the model's own logits.
+"""`token_logprobs`: the log-probabilities of tokens and of the most probable ones, from the model's logits.
 
 Its result is one int32 tensor, so that it reaches the host in one copy; `unpack` reads it there. This eager form defines what
 the kernels of `minirt.kernels.sampling.logprobs` compute.
@@ -71,13 +71,13 @@ def _keys(logits: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list[TokenLogprobs | None]:
-    """The rows of a result of `token_logprobs` on the host, each with as many of the most probable tokens as it wants."""
+    """The rows of a result of `token_logprobs` on the host, each with the number of most probable tokens that it wants."""
     room = (packed.shape[1] - 2) // 2
     floats = packed.view(torch.float32)
     logprobs, ranks = floats[:, 0].tolist(), packed[:, 1].tolist()
     ids, tops = packed[:, 2 : 2 + room].tolist(), floats[:, 2 + room :].tolist()
     rows = zip(tokens, wanted, logprobs, ranks, ids, tops, strict=True)
     return [
-        TokenLogprobs(token, logprob, rank, tuple(zip(own[:count], values[:count], strict=True))) if count >= 0 else None
-        for token, count, logprob, rank, own, values in rows
+        TokenLogprobs(token, logprob, rank, tuple(zip(top[:count], values[:count], strict=True))) if count >= 0 else None
+        for token, count, logprob, rank, top, values in rows
     ]

@@ -6,14 +6,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from minirt.engine.sampler import fp32_temperature
 from minirt.engine.scheduler import Work
 from minirt.engine.sequence import Sequence
 from minirt.engine.slots import NEVER, HostSlots
 from minirt.kernels.step.table import NEXT_TOKENS, Columns
-from minirt.sampling_params import EffectiveSampling
 from minirt.step.plan import NO_TOKENS, Edit, Sampling, Scored, SlotRules, StepPlan
 
-_LARGEST, _SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of fp32 numbers, and of normal ones
 # `HostSlots.flags`: what the draws of a sequence need. Those of rules end with `HostSlots.rules_until`.
 _SAMPLED, _TOP_K, _TOP_P, _MIN_P, _RULES, _BIAS, _BAN, _MASKED, _LOGPROBS = (1 << i for i in range(9))
 _OF_RULES = _RULES | _BIAS | _BAN
@@ -33,9 +32,9 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
         slot, start, count, num_logits, num_draws, _ = planned.values[:, place].tolist()
         known, stop = sequence.tokens, start + count
         # In the middle of a prompt, a proposer needs the token that follows the step's.
-        following = known[stop : stop + 1] if columns.drafts and not num_draws else NO_TOKENS
-        if sequence.num_sent < 0:
-            sequence.needs = _needs(sequence, vocab)
+        following = known[stop : stop + 1].copy() if columns.drafts and not num_draws else NO_TOKENS
+        if slots.num_sent[slot] < 0:
+            slots.flags[slot], slots.num_top[slot], slots.rules_until[slot] = _needs(sequence, vocab)
             edits.append(_admission(sequence, start, vocab, following, columns))
             if sequence.rules is not None:
                 prompt_len = sequence.prompt_len
@@ -44,45 +43,42 @@ def plan_step(work: Work, slots: HostSlots, columns: Columns, vocab: int) -> Ste
                 edits.append(Edit(slot, columns.tokens, known[:start].copy()))
         else:
             if len(following):
-                edits.append(Edit(slot, NEXT_TOKENS, following.copy()))
-            if (first := sequence.num_sent) < len(sequence.pages):
-                edits.append(Edit(slot, columns.page_tables + first, np.array(sequence.pages[first:], np.int32)))
+                edits.append(Edit(slot, NEXT_TOKENS, following))
+            edits += _new_pages(slots, slot, columns)
         tokens.append(known[start:stop].copy())
         if num_scored := num_logits - num_draws:
             after = stop - num_logits + 1  # the place of the first target
             targets = None if sequence.logits_only else known[after : after + num_scored].copy()
             scored.append(Scored(place, num_scored, targets, num_top(sequence.sampling.prompt_logprobs or 0, vocab)))
-    if going_on:
-        own = planned.slots[:going_on]
-        for slot in own[slots.num_sent[own] < slots.num_pages[own]].tolist():
-            first, end = int(slots.num_sent[slot]), int(slots.num_pages[slot])
-            edits.append(Edit(slot, columns.page_tables + first, slots.page_tables[slot, first:end].copy()))
+    if slots.unsent and going_on:
+        for slot in slots.unsent.intersection(planned.slots[:going_on].tolist()):
+            edits += _new_pages(slots, slot, columns)
     given = np.concatenate(tokens) if len(tokens) > 1 else tokens[0] if tokens else NO_TOKENS
     return StepPlan(
         planned, given, tuple(edits), tuple(rules), tuple(scored), _sampling(work, slots), work.copies, work.snapshots
     )
 
 
+def _new_pages(slots: HostSlots, slot: int, columns: Columns) -> list[Edit]:
+    """The pages of a slot that the device does not know."""
+    first, pages = int(slots.num_sent[slot]), slots.page_tables[slot, slots.num_sent[slot] : slots.num_pages[slot]]
+    return [Edit(slot, columns.page_tables + first, pages.copy())] if len(pages) else []
+
+
 def _sampling(work: Work, slots: HostSlots) -> Sampling:
-    """What the draws of a step need together."""
-    going_on, bits = len(work.planned) - len(work.prompts), 0
-    own, draws = work.planned.slots[:going_on], work.planned.num_draws
-    drawing = [sequence for place, sequence in work.prompts if draws[place]]
-    if going_on:
-        bits = int(np.bitwise_or.reduce(slots.flags[own]))
-    for sequence in drawing:
-        bits |= sequence.needs[0]
-    if not bits & (_OF_RULES | _LOGPROBS):
-        return _of_bits(bits)
-    flags, generated = slots.flags[own], slots.lengths[own] + slots.steps[own] - slots.prompt_lens[own]
-    bits = int(np.bitwise_or.reduce(np.where(generated < slots.rules_until[own], flags, flags & ~_OF_RULES), initial=0))
-    for sequence in drawing:
-        needs, _, until = sequence.needs
-        bits |= needs if len(sequence.tokens) - sequence.prompt_len < until else needs & ~_OF_RULES
+    """What the draws of a step need."""
+    drawing, draws = work.planned.slots, work.planned.num_draws
+    if work.prompts:
+        drawing, draws = drawing[draws > 0], draws[draws > 0]
+    flags = slots.flags[drawing]
+    bits = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+    if bits & _OF_RULES:
+        generated = slots.lengths[drawing] + slots.steps[drawing] - slots.prompt_lens[drawing]
+        flags = np.where(generated < slots.rules_until[drawing], flags, flags & ~_OF_RULES)
+        bits = int(np.bitwise_or.reduce(flags))
     if not bits & _LOGPROBS:
         return _of_bits(bits)
-    listed = np.repeat(slots.num_top[own], draws[:going_on]).tolist() + [sequence.needs[1] for sequence in drawing]
-    return _of_bits(bits)._replace(logprobs=tuple(listed))
+    return _of_bits(bits)._replace(logprobs=tuple(np.repeat(slots.num_top[drawing], draws).tolist()))
 
 
 @lru_cache
@@ -92,10 +88,10 @@ def _of_bits(bits: int) -> Sampling:
 
 
 def _needs(sequence: Sequence, vocab: int) -> tuple[int, int, int]:
-    """`Sequence.needs`."""
+    """What the draws of a sequence need: `HostSlots.flags`, `num_top`, `rules_until`."""
     s, rules, until = sequence.sampling, sequence.rules, 0
     bits = _MASKED * (sequence.constraint is not None) | _LOGPROBS * (s.logprobs is not None)
-    if s.temperature >= _SMALLEST:
+    if fp32_temperature(s):
         bits |= _SAMPLED | _TOP_K * (s.top_k > 0) | _TOP_P * (s.top_p < 1) | _MIN_P * (s.min_p > 0)
     if rules is not None:
         bits |= _RULES | _BIAS * bool(rules.bias) | _BAN * bool(rules.bad_words or rules.end_ids)
@@ -113,13 +109,11 @@ def _admission(sequence: Sequence, cached: int, vocab: int, following: np.ndarra
 
     `following`: the token after those of the step, if it is known.
     """
-    s: EffectiveSampling = sequence.sampling
-    # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
-    temperature = 0.0 if s.temperature < _SMALLEST else min(s.temperature, _LARGEST)
+    s = sequence.sampling
     words = _HEAD.pack(
-        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), temperature, min(s.top_k, 2**31 - 1),
-        s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
+        cached, 0, sequence.final_len, sequence.prompt_len, -1, num_top(s.logprobs, vocab), fp32_temperature(s),
+        min(s.top_k, 2**31 - 1), s.top_p, s.min_p, s.seed, sequence.rules is not None, 0,
     )  # fmt: skip
     between = [0] * (columns.page_tables - NEXT_TOKENS - len(following))
-    rest = array("i", [*following.tolist(), *between, *sequence.pages])
+    rest = array("i", [*following.tolist(), *between, *sequence.pages.tolist()])
     return Edit(sequence.slot, 0, np.frombuffer(words + rest.tobytes(), np.int32))

@@ -1,8 +1,8 @@
 """`PrefixCache`: finds KV pages that hold the beginning of a sequence, so that a step need not compute it again.
 
 The key of a full page is a hash of its tokens and of the previous page's key, so a key identifies the whole prefix. (This is
-the scheme of vLLM's automatic prefix caching.) The hash includes a secret of this process, so nobody outside can construct two
-prefixes with the same key.
+the scheme of vLLM's automatic prefix caching.) The hash includes a secret of this process, so that callers cannot construct
+two prefixes with the same key.
 """
 
 import secrets
@@ -48,20 +48,20 @@ class Hit(NamedTuple):
         tokens: how many of its tokens need not be computed.
         pages: full KV pages with the first of these tokens, to be shared.
         matched: tokens in all full pages that were found.
-        partial: a page with the rest of the tokens, to be copied; −1: there is no rest.
+        partial: a page with the rest of the tokens, to be copied; None: there is no rest.
         snapshot: the key of the state behind the tokens, in models with recurrent layers.
     """
 
     tokens: int
     pages: list[int]
     matched: int
-    partial: int = -1
+    partial: int | None = None
     snapshot: bytes = b""
 
     @property
     def held(self) -> list[int]:
         """The pages that must not be evicted before a step has used them."""
-        return self.pages if self.partial < 0 else [*self.pages, self.partial]
+        return self.pages if self.partial is None else [*self.pages, self.partial]
 
 
 NO_HIT = Hit(0, [], 0)
@@ -70,8 +70,8 @@ NO_HIT = Hit(0, [], 0)
 class PrefixCache:
     """Finds the pages of an allocator by key. The scheduler asks it what is cached, and tells it what happens to sequences.
 
-    Models of attention layers need nothing beside pages, so most of what it is told is without effect here;
-    `state_cache.StatePrefixCache` is the one of models with recurrent layers.
+    Models of attention layers need only pages, so most methods do nothing here. Models with recurrent layers have a
+    `state_cache.StatePrefixCache`.
 
     Args:
         page_size: tokens of a page.
@@ -168,13 +168,13 @@ class PrefixCache:
         """The step with the `copies` and `snapshots` was started."""
 
     def failed(self) -> None:
-        """It was not, and nobody knows what it has done."""
+        """The step failed to start; its writes are undefined."""
 
     def computed(self, sequence: "Sequence") -> None:
         """A step was started that computes a sequence's first `num_prefilled` tokens."""
 
     def ended(self, sequence: "Sequence", computed: int) -> None:
-        """A sequence has ended, of which so many tokens are computed, or in a step that was started. It still has its slot."""
+        """A sequence has ended, of which `computed` tokens are computed or in a started step. It still has its slot."""
 
     def reset(self) -> None:
         """All pages are free, and no content is known."""

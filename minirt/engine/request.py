@@ -27,9 +27,9 @@ class Request:
         bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
         group: prompts of one group are the same, or begin alike. All but one of them wait until its pages can be shared.
-        num_unscored: with `sampling.prompt_logprobs`: so many of the prompt's first tokens have no scores.
+        num_unscored: with `sampling.prompt_logprobs`: number of the prompt's first tokens that get no scores.
         logits_only: no token is drawn; the output has the logits of all tokens of the prompt.
-        final_only: nobody reads the tokens before the last one: one output has them all (vLLM's `RequestOutputKind.FINAL_ONLY`).
+        final_only: all tokens come in one output, at the end (vLLM's `RequestOutputKind.FINAL_ONLY`).
         history_len: tokens of a conversation's prompt before its generation prompt: those that its next prompt is likely to begin
             with. 0: not known.
     """

@@ -62,8 +62,8 @@ class RequestChecks:
                 raise InputError(what, where="bad_words", expected=expected, found=largest)
             if rules.banned(()).issuperset(range(self._vocab_size) if rules.allowed is None else rules.allowed):
                 what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
-                where = "min_tokens" if rules.end_ids else "bad_words"
-                raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
+                place = "min_tokens" if rules.end_ids else "bad_words"
+                raise InputError(what, where=place, expected="an allowed token that is not forbidden", found="none")
 
     def _check_prompt_logprobs(self, prompt_len: int, asked: int | None) -> None:
         """Refuse `prompt_logprobs` whose result would take gigabytes of the host's memory."""
@@ -100,5 +100,5 @@ class RequestChecks:
 
 
 def no_constraints() -> UnsupportedError:
-    where, hint = "structured_outputs", "use a model with a tokenizer"
-    return UnsupportedError("a grammar is about text, and there is no tokenizer", where=where, hint=hint)
+    place, hint = "structured_outputs", "use a model with a tokenizer"
+    return UnsupportedError("a grammar is about text, and there is no tokenizer", where=place, hint=hint)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache
 from minirt.step.plan import NO_COPIES, Copies, Edit, PlannedSequences, StepPlan
 from minirt.wording import warn
-
-if TYPE_CHECKING:
-    from minirt.kernels.linear.product import RowMaxima
 
 _MEASURED_TOKENS = 2048  # of a prompt at warm-up
 _DRAFTS = "drafts"  # with a bucket, the key of the CUDA graph that proposes drafts after such a step
@@ -92,17 +89,17 @@ class StepResult(NamedTuple):
 
     def lists(self) -> list[list[int]]:
         """The tokens that each sequence yields."""
-        return [own[:count] for count, own in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
+        return [tokens[:count] for count, tokens in zip(self.counts.tolist(), self.tokens.tolist(), strict=True)]
 
 
 class GraphTimes(NamedTuple):
-    """How long decode steps take (`StepTimes`), measured at warm-up."""
+    """Seconds of decode steps (`StepTimes`), measured at warm-up."""
 
     buckets: Buckets
     measured: dict[Bucket, float]
 
     def seconds(self, seqs: int, tokens: int) -> float:
-        """Of the CUDA graph for so many sequences with so many tokens together; infinite: there is none."""
+        """Of the CUDA graph for `seqs` sequences with `tokens` tokens together; infinite if there is none."""
         bucket = self.buckets.drafting(seqs, tokens)
         return math.inf if bucket is None else self.measured[bucket]
 
@@ -141,8 +138,8 @@ class Step:
 
     def _logprobs(self, packed: Tensor, result: StepResult) -> list[TokenLogprobs | None]:
         drawn = list[int]()
-        for own, count in zip(result.lists(), self._plan.sequences.num_draws.tolist(), strict=True):
-            drawn += (own + [0] * count)[:count]
+        for tokens, count in zip(result.lists(), self._plan.sequences.num_draws.tolist(), strict=True):
+            drawn += (tokens + [0] * count)[:count]
         return unpack(packed, drawn, self._plan.sampling.logprobs)
 
 
@@ -166,7 +163,6 @@ class Runner:
         self._model, self._cache, self._device, self._vocab_size, self._limits = model, cache, device, vocab_size, limits
         self._buckets, self._cuda, self._proposer = _buckets(model, limits), device.type == "cuda", proposer
         self._adapts = adaptive_drafts
-        self._draws_in_graphs = True  # bench/tools/speculation.py, which replaces the draw, switches it off
         self.waits = not self._cuda or (limits.max_drafts > 0 and isinstance(model, Model) and model.has_eager_layers)
         self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._graphs: CudaGraphs | None = None
@@ -183,6 +179,7 @@ class Runner:
             cache, limits, device, vocab_size, seqs, tokens, draws, row_maxima_tiles=tiles, logits_rows=rows
         )
         self._stages = SamplingStages(limits, vocab_size, draws, device)
+        self.columns = self._buffers.columns  # of the table of slots, which plans edit
         self._taps: Tensor | None = None  # the hidden states of a step, for a draft model
         if isinstance(model, Model) and model.draft_model is not None:
             self._taps = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
@@ -196,18 +193,13 @@ class Runner:
         """Whether small steps run as CUDA graphs."""
         return self._graphs is not None
 
-    @property
-    def columns(self) -> Columns:
-        """The columns of the table of slots, which plans edit."""
-        return self._buffers.columns
-
     def start(self, plan: StepPlan) -> Step | None:
         """Queue a step.
 
         Returns:
             None if its sampling is masked: write the masks to `masks`, then call `draw`.
         Raises:
-            torch.OutOfMemoryError, SlotOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
+            torch.OutOfMemoryError, StepOutOfMemory: no memory for the step's activations, or for the rules of one sequence. Then
                 a plan with the same edits can be started.
         """
         self._masked = None
@@ -251,18 +243,18 @@ class Runner:
         result, proposed = self._buffers.to_host(len(plan.sequences))
         if not self._cuda:
             return Step(plan, result, proposed, packed, scored)
-        ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
+        ended = torch.cuda.Event()  # also if the step has no tokens: the host is at most one step ahead of the device
         ended.record()
         return Step(plan, result, proposed, packed, scored, ended)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, batch: Batch, bucket: Bucket | None) -> None:
-        """Propose drafts for a step's sequences, whose tokens are in the table now, so the step cannot be tried again. If memory
-        runs out, there are none."""
+        """Propose drafts for a step's sequences. Their tokens are in the table, so the step cannot be tried again: if memory runs
+        out, there are no drafts."""
         try:
             if bucket is not None and self._graphs is not None and (_DRAFTS, bucket) in self._graphs:
                 self._graphs.replay((_DRAFTS, bucket))
             else:
-                wanted = 1  # nobody goes on after chunks in the middle of prompts
+                wanted = 1  # after chunks in the middle of prompts, no sequence decodes next
                 if plan.num_draws:
                     prompts = len(plan.tokens) > 0
                     wanted = self._wanted(None if prompts else -(-plan.num_tokens // len(plan.sequences)) - 1)
@@ -281,7 +273,7 @@ class Runner:
         if bucket is not None and self._graphs is not None and bucket not in self._graphs:
             self._dry_run(bucket)
             self._capture(bucket)
-        greedy = not needed and bucket is not None and self._draws_in_graphs
+        greedy = not needed and bucket is not None
         self._buffers.send(plan, logits_needed=needed, greedy=greedy)
         if plan.copies is not NO_COPIES:
             self._cache.copy(plan.copies)
@@ -326,16 +318,14 @@ class Runner:
         """The batch, with what its layers write to beside their results."""
         if self._taps is not None:
             batch = replace(batch, taps=self._taps[: batch.num_tokens])
-        return batch if self._graphs is None else replace(batch, row_maxima=self._row_maxima(logits))
-
-    def _row_maxima(self, rows: int) -> "RowMaxima | None":
-        tiles = self._model.row_maxima_tiles(rows) if isinstance(self._model, Model) else 0
-        return self._buffers.row_maxima_of(rows, tiles)
+        if self._graphs is None or not isinstance(self._model, Model):
+            return batch
+        return replace(batch, row_maxima=self._buffers.row_maxima_of(logits, self._model.row_maxima_tiles(logits)))
 
     def _static(self, bucket: Bucket) -> tuple[StepTensors, Batch]:
         """The tensors and the batch, over static buffers, of a bucket's CUDA graph."""
-        if (found := self._statics.get(bucket)) is not None:
-            return found
+        if bucket in self._statics:
+            return self._statics[bucket]
         seqs, tokens, rows = bucket.seqs, bucket.num_tokens, bucket.num_logits
         longest = min(KV_SPLIT, self._limits.max_model_len) if bucket.short else self._limits.max_model_len
         step = self._buffers.tensors(tokens, seqs, rows, rows)
@@ -374,15 +364,14 @@ class Runner:
 
     def _capturable(self, bucket: Bucket, batch: Batch) -> Callable[[], None] | None:
         """`propose` after a step of this bucket, if CUDA graphs may contain it."""
-        own = self._proposer
-        if own is None or not getattr(own, "capturable", False):
+        if self._proposer is None or not getattr(self._proposer, "capturable", False):
             return None
         wanted, rows = self._wanted(None if bucket.tokens else bucket.drafts), self._buffers.rows(bucket.seqs)
-        return partial(own.propose, self._buffers.table, self.columns, rows, batch, wanted)
+        return partial(self._proposer.propose, self._buffers.table, self.columns, rows, batch, wanted)
 
     def _wanted(self, verified: int | None) -> int:
-        """How many drafts are proposed after a step that verifies so many of each sequence on average: one size more, so that the
-        number can grow. None: a step with prompts, after which nothing is known."""
+        """Number of drafts to propose after a step that verifies `verified` of each sequence on average: one size more, so that
+        the number can grow. None: a step with prompts, after which nothing is known."""
         most = self._limits.max_drafts
         if verified is None or not self._adapts:
             return most
@@ -414,19 +403,17 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        buckets = [] if self._graphs is None else self._buckets.all()
+        buckets, report = [] if self._graphs is None else self._buckets.all(), progress or (lambda stage, done, total: None)
 
         def ready(done: int, total: int, compiles: bool) -> None:
-            if progress is not None:
-                progress(COMPILING if compiles else "kernels", done, total)
+            report(COMPILING if compiles else "kernels", done, total)
 
         with on_device(self._device):
             with compile_ahead(self._device, ready):
                 self.launch_all(self._model)
             for done, bucket in enumerate(buckets, 1):
                 self._capture(bucket)
-                if progress is not None:
-                    progress("CUDA graphs", done, len(buckets))
+                report("CUDA graphs", done, len(buckets))
             tiles = {self._model.row_maxima_tiles(bucket.num_logits) for bucket in buckets}
             for maxima in (self._buffers.row_maxima_of(1, count) for count in tiles):
                 if maxima is not None:
@@ -461,8 +448,8 @@ class Runner:
     def _reserve(self, model: Model) -> None:
         """Have PyTorch's allocator keep the memory of the largest step.
 
-        Otherwise it would keep blocks of every size that steps ask for, until a larger one comes, and take more than was planned.
-        If there is no memory for that step, nothing is kept: a step that runs out of memory is tried again with fewer tokens.
+        Otherwise it would keep blocks of each smaller size, and exceed the memory plan. If there is no memory for that step,
+        nothing is kept: a step that runs out of memory is tried again with fewer tokens.
         """
         from minirt.kernels.compile.ahead_of_time import without_launches
 
@@ -512,43 +499,37 @@ class Runner:
         def seconds(start: int) -> float:
             batch = self._dry_batch([Chunk([0] * count, start, [0] * self._cache.pages_for(start + count))])
             draft = self._capturable(Bucket(1, count), batch)
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            for event in (None, *events):  # the first run is not counted
-                if event is not None:
-                    event.record()
-                if event is not events[1]:
-                    model(batch, self._cache)
-                    if draft is not None:
-                        draft()
-            torch.cuda.synchronize(self._device)
-            return events[0].elapsed_time(events[1]) / 1e3
+            return self._seconds([partial(model, batch, self._cache), *([] if draft is None else [draft])])
 
         first, start = seconds(0), longest - count
-        more = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
-        return PromptTime(first / count, more)
+        context_s = max(0.0, seconds(start) - first) / (count * start) if start else 0.0
+        return PromptTime(first / count, context_s)
 
-    def _measure_graphs(self, graphs: CudaGraphs) -> "GraphTimes":
+    def _seconds(self, work: Sequence[Callable[[], Any]], repeats: int = 1) -> float:
+        """Seconds of work on the GPU. The first time is not counted."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for number in range(repeats + 1):
+            if number == 1:
+                events[0].record()
+            for launch in work:
+                launch()
+        events[1].record()
+        torch.cuda.synchronize(self._device)
+        return events[0].elapsed_time(events[1]) / 1e3 / repeats
+
+    def _measure_graphs(self, graphs: CudaGraphs) -> GraphTimes:
         """Replay the CUDA graphs of each decode step, and of the drafts after it. Attention has no context then.
 
         All tokens differ, as a mixture reads the experts of all of them. Their pages are page 0.
         """
-        found = dict[Bucket, float]()
+        seconds = dict[Bucket, float]()
         for bucket in [bucket for bucket in self._buckets.all() if not bucket.tokens and not bucket.short]:
-            plan = self._measured_plan(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts)
-            self._buffers.send(plan)
+            self._buffers.send(self._measured_plan(min(bucket.seqs, self._limits.max_num_seqs), 1 + bucket.drafts))
             self._buffers.sent()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            own = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
-            for replays in range(_REPLAYS + 1):  # the first one is not counted
-                if replays == 1:
-                    events[0].record()
-                for key in own:
-                    graphs.replay(key)
-            events[1].record()
-            torch.cuda.synchronize(self._device)
-            found[bucket] = events[0].elapsed_time(events[1]) / 1e3 / _REPLAYS
+            keys = [key for key in (bucket, (_DRAFTS, bucket)) if key in graphs]
+            seconds[bucket] = self._seconds([partial(graphs.replay, key) for key in keys], _REPLAYS)
         self._buffers.table.zero_()
-        return GraphTimes(self._buckets, found)
+        return GraphTimes(self._buckets, seconds)
 
     def _measured_plan(self, seqs: int, count: int) -> StepPlan:
         """A step of sequences without a prompt that go on with `count` tokens each, all different. Each replay of a CUDA graph
@@ -557,7 +538,7 @@ class Runner:
         row = np.zeros(NEXT_TOKENS, np.int32)
         row[NUM_NEXT], row[FINAL_LEN], row[PROMPT_LEN] = count, self._limits.max_model_len, 1
         edits = [Edit(slot, 0, row[: PROMPT_LEN + 1]) for slot in range(seqs)]
-        edits += [Edit(slot, NEXT_TOKENS, own) for slot, own in enumerate(tokens)]
+        edits += [Edit(slot, NEXT_TOKENS, row) for slot, row in enumerate(tokens)]
         return StepPlan(PlannedSequences.of((slot, -1, count, count, count, count) for slot in range(seqs)), edits=tuple(edits))
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:

@@ -15,10 +15,10 @@ draw the same tokens.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Probability mass is summed in integers: each weight (at most 1) times 2⁴⁰, truncated. A sum fits in int64 for V up to 2²². With
 # 2¹⁸ tokens, truncation loses at most 2⁻²² of the most probable token's mass.
 _MASS_SCALE = 2.0**40
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,49 +58,32 @@ class SamplingBatch:
     any_min_p: bool
 
     @classmethod
-    def build(
-        cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu"
-    ) -> "SamplingBatch":
+    def build(cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu") -> "SamplingBatch":
         """Build from `requests`: for each row, its settings and the index of its next token within the request."""
-        columns = zip(_columns(requests), _DTYPES, strict=True)
-        temperature, top_k, top_p, min_p, seed, step = (torch.tensor(v, dtype=t).to(device) for v, t in columns)
-        return cls(temperature, top_k, top_p, min_p, seed, step, *_flags(requests))
+        settings = [s for s, _ in requests]
+        sampled = [s for s in settings if s.temperature > 0]
+
+        def column(dtype: torch.dtype, values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype).to(device)
+
+        return cls(
+            column(torch.float32, (fp32_temperature(s) for s in settings)),
+            column(torch.int32, (min(s.top_k, 2**31 - 1) for s in settings)),
+            column(torch.float32, (s.top_p for s in settings)), column(torch.float32, (s.min_p for s in settings)),
+            column(torch.int64, (s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings)),
+            column(torch.int64, (step for _, step in requests)),
+            not sampled, any(s.top_k > 0 for s in sampled), any(s.top_p < 1 for s in sampled), any(s.min_p > 0 for s in sampled),
+        )  # fmt: skip
 
     def part(self, rows: slice) -> "SamplingBatch":
         """Some of the requests."""
-        return SamplingBatch(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seed[rows], self.step[rows],
-            self.all_greedy, self.any_top_k, self.any_top_p, self.any_min_p,
-        )  # fmt: skip
+        parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **parts)
 
 
-_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)  # in the order of the fields
-
-
-def _columns(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[list, ...]:
-    """The values of `SamplingBatch`'s tensors, in the order of its fields."""
-    limits = torch.finfo(torch.float32)
-    settings = [s for s, _ in requests]
-    return (
-        # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
-        [0.0 if s.temperature < limits.tiny else min(s.temperature, limits.max) for s in settings],
-        [min(s.top_k, 2**31 - 1) for s in settings],
-        [s.top_p for s in settings],
-        [s.min_p for s in settings],
-        [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings],
-        [step for _, step in requests],
-    )
-
-
-def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[bool, bool, bool, bool]:
-    """all_greedy, any_top_k, any_top_p, any_min_p."""
-    sampled = [s for s, _ in requests if s.temperature > 0]
-    return (
-        not sampled,
-        any(s.top_k > 0 for s in sampled),
-        any(s.top_p < 1 for s in sampled),
-        any(s.min_p > 0 for s in sampled),
-    )
+def fp32_temperature(sampling: EffectiveSampling) -> float:
+    """A temperature below the smallest normal fp32 number becomes 0, greedy; one above the fp32 range the largest number."""
+    return 0.0 if sampling.temperature < _SMALLEST else min(sampling.temperature, _LARGEST)
 
 
 @functools.cache
@@ -113,13 +97,9 @@ def _kernels() -> ModuleType:
 
 
 def sample(
-    logits: Tensor,
-    batch: SamplingBatch,
-    impl: str = "auto",
-    workspace: "SamplingWorkspace | None" = None,
-    out: Tensor | None = None,
-    row_maxima: Tensor | None = None,
-) -> Tensor:
+    logits: Tensor, batch: SamplingBatch, impl: str = "auto", workspace: "SamplingWorkspace | None" = None,
+    out: Tensor | None = None, row_maxima: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sample one token for each row of `logits`.
 
     A greedy row takes its largest logit, the lowest index among equals. A row that contains NaN or +inf, or only -inf, gives -1,
@@ -140,12 +120,8 @@ def sample(
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
-        raise InputError(
-            "logits must have one row per request",
-            where="sample",
-            expected=f"logits of shape ({rows}, V)",
-            found=f"{tuple(logits.shape)}",
-        )
+        what, expected, shape = "logits must have one row per request", f"logits of shape ({rows}, V)", f"{tuple(logits.shape)}"
+        raise InputError(what, where="sample", expected=expected, found=shape)
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
     if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
@@ -223,7 +199,7 @@ def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
         mass: [B, V] int64 >= 0; overwritten.
         target: [B, 1] int64, from 1 to the row's total mass.
     """
-    found = torch.zeros_like(target)
+    key = torch.zeros_like(target)
     for shift in (22, 11, 0):
         digits = (keys >> shift).bitwise_and_(0x7FF)
         histogram = torch.zeros(keys.shape[0], 2**11, dtype=torch.int64, device=keys.device)
@@ -232,5 +208,5 @@ def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
         digit = (reached < target).sum(1, keepdim=True)
         target = target - (reached - histogram).gather(1, digit)  # minus the mass of the smaller digits
         mass.masked_fill_(digits != digit, 0)
-        found = (found << 11) | digit
-    return found
+        key = (key << 11) | digit
+    return key

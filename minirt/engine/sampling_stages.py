@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import is_out_of_memory
-from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
+from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer, to_device
 from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS, LogitsProcessors, Rules
 from minirt.engine.logprobs import MAX_TOP, TokenLogprobs, columns, token_logprobs, unpack
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
 
 
-class SlotOutOfMemory(Exception):
-    """No memory for the rules of one sequence, that in `slot`. The message is the allocator's."""
+class StepOutOfMemory(Exception):
+    """No memory for a step, or for the rules of the sequence in `slot` alone. The message is the allocator's."""
 
-    def __init__(self, slot: int, message: str) -> None:
+    def __init__(self, slot: int | None, message: str) -> None:
         super().__init__(message)
         self.slot = slot
 
@@ -89,15 +89,15 @@ class SamplingStages:
         """Write what the device keeps for the rules of admitted sequences. The host knows all their tokens.
 
         Raises:
-            SlotOutOfMemory: no memory for what is sent to the device.
+            StepOutOfMemory: no memory for what is sent to the device, with the slot.
         """
-        for slot, own, prompt, generated in rules:
+        for slot, asked, prompt, generated in rules:
             try:
-                self._processors.fill(slot, own, prompt.tolist(), generated.tolist())
+                self._processors.fill(slot, asked, prompt.tolist(), generated.tolist())
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                raise SlotOutOfMemory(slot, str(error)) from None
+                raise StepOutOfMemory(slot, str(error)) from None
 
     def draw(
         self, logits: Tensor, row_maxima: Tensor | None, step: StepTensors, plan: StepPlan, proposed: Tensor | None = None
@@ -111,32 +111,32 @@ class SamplingStages:
         Returns:
             The tokens [Q] int64 on the device, and the packed log-probabilities on the host, or on their way there, if one asks.
         """
-        count, raw, own = len(logits), logits, plan.sampling
-        num_top = max(own.logprobs, default=-1)
-        packed = self._room(count, num_top) if num_top >= 0 else None
-        if own.masked:
+        count, raw, needs = len(logits), logits, plan.sampling
+        num_top = max(needs.logprobs, default=-1)
+        packed = self._packed[:count] if num_top >= 0 else None
+        if num_top > MAX_TOP:
+            packed = torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
+        if needs.masked:
             self._masks.send(count)
         batch = SamplingBatch(
-            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, own.all_greedy, own.any_top_k,
-            own.any_top_p, own.any_min_p,
+            step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.step, needs.all_greedy, needs.any_top_k,
+            needs.any_top_p, needs.any_min_p,
         )  # fmt: skip
         tokens = self._drawn[:count]
-        if own.any_rules or own.masked:
+        if needs.any_rules or needs.masked:
             for first in range(0, count, PROCESSED_ROWS):
                 rows = slice(first, min(first + PROCESSED_ROWS, count))
-                mask = self._masks.device[rows] if own.masked else None
+                mask = self._masks.device[rows] if needs.masked else None
                 drafts = None if proposed is None else Drafts(proposed, step.draw_drafts[rows])
                 processed = self._processors.process(
-                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=own.any_bias, any_ban=own.any_ban,
+                    logits[rows], step.draw_slots[rows], step.step[rows], mask, any_bias=needs.any_bias, any_ban=needs.any_ban,
                     drafts=drafts,
                 )  # fmt: skip
                 sample(processed, batch.part(rows), workspace=self._workspace, out=tokens[rows])
         else:
             sample(logits, batch, workspace=self._workspace, row_maxima=row_maxima, out=tokens)
         if packed is not None:
-            token_logprobs(
-                raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace
-            )
+            token_logprobs(raw, tokens, step.draw_logprobs, num_top, out=packed, workspace=self._logprobs_workspace)
             packed = self._packed_to_host(packed)
         return tokens, packed
 
@@ -161,11 +161,11 @@ class SamplingStages:
                 scored.append(ScoredRows(None, 0, [self._new_on_host(rows.float())]))
                 continue
             parts, wanted = [], torch.full((SCORED_ROWS,), num_top, dtype=torch.int32, device=self._device)
-            known = self._to_device(torch.from_numpy(targets.astype(np.int64)))
+            known = to_device(torch.from_numpy(targets.astype(np.int64)), self._device)
             for first in range(0, count, SCORED_ROWS):
-                tokens, own = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
-                own = own.clone() if self._vocab % 4 else own  # kernels are compiled for aligned rows
-                parts.append(token_logprobs(own, tokens, wanted[: len(tokens)], num_top))
+                tokens, part = known[first : first + SCORED_ROWS], rows[first : first + SCORED_ROWS]
+                part = part.clone() if self._vocab % 4 else part  # kernels are compiled for aligned rows
+                parts.append(token_logprobs(part, tokens, wanted[: len(tokens)], num_top))
             scored.append(ScoredRows(targets, num_top, [self._new_on_host(part) for part in parts]))
         return scored
 
@@ -185,12 +185,6 @@ class SamplingStages:
         processors.record(step, row, step)
         token_logprobs(logits, step, row, 1)
 
-    def _room(self, count: int, num_top: int) -> Tensor:
-        """Where `token_logprobs` writes its result."""
-        if num_top > MAX_TOP:
-            return torch.empty(count, columns(num_top), dtype=torch.int32, device=self._device)
-        return self._packed[:count]
-
     def _packed_to_host(self, packed: Tensor) -> Tensor:
         if not self._cuda or packed.shape[1] > columns(MAX_TOP):
             return self._new_on_host(packed)
@@ -202,6 +196,3 @@ class SamplingStages:
         if not self._cuda:
             return tensor.clone()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._cuda else tensor

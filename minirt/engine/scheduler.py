@@ -4,7 +4,7 @@ Prefill and decode are not separate phases. A step computes the next tokens of e
 vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill): first of those that decode, on the arrays of `HostSlots`, then of
 prompts, one by one. A step may be scheduled before the tokens of the previous step are known, and a step with drafts yields a
 number of tokens that only the device knows. So the scheduler reserves pages for the most tokens that a sequence can have, and
-returns what is too much once the host knows.
+returns the surplus once the host knows.
 """
 
 import operator
@@ -21,7 +21,7 @@ from minirt.engine.limits import MAX_SHARING, EngineLimits
 from minirt.engine.prefix_cache import NO_HIT, Hit, PrefixCache
 from minirt.engine.prompt_time import PromptTime
 from minirt.engine.sequence import Sequence
-from minirt.engine.slots import FEW, NEVER, HostSlots
+from minirt.engine.slots import NEVER, HostSlots
 from minirt.engine.state_cache import StatePrefixCache
 from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError
@@ -31,8 +31,7 @@ from minirt.step.plan import NO_COPIES, NO_TOKENS, Copies, PlannedSequences, Sna
 
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 _ANY_TIME = 1e9  # seconds
-_PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of so many tokens
-_Planned = tuple[int, int, int, int, int, int, int]  # of one sequence, in the order of `PlannedSequences`; last, the epoch
+_PROMPT_TILE = 128  # chunks of prompts that time limits have a multiple of this number of tokens
 
 
 class Work(NamedTuple):
@@ -75,35 +74,31 @@ class _Room(NamedTuple):
         return _Room._make(map(operator.sub, self, other))
 
 
-_NO_EPOCHS = np.zeros(0, np.int64)
+class _Chunk(NamedTuple):
+    """What a step computes of a prompt, in the order of `PlannedSequences`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
+    num_draws: int
+    stop: int
+
+
 _age, _size = operator.attrgetter("rank"), operator.attrgetter("size_rank")
 
 
 def _splits(length: Any) -> Any:
-    """Number of complete KV splits of so many cached tokens, before the last one: of a number, or of an array."""
+    """Number of complete KV splits before the last one, of a number of cached tokens or an array of them."""
     return (length - 1) // KV_SPLIT
-
-
-def _planned(
-    slots: np.ndarray, counts: np.ndarray, lens: np.ndarray, epochs: np.ndarray, prompts: list[_Planned]
-) -> tuple[PlannedSequences, np.ndarray]:
-    """Those that go on with the next tokens of their slots, and prompts behind them; and the epochs of all."""
-    going_on, used = len(slots), int(counts.sum()) if len(slots) else 0
-    values, all_epochs = np.empty((6, going_on + len(prompts)), np.int32), np.empty(going_on + len(prompts), np.int64)
-    if going_on:
-        first = values[:, :going_on]
-        first[0], first[1], first[2:5], first[5], all_epochs[:going_on] = slots, -1, counts, lens, epochs
-    for place, own in enumerate(prompts, going_on):
-        values[:, place], all_epochs[place] = own[:6], own[6]
-    return PlannedSequences(values, [used + sum([own[row] for own in prompts]) for row in (2, 3, 4)]), all_epochs
 
 
 class Scheduler:
     """Schedules sequences that decode first. Then prompts, by priority value (the lowest first), then by `_schedule_prompts`.
 
-    A waiting sequence is admitted if the pages of all its tokens are free, and preempts none. Until the first one fits, others
-    pass it whose tokens, those that they generate included, are together as many as those of its prompt. When pages run out,
-    preempts the running sequence with the highest priority value, the youngest of several.
+    A waiting sequence is admitted if the pages of all its tokens are free, and preempts none. While the first one does not fit,
+    others may pass it until steps have computed as many tokens as its prompt has. When pages run out, the running sequence with
+    the highest priority value is preempted, the youngest of several.
 
     Args:
         prefix_cache: whether sequences with the same beginning share pages. If there are recurrent layers, it needs snapshots of
@@ -113,27 +108,29 @@ class Scheduler:
     def __init__(self, cache: KVCache, limits: EngineLimits, prefix_cache: bool = True) -> None:
         self._cache, self.limits = cache, limits
         self.prefix_cache = _prefix_cache(cache) if prefix_cache else None
-        self._keeps_states = self.prefix_cache is not None and cache.has_states  # whether steps copy states
-        self.starting: Work | None = None  # a step whose layers run, before `started`
-        # The token limit of a step, lowered when memory runs out, and the number of steps since then.
+        self._states = self.prefix_cache if cache.has_states else None  # if steps copy states
+        # The token limit of a step, lowered when memory runs out and doubled after `_until_larger` steps; those since then.
         self._limit_tokens, self._steps_since, self._until_larger = limits.max_num_batched_tokens, 0, STEPS_UNTIL_LARGER
-        self._pinned: set[int] = set()  # pages of pinned prompts
-        self.clock = 0  # number of tokens of all steps
-        self._added: list[Sequence] = []  # since the last step, if they may be refused
-        self.max_len = min(limits.max_model_len, cache.capacity)
         self._limit = "--max-model-len" if limits.max_model_len <= cache.capacity else "--kv-cache-memory"
-        self.waiting = WaitingQueue()
-        self.running: dict[int, Sequence] = {}  # by id, in the order of admission
-        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
-        self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
-        self._decoding: list[int] = []  # the slots of those that go on, in the order in which they began to
-        self._decoding_slots: np.ndarray | None = None  # the same as an array; None: to be made
         self.prompt_time: PromptTime | None = None  # None: steps have no limit of time
         self.draft_lengths: DraftLengths | None = None  # None: there are no drafts
+        self.clock = self._num_arrivals = self.num_preemptions = 0  # the clock: number of tokens of all steps
+        self._clear()
+        self.slots = HostSlots(replace(limits, max_model_len=self.max_len), cache.pages_for(self.max_len))
+
+    def _clear(self) -> None:
+        """Nothing waits, runs or is pinned."""
+        self.starting: Work | None = None  # a step whose layers run, before `started`
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Sequence] = {}  # by id, in the order of admission
+        self._prefilling: dict[int, Sequence] = {}  # those whose known tokens are not computed yet
+        self._decoding: dict[int, Sequence] = {}  # those that go on, by slot, in the order in which they began to
+        self._decoding_slots: np.ndarray | None = None  # their slots as an array; None: to be made
         self._away: dict[tuple[int, int], Sequence] = {}  # preempted with tokens that the host has not read, by slot and epoch
-        self._num_arrivals = 0
-        self.num_preemptions = 0
+        self._added: list[Sequence] = []  # since the last step, if they may be refused
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
+        self._pinned: set[int] = set()  # pages of pinned prompts, which lower `max_len`
+        self.max_len = min(self.limits.max_model_len, self._cache.capacity)
 
     def check_length(self, tokens: int, new: int = 1) -> None:
         """Raise ContextLengthError if a prompt of this many tokens can never fit, with room for `new` tokens, 1 or 0."""
@@ -142,12 +139,8 @@ class Scheduler:
             hint = f"shorten it, or raise {self._limit} if the memory allows"
             if longest is not None and tokens + new > longest:
                 hint = f"shorten it: the model itself takes at most {longest} tokens"
-            raise ContextLengthError(
-                "the prompt is too long",
-                expected=f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new,
-                found=f"{tokens} tokens",
-                hint=hint,
-            )
+            expected = f"at most {self.max_len - new} tokens" + ", to leave room for one new token" * new
+            raise ContextLengthError("the prompt is too long", expected=expected, found=f"{tokens} tokens", hint=hint)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
@@ -170,7 +163,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def refused(self) -> list[Sequence]:
-        """The sequences to refuse: as many as wait above `max_waiting`, the latest of those added since the last step.
+        """The sequences to refuse, so that `max_waiting` wait: the latest of those added since the last step.
 
         Call it after `schedule`, so that no sequence is refused that the step computes. A group counts as one sequence until its
         prompt is computed. The caller removes them.
@@ -194,12 +187,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.group is not None:
             self._leave_group(sequence)
-        if self._keeps_states and sequence.slots is not None and len(sequence.tokens) > sequence.prompt_len and not failed:
+        generated = len(sequence.tokens) > sequence.prompt_len
+        if self._states is not None and sequence.slot in self._decoding and generated and not failed:
             self._keep_end(sequence)
         self._free(sequence)
 
     def _keep_end(self, sequence: Sequence) -> None:
-        """Tell the prefix cache how many tokens the state of a sequence has that ends.
+        """Tell the prefix cache how many tokens are in the state of a sequence that ends.
 
         The steps that the host has read have computed all its tokens but the last one, and this one too if the sequence did not
         take all that they yield. A step in flight computes the next token. With drafts, a state can go back to any token of its
@@ -230,7 +224,7 @@ class Scheduler:
     def _release_followers(self, sequence: Sequence) -> None:
         """Let the rest of a group run, once its leader's full prompt pages are in the prefix cache; at once if there is none."""
         full = (sequence.prompt_len - 1) // self._cache.page_size
-        if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
+        if sequence.leads and (self.prefix_cache is None or self.slots.num_registered[sequence.slot] >= full):
             sequence.leads = False
             for following in self._followers.pop(sequence.group).values():
                 self._wait(following)
@@ -240,24 +234,15 @@ class Scheduler:
 
         Nothing is cached or pinned any more.
         """
-        self.running.clear()
-        self._pinned.clear()
+        self._clear()
         self.slots.reset()
-        self._prefilling.clear()
-        self._decoding.clear()
-        self._decoding_slots = None
-        self._away.clear()
-        self.waiting = WaitingQueue()
-        self._followers.clear()
         self._cache.allocator.reset()
-        self.starting = None
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
         for sequence in waiting:
             sequence.leads = False  # it has not started
             self.add(sequence)
         self._added.clear()
-        self.max_len = min(self.limits.max_model_len, self._cache.capacity)  # pinned prompts had lowered it
 
     def schedule(self) -> Work | None:
         """The sequences of the next step, with their pages reserved. None if there is nothing to compute (yet)."""
@@ -266,43 +251,49 @@ class Scheduler:
         admits = bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
         rows = self.limits.max_logits_rows - len(self.running)  # beside one draw of each running sequence
         slots, counts, lens = self._schedule_decoding(limit, most_splits, rows - admits)
-        epochs = self.slots.epochs[slots] if len(slots) else _NO_EPOCHS
-        prompts = list[tuple[Sequence, _Planned]]()
-        used, splits, seconds = 0, 0, _ANY_TIME
-        if len(slots):
-            used, splits, seconds = int(counts.sum()), int(_splits(lens).sum()), self._seconds_of_prompts()
+        going_on, chunks = len(slots), dict[Sequence, _Chunk]()
+        used = going_on if self.draft_lengths is None else int(counts.sum())
         if used < limit and (self._prefilling or self.waiting):
-            room = _Room(limit - used, rows - used + len(slots), most_splits - splits, seconds)
-            prompts = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
-        if not len(slots) and not prompts:
+            limited = going_on and self.prompt_time is not None and self.limits.max_step_ms
+            seconds = self.limits.max_step_ms / 1e3 if limited else _ANY_TIME
+            room = _Room(limit - used, rows - used + going_on, most_splits - int(_splits(lens).sum()), seconds)
+            chunks = self._schedule_prompts(room, admits and self.num_preemptions == preemptions)
+        if not going_on and not chunks:
             return None
-        copies = self.prefix_cache.copies() if self._keeps_states and self.prefix_cache is not None else NO_COPIES
-        planned, epochs = _planned(slots, counts, lens, epochs, [own for _, own in prompts])
-        if not prompts:
-            return Work(planned, epochs, [], copies)
-        places = list(enumerate([sequence for sequence, _ in prompts], len(slots)))
+        copies = NO_COPIES if self._states is None else self._states.copies()
+        values = np.empty((6, going_on + len(chunks)), np.int64)
+        first = values[:, :going_on]
+        first[0], first[1], first[2:5], first[5] = slots, -1, counts, lens
+        if not chunks:
+            return Work(PlannedSequences(values, [used] * 3), self.slots.epochs[slots], [], copies)
+        values[:, going_on:] = np.transpose(list(chunks.values()))
+        planned, places = PlannedSequences(values, values[2:5].sum(1).tolist()), list(enumerate(chunks, going_on))
         snapshots: tuple[Snapshot, ...] = ()
-        if self._keeps_states and self.prefix_cache is not None:
-            snapshots = self.prefix_cache.snapshots(places, [own[5] for _, own in prompts])
-        return Work(planned, epochs, places, copies, snapshots)
+        if self._states is not None:
+            snapshots = self._states.snapshots(places, [chunk.stop for chunk in chunks.values()])
+        return Work(planned, self.slots.epochs[planned.slots], places, copies, snapshots)
 
-    def _schedule_prompts(self, room: _Room, admits: bool) -> list[tuple[Sequence, _Planned]]:
+    def _schedule_prompts(self, room: _Room, admits: bool) -> dict[Sequence, _Chunk]:
         """The prompts of the next step, of sequences that are admitted already, and of waiting ones if `admits`.
 
         Half of the room goes to the oldest prompts, the rest to those with the fewest tokens left. So a short prompt does not
         wait for a long one, and a long one takes at most twice as long beside any number of short ones.
         """
-        planned = dict[Sequence, _Planned]()
+        chunks = dict[Sequence, _Chunk]()
         first = part = room if len(self._prefilling) + len(self.waiting) == 1 else room.half()
         for rank, waiting in ((_age, self.waiting.oldest), (_size, self.waiting.smallest)):
-            rest = (own for own in self._prefilling.values() if own not in planned or planned[own][5] < own.prefill_len)
+            prompts = self._prefilling.values()
+            rest = (prompt for prompt in prompts if prompt not in chunks or chunks[prompt].stop < prompt.prefill_len)
             pending = sorted(rest, key=rank, reverse=True)
-            enters = admits and bool(self.waiting) and self._lets_pass(self.waiting.oldest(), part.splits)
+            enters = admits and bool(self.waiting)
+            if enters:  # others may pass the oldest if it fits, or is not due
+                oldest = self.waiting.oldest()
+                enters = self.clock < oldest.due or self._fitting(oldest, part.splits) is not None
             while part.tokens > 0:
                 enters = enters and bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and part.rows > 0
                 if enters and (not pending or rank(waiting()) < rank(pending[-1])):
                     sequence, least = waiting(), 1
-                    in_time = not planned or self._in_time(0, part.tokens, part.seconds)
+                    in_time = not chunks or self._in_time(0, part.tokens, part.seconds)
                     hit = self._fitting(sequence, part.splits) if in_time else None
                     if hit is None:
                         enters = False
@@ -310,33 +301,24 @@ class Scheduler:
                     self._admit(sequence, hit)
                     part = part._replace(rows=part.rows - 1)
                 elif pending:
-                    sequence, least = pending.pop(), int(not planned)
+                    sequence, least = pending.pop(), int(not chunks)
                 else:
                     break
-                free = part if (own := planned.get(sequence)) is None else part.plus(self._taken(own))
-                own = self._plan_prompt(sequence, free, least)
-                if own is not None:
-                    planned[sequence], part = own, free.less(self._taken(own))
+                free = part.plus(self._taken(chunks[sequence])) if sequence in chunks else part
+                if (chunk := self._chunk(sequence, free, least)) is not None:
+                    chunks[sequence], part = chunk, free.less(self._taken(chunk))
             if first is room:  # a single prompt
                 break
             part = part.plus(room).less(first)
-        return list(planned.items())
+        return chunks
 
-    def _lets_pass(self, sequence: Sequence, splits: int) -> bool:
-        """Whether others may be admitted before the oldest that waits: if it fits, or has not waited for its number of tokens."""
-        return self.clock < sequence.due or self._fitting(sequence, splits) is not None
-
-    def _taken(self, own: _Planned) -> _Room:
+    def _taken(self, chunk: _Chunk) -> _Room:
         """What a prompt takes of a step's room."""
-        seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(own[1], own[2])
-        return _Room(own[2], max(0, own[3] - 1), _splits(own[5]), seconds)
-
-    def _seconds_of_prompts(self) -> float:
-        """How long a step may compute prompts while others decode."""
-        return self.limits.max_step_ms / 1e3 if self.prompt_time is not None and self.limits.max_step_ms else _ANY_TIME
+        seconds = 0.0 if self.prompt_time is None else self.prompt_time.seconds(chunk.start, chunk.num_tokens)
+        return _Room(chunk.num_tokens, max(0, chunk.num_logits - 1), _splits(chunk.stop), seconds)
 
     def _in_time(self, start: int, budget: int, seconds: float) -> int:
-        """How many of `budget` tokens of a prompt, the first at position `start`, a step computes in so many seconds."""
+        """Number of a prompt's tokens, the first at position `start`, that a step computes in `seconds`, at most `budget`."""
         if self.prompt_time is None:
             return budget
         tokens = self.prompt_time.tokens(start, seconds)
@@ -345,82 +327,61 @@ class Scheduler:
         return tokens // _PROMPT_TILE * _PROMPT_TILE
 
     def _schedule_decoding(self, budget: int, splits: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] int32 each.
+        """Those that go on with the next tokens of their slots: slots, new tokens and cached tokens, [B] each.
 
         Args:
             rows: of logits, for drafts.
         """
-        own = self.slots
+        host, size = self.slots, self._cache.page_size
         if not self._decoding:
             return NO_TOKENS, NO_TOKENS, NO_TOKENS
         if self._decoding_slots is None:
-            self._decoding_slots = np.array(self._decoding, np.int32)
+            self._decoding_slots = np.array(list(self._decoding))
         slots = self._decoding_slots
-        if len(slots) <= FEW and self.draft_lengths is None and budget >= FEW:
-            return self._schedule_few(splits)
-        known, final = own.lengths[slots], own.final_lens[slots]
         new: int | np.ndarray = 1
+        plain = host.lengths[slots] + host.unread[slots]  # cached tokens without drafts
         if self.draft_lengths is not None:
             left = budget - len(slots)  # drafts take none of the tokens that others go on with, and half of what prompts may have
             left = left // 2 if self._prefilling or self.waiting else left
             new = self.draft_lengths.choose(slots, len(slots) + min(rows, max(0, left)))
-        counts = np.minimum(final - known - own.steps[slots], new)  # ≤ 0: its last token is in a step
-        if counts.min() <= 0:
-            runs = counts > 0
-            slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
-        if int(counts.sum()) > budget:
-            counts = np.minimum(counts, budget - (counts.cumsum() - counts))
-            runs = counts > 0
-            slots, known, final, counts = slots[runs], known[runs], final[runs], counts[runs]
+        elif (
+            len(slots) <= budget and (plain <= host.quiet_until[slots]).all()
+            and (len(slots) * _splits(self.max_len) <= splits or int(_splits(plain).sum()) <= splits)
+        ):  # as in most steps
+            return slots, np.ones(len(slots), np.int64), plain
+        final = host.final_lens[slots]
+        counts = np.maximum(np.minimum(final - host.lengths[slots] - host.steps[slots], new), 0)  # 0: its last token is in a step
+        counts = np.minimum(counts, budget - (counts.cumsum() - counts))
+        runs = counts > 0
+        slots, counts, final = slots[runs], counts[runs], final[runs]
         if self.limits.max_drafts:
             self._return_pages(slots)
-        plain = np.minimum(known + own.unread[slots], final)  # the lengths without drafts
+        plain = np.minimum(plain[runs], final)
         lens = np.minimum(plain - 1 + counts, final)
-        complete = _splits(lens)
-        if int(complete.sum()) > splits:  # as many as fit, in order
-            fits = list[bool]()
-            for count in complete.tolist():
-                fits.append(count <= splits)
-                splits -= count * fits[-1]
-            slots, counts, lens, plain = slots[fits], counts[fits], lens[fits], plain[fits]
-        for i in (plain > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
+        if int(_splits(lens).sum()) > splits:  # as many as fit, in order
+            for i, count in enumerate(_splits(lens).tolist()):
+                counts[i] *= count <= splits
+                splits -= count * (count <= splits)
+        for i in ((counts > 0) & (plain > host.num_pages[slots] * size)).nonzero()[0].tolist():
             slot = int(slots[i])
-            sequence = own.sequences[slot]
+            sequence = host.sequences[slot]
             while sequence is not None and sequence.slot >= 0 and not self._reserve(sequence, int(plain[i])):
-                if own.unread[slot] > own.steps[slot]:  # it waits until the host knows how many of its drafts are right
+                if host.unread[slot] > host.steps[slot]:  # it waits until the host knows how many of its drafts are right
                     counts[i] = 0
                     break
                 self._preempt_last()
         if self.limits.max_drafts:  # drafts preempt nobody
-            runs = counts > 0
-            slots, counts, lens, plain = slots[runs], counts[runs], lens[runs], plain[runs]
-            for i in (lens > own.num_pages[slots] * self._cache.page_size).nonzero()[0].tolist():
-                sequence = own.sequences[int(slots[i])]
+            for i in ((counts > 0) & (lens > host.num_pages[slots] * size)).nonzero()[0].tolist():
+                sequence = host.sequences[int(slots[i])]
                 if sequence is not None and not self._reserve(sequence, int(lens[i])):
                     counts[i], lens[i] = 1, plain[i]
+        host.quiet_until[slots] = np.minimum(final - 1, host.num_pages[slots] * size)
+        kept = counts > 0
         if self._decoding_slots is None:  # some were preempted
-            kept = np.array([own.sequences[slot] is not None for slot in slots.tolist()], bool)
-            slots, counts, lens = slots[kept], counts[kept], lens[kept]
-        return slots, counts.astype(np.int32), lens.astype(np.int32)
+            kept &= [host.sequences[slot] is not None for slot in slots.tolist()]
+        return slots[kept], counts[kept], lens[kept]
 
-    def _schedule_few(self, splits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`_schedule_decoding` of few sequences, one after the other, which takes less time than arrays."""
-        own, chosen = self.slots, list[tuple[Sequence, int]]()
-        for slot in list(self._decoding):
-            sequence, known, final = own.sequences[slot], int(own.lengths[slot]), int(own.final_lens[slot])
-            length = min(known + int(own.unread[slot]), final)
-            if sequence is None or known + own.steps[slot] >= final or _splits(length) > splits:
-                continue
-            while sequence.slot >= 0 and not self._reserve(sequence, length):
-                self._preempt_last()
-            if sequence.slot >= 0:
-                chosen.append((sequence, length))
-                splits -= _splits(length)
-        kept = [(sequence.slot, length) for sequence, length in chosen if sequence.slot >= 0]
-        values = np.array(kept, np.int32).reshape(-1, 2)
-        return values[:, 0], np.ones(len(kept), np.int32), values[:, 1]
-
-    def _plan_prompt(self, sequence: Sequence, room: _Room, least: int = 0) -> _Planned | None:
+    def _chunk(self, sequence: Sequence, room: _Room, least: int = 0) -> _Chunk | None:
         """What a step computes of a sequence's known tokens within a room; None: nothing.
 
         Args:
@@ -437,39 +398,33 @@ class Scheduler:
             stop = self.prefix_cache.chunk_end(sequence, start, stop)
         draws = int(stop == sequence.prefill_len and not sequence.logits_only)
         scored = max(0, min(stop, sequence.prefill_len - draws) - first)
-        return sequence.slot, start, stop - start, scored + draws, draws, stop, int(self.slots.epochs[sequence.slot])
+        return _Chunk(sequence.slot, start, stop - start, scored + draws, draws, stop)
 
     def started(self, work: Work) -> None:
         """A step with these sequences was started."""
-        own, going_on = self.slots, len(work.planned) - len(work.prompts)
-        slots, draws = work.planned.slots, work.planned.num_draws
-        self.starting, self.clock = None, self.clock + work.planned.sums[0]
-        if self._keeps_states and self.prefix_cache is not None:
-            self.prefix_cache.started()
-        if going_on:
-            own.num_sent[slots[:going_on]] = own.num_pages[slots[:going_on]]
+        host, slots, draws = self.slots, work.planned.slots, work.planned.num_draws
+        self.starting, self.clock, self._steps_since = None, self.clock + work.planned.sums[0], self._steps_since + 1
+        if self._steps_since >= self._until_larger:
+            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
+        if self._states is not None:
+            self._states.started()
+        for slot in host.unsent.intersection(slots.tolist()) if host.unsent else ():
+            host.num_sent[slot] = host.num_pages[slot]
+            host.unsent.remove(slot)
         for place, sequence in work.prompts:
             if sequence.slot < 0:  # it has ended while the step was being started
                 continue
             _, _, num_tokens, num_logits, num_draws, _ = work.planned.values[:, place].tolist()
-            sequence.num_sent = len(sequence.pages)
             sequence.num_prefilled += num_tokens
             sequence.num_scored += num_logits - num_draws
             if self.prefix_cache is not None:
                 self.prefix_cache.computed(sequence)
-            if not sequence.prefills:
+            if sequence.num_prefilled == sequence.prefill_len:
                 self._prefilling.pop(sequence.id, None)
                 if num_draws:
-                    sequence.decode(own)
-                    self._decoding.append(sequence.slot)
-                    self._decoding_slots = None
-        if len(slots) <= FEW:
-            for slot, count in zip(slots.tolist(), draws.tolist(), strict=True):
-                own.steps[slot] += count > 0
-                own.unread[slot] += count
-        else:
-            own.steps[slots] += draws > 0
-            own.unread[slots] += draws
+                    self._decoding[sequence.slot], self._decoding_slots = sequence, None
+        host.steps[slots] += draws > 0
+        host.unread[slots] += draws
 
     def failed(self, work: Work) -> None:
         """A step with these sequences did not start, because memory ran out in the middle of its layers.
@@ -477,25 +432,20 @@ class Scheduler:
         States may have changed by then, and pages only what the next try writes again. So sequences with states begin again.
         """
         self.starting = None
-        if self._keeps_states and self.prefix_cache is not None:
-            self.prefix_cache.failed()
+        if self._states is not None:
+            self._states.failed()
         if self._cache.has_states:
             for slot, epoch in zip(work.planned.slots.tolist(), work.epochs.tolist(), strict=True):
                 if (sequence := self.slots.sequences[slot]) is not None and self.slots.epochs[slot] == epoch:
                     self._preempt(sequence)
 
-    def read(self, slots: list[int] | np.ndarray, draws: list[int] | np.ndarray) -> None:
-        """The tokens of a step with so many draws of each slot are known now."""
-        if len(slots) <= FEW:
-            for slot, count in zip(slots, draws, strict=True):
-                self.slots.steps[slot] -= 1
-                self.slots.unread[slot] -= count
-        else:
-            self.slots.steps[slots] -= 1
-            self.slots.unread[slots] -= draws
+    def read(self, slots: np.ndarray, draws: np.ndarray) -> None:
+        """The tokens of a step with these numbers of draws of each slot are known now."""
+        self.slots.steps[slots] -= 1
+        self.slots.unread[slots] -= draws
 
     def away(self, slot: int, epoch: int) -> Sequence | None:
-        """Who had the slot then, and was preempted before the host has read the tokens of a step. This step is read now."""
+        """The sequence that had the slot in a step that is read now, and was preempted since. None: it has ended."""
         sequence = self._away.get((slot, epoch))
         if sequence is not None:
             sequence.unread_steps -= 1
@@ -519,7 +469,7 @@ class Scheduler:
         allocator = self._cache.allocator
         if sequence.unread_steps or sequence.blocked_at == allocator.num_changes or _splits(len(sequence.tokens)) > splits:
             return None
-        pages = self._cache.pages_for(sequence.next_len)
+        pages = self._cache.pages_for(min(len(sequence.tokens) + 1, sequence.final_len))
         for hit in self._hits(sequence):
             if pages - len(hit.pages) <= allocator.num_free - allocator.count_free(hit.held):
                 return hit
@@ -530,9 +480,9 @@ class Scheduler:
         """Give a waiting sequence its slot, and the pages of its tokens."""
         self.waiting.remove(sequence)
         cache, tokens = None if sequence.logits_only else self.prefix_cache, len(sequence.tokens)
-        sequence.take_slot(self.slots, list(hit.pages))
+        sequence.take_slot(self.slots, hit.pages)
         sequence.num_prefilled, sequence.prefill_len = hit.tokens, tokens
-        sequence.registered = NEVER if cache is None else len(hit.pages)
+        self.slots.num_registered[sequence.slot] = NEVER if cache is None else len(hit.pages)
         if cache is not None:
             cache.take(sequence, hit)
         self._reserve(sequence, tokens)
@@ -549,29 +499,25 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.request.cache_salt)
 
-    def register(self, slots: list[int] | np.ndarray) -> None:
+    def register(self, slots: np.ndarray) -> None:
         """Add the full pages of slots that decode to the prefix cache, but for the last token, whose KV values come with the next
         step. The steps of the other tokens must have ended."""
-        if self.prefix_cache is None:
-            return
-        own, size = self.slots, self._cache.page_size
-        if len(slots) > FEW:
-            slots = np.asarray(slots)
-            slots = slots[(own.lengths[slots] - 1) // size > own.num_registered[slots]]
-        for slot in map(int, slots):
-            if (sequence := own.sequences[slot]) is not None:
-                self.register_pages(sequence, int(own.lengths[slot]) - 1)
+        if self.prefix_cache is not None:
+            host = self.slots
+            for slot in slots[(host.lengths[slots] - 1) // self._cache.page_size > host.num_registered[slots]].tolist():
+                if (sequence := host.sequences[slot]) is not None:
+                    self.register_pages(sequence, int(host.lengths[slot]) - 1)
 
     def register_pages(self, sequence: Sequence, computed: int) -> None:
         """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
-        registered, pages = sequence.num_registered, sequence.pages
+        registered, pages = int(self.slots.num_registered[sequence.slot]), sequence.pages
         full = min(computed // self._cache.page_size, len(pages))
         if self.prefix_cache is None or full <= registered:
             return
         self.extend_keys(sequence)
-        for page, key in zip(pages[registered:full], sequence.keys[registered:full], strict=True):
-            self._cache.allocator.register(int(page), key)
-        sequence.num_registered = full
+        for page, key in zip(pages[registered:full].tolist(), sequence.keys[registered:full], strict=True):
+            self._cache.allocator.register(page, key)
+        self.slots.num_registered[sequence.slot] = full
         self._release_followers(sequence)
 
     def pin(self, tokens: np.ndarray, longest: int = 0) -> int:
@@ -610,26 +556,17 @@ class Scheduler:
         if self._cache.has_states:  # their sequences have begun again (`failed`), and need more steps than that to end
             self._until_larger *= 2
 
-    def relax_limit(self) -> None:
-        """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
-        self._steps_since += 1
-        if self._steps_since >= self._until_larger:
-            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.limits.max_num_batched_tokens), 0
-
-    def _preempt_last(self) -> Sequence:
+    def _preempt_last(self) -> None:
         """Take the pages of the last running sequence by rank, which is computed again from its start later.
 
         It keeps its rank, so that it is admitted before those that arrived later.
         """
-        last = max(self.running.values(), key=lambda sequence: sequence.rank)
-        self._preempt(last)
-        return last
+        self._preempt(max(self.running.values(), key=_age))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         del self.running[sequence.id]
         place = sequence.slot, int(self.slots.epochs[sequence.slot])
-        sequence.keep()
         self._free(sequence)
         if sequence.unread_steps:
             self._away[place] = sequence
@@ -637,34 +574,32 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        needed = self._cache.pages_for(tokens) - len(sequence.pages)
+        needed = self._cache.pages_for(tokens) - int(self.slots.num_pages[sequence.slot])
         if needed > self._cache.allocator.num_free:
             return False
         if needed > 0:
-            sequence.add_pages(self._cache.allocator.allocate(needed))
+            self.slots.add_pages(sequence.slot, self._cache.allocator.allocate(needed))
         return True
 
     def _return_pages(self, slots: np.ndarray) -> None:
         """Return the pages that were reserved for drafts which turned out to be wrong."""
-        own = self.slots
-        most = np.minimum(own.lengths[slots] + own.unread[slots], own.final_lens[slots])
+        host = self.slots
+        most = np.minimum(host.lengths[slots] + host.unread[slots], host.final_lens[slots])
         kept = -(-most // self._cache.page_size)
-        for i in (kept < own.num_pages[slots]).nonzero()[0].tolist():
+        for i in (kept < host.num_pages[slots]).nonzero()[0].tolist():
             slot, count = int(slots[i]), int(kept[i])
-            self._cache.allocator.release(own.page_tables[slot, count : own.num_pages[slot]].tolist())
-            own.num_pages[slot], own.num_sent[slot] = count, min(count, int(own.num_sent[slot]))
+            self._cache.allocator.release(host.page_tables[slot, count : host.num_pages[slot]].tolist())
+            host.num_pages[slot], host.num_sent[slot] = count, min(count, int(host.num_sent[slot]))
 
     def _free(self, sequence: Sequence) -> None:
         """Take the pages and the slot of a sequence, if it has them."""
         if sequence.slot < 0:
             return
-        self._cache.allocator.release(list(map(int, sequence.pages)))
+        self._cache.allocator.release(sequence.pages.tolist())
         self._prefilling.pop(sequence.id, None)
-        if sequence.slots is not None:
-            self._decoding.remove(sequence.slot)
+        if self._decoding.pop(sequence.slot, None) is not None:
             self._decoding_slots = None
-        sequence.leave_slot(self.slots)
-        sequence.num_prefilled = 0
+        sequence.leave_slot()
 
 
 def _prefix_cache(cache: KVCache) -> PrefixCache | None:

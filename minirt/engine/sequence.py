@@ -8,9 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from minirt.engine.request import Request, TokenLogprobs
-from minirt.engine.slots import NEVER, HostSlots, Reason
+from minirt.engine.slots import NEVER, HostSlots, accept
 from minirt.engine.token_constraints import TokenConstraint
 from minirt.sampling_params import EffectiveSampling
+from minirt.step.plan import NO_TOKENS
 
 if TYPE_CHECKING:
     from minirt.engine.logits_processors import Rules
@@ -22,9 +23,9 @@ _NO_TIMES = np.zeros(0)
 class Sequence:
     """The state of one request.
 
-    While it runs, it has a slot. Once it decodes, what changes with each step is in the arrays of `HostSlots`, and the properties
-    here read it there. After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From
-    then on, the device has the next token of the slot, and the host reads each step's tokens later. Until then, it knows bounds.
+    While it runs, it has a slot: what changes with each step is in its row of `HostSlots`, and the properties here read it there.
+    After an admission, steps compute the tokens known then (`prefill_len`), in one or several chunks. From then on, the device
+    has the next token of the slot, and the host reads each step's tokens later. Until then, it knows bounds.
 
     Args:
         final_len: tokens at its end, at most.
@@ -37,7 +38,7 @@ class Sequence:
     rules: "Rules | None" = None
     constraint: TokenConstraint | None = None
     slot: int = -1  # its row of the table of slots while it runs; −1: none
-    slots: HostSlots | None = None  # whose arrays have it; None: it does not decode
+    slots: HostSlots | None = None  # the arrays with this row; None: it does not run
     leads: bool = False  # whether the others of its group wait until its prompt is computed
     rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals
     size: int = 0  # tokens to compute when it began to wait: those that were not in the prefix cache
@@ -45,10 +46,7 @@ class Sequence:
     blocked_at: int = -1  # `PageAllocator.num_changes` when it did not fit
     num_prefilled: int = 0  # of the first `prefill_len` tokens: those that are cached, or computed by a step that was started
     prefill_len: int = 0  # tokens known at the admission
-    num_sent: int = -1  # number of its pages that the device knows, before it decodes; −1: it does not know the sequence
-    registered: int = 0  # number of its pages that are in the prefix cache, before it decodes; `NEVER`: none ever will be
-    drafted: tuple[int, int] = (0, 0)  # before it decodes: drafts that were verified, and that were right
-    needs: tuple[int, int, int] = (0, -1, 0)  # of its draws: `HostSlots.flags`, `num_top`, `rules_until`
+    drafted: tuple[int, int] = (0, 0)  # without a slot: drafts that were verified, and that were right
     unread_steps: int = 0  # without a slot: steps that it was in before it was preempted, whose tokens the host has not read
     # Number of prompt tokens after the first that need no scores, or whose scores are known or in a step. With `logits_only`:
     # number of prompt tokens whose logits are.
@@ -68,21 +66,20 @@ class Sequence:
     prompt_len: int = field(init=False)
     group: int | None = field(init=False)  # the sequences of one group have the same prompt
     logits_only: bool = field(init=False)  # no token is drawn: the caller wants the logits of all tokens
-    _pages: list[int] = field(init=False, default_factory=list)  # before it decodes
-    _tokens: np.ndarray = field(init=False)  # int32, while it does not decode
+    _tokens: np.ndarray = field(init=False)  # int32, without a slot
     _times: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        own = self.request
-        self.id, self.sampling, self.prompt_len = own.id, own.sampling, len(own.prompt_token_ids)
-        self.group, self.logits_only = own.group, own.logits_only
-        self._tokens = np.frombuffer(array("i", own.prompt_token_ids), np.int32)  # faster than NumPy from a list
-        self._times, self.num_scored = _NO_TIMES, own.num_unscored - 1
+        request = self.request
+        self.id, self.sampling, self.prompt_len = request.id, request.sampling, len(request.prompt_token_ids)
+        self.group, self.logits_only = request.group, request.logits_only
+        self._tokens = np.frombuffer(array("i", request.prompt_token_ids), np.int32)  # faster than NumPy from a list
+        self._times, self.num_scored = _NO_TIMES, request.num_unscored - 1
         self.scores = None if self.sampling.prompt_logprobs is None else []
 
     @property
     def watched(self) -> bool:
-        """Whether Python looks at each of its tokens."""
+        """Whether a caller, a constraint or log-probabilities need each token when it is known."""
         return not self.request.final_only or self.sampling.structured_outputs is not None or self.sampling.logprobs is not None
 
     @property
@@ -95,9 +92,7 @@ class Sequence:
     @property
     def tokens(self) -> np.ndarray:
         """The prompt and the tokens generated so far, at most `final_len` in total."""
-        if self.slots is None:
-            return self._tokens
-        return self.slots.tokens[self.slot, : self.slots.lengths[self.slot]]
+        return self._tokens if self.slots is None else self.slots.tokens[self.slot, : self.slots.lengths[self.slot]]
 
     @property
     def times(self) -> np.ndarray:
@@ -107,21 +102,9 @@ class Sequence:
         return self.slots.times[self.slot, self.prompt_len : self.slots.lengths[self.slot]]
 
     @property
-    def pages(self) -> list[int] | np.ndarray:
+    def pages(self) -> np.ndarray:
         """Its KV pages."""
-        return self._pages if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
-
-    @property
-    def num_registered(self) -> int:
-        """Number of its pages that are in the prefix cache."""
-        return self.registered if self.slots is None else int(self.slots.num_registered[self.slot])
-
-    @num_registered.setter
-    def num_registered(self, count: int) -> None:
-        if self.slots is None:
-            self.registered = count
-        else:
-            self.slots.num_registered[self.slot] = count
+        return NO_TOKENS if self.slots is None else self.slots.page_tables[self.slot, : self.slots.num_pages[self.slot]]
 
     @property
     def size_rank(self) -> tuple[int, int, int]:
@@ -131,16 +114,6 @@ class Sequence:
         """
         left = self.size if self.slot < 0 else self.prefill_len - self.num_prefilled
         return self.rank[0], left.bit_length(), self.rank[1]
-
-    @property
-    def next_len(self) -> int:
-        """Tokens, and the next one if there may be one."""
-        return min(len(self.tokens) + 1, self.final_len)
-
-    @property
-    def prefills(self) -> bool:
-        """Whether a step must compute tokens that the host knows, before it can go on."""
-        return self.num_prefilled < self.prefill_len
 
     @property
     def unscored(self) -> int:
@@ -154,43 +127,20 @@ class Sequence:
 
     def take_slot(self, slots: HostSlots, pages: list[int]) -> None:
         """Run in a free slot, with these pages."""
-        self.slot, self._pages, self.num_sent = slots.reserve(self), pages, -1
+        self.slot, self.slots = slots.admit(self), slots
+        slots.add_pages(self.slot, pages)
 
-    def decode(self, slots: HostSlots) -> None:
-        """Go on in the arrays."""
-        slots.join(self)
-        self.slots = slots
-
-    def add_pages(self, pages: list[int]) -> None:
-        if self.slots is None:
-            self._pages += pages
-        else:
-            count = int(self.slots.num_pages[self.slot])
-            self.slots.page_tables[self.slot, count : count + len(pages)] = pages
-            self.slots.num_pages[self.slot] = count + len(pages)
-
-    def keep(self) -> None:
-        """Keep what the host knows when it leaves its slot, since it goes on later."""
+    def leave_slot(self) -> None:
+        """Free the slot, and keep what the host knows: it may go on later. Its pages are the caller's to release."""
         if self.slots is not None:
             self._tokens, self._times, self.drafted = self.tokens.copy(), self.times.copy(), self.num_drafts
-            self.unread_steps = int(self.slots.steps[self.slot])
+            self.unread_steps, self.num_prefilled = int(self.slots.steps[self.slot]), 0
+            self.slots.release(self.slot)
+            self.slot, self.slots = -1, None
 
-    def leave_slot(self, slots: HostSlots) -> None:
-        """Free the slot. Its pages are the caller's to release."""
-        slots.release(self.slot)
-        self.slot, self.slots, self._pages, self.registered = -1, None, [], 0
-
-    def append(self, tokens: list[int], now: float) -> tuple[int, Reason]:
+    def append(self, tokens: list[int], now: float) -> tuple[int, int]:
         """`HostSlots.extend`, for a step that it was in before it was preempted."""
-        count, reason = 0, Reason.RUNS
-        for token in tokens:
-            if token < 0 or len(self._tokens) + count >= self.final_len:
-                reason = Reason.NO_TOKEN if token < 0 else Reason.LENGTH
-                break
-            count += 1
-            if token in self.ends or len(self._tokens) + count >= self.final_len:
-                reason = Reason.STOP if token in self.ends else Reason.LENGTH
-                break
+        count, reason = accept(tokens, len(self._tokens), self.final_len, self.ends)
         self._tokens = np.concatenate((self._tokens, np.array(tokens[:count], np.int32)))
         self._times = np.concatenate((self._times, np.full(count, now)))
         return count, reason

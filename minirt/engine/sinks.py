@@ -1,4 +1,4 @@
-"""`Sink`: takes the outputs of requests. `Sinks`: which sink takes those of which request. `Port`: where requests are submitted.
+"""`Sink`: takes the outputs of requests. `Sinks`: the sinks of open requests. `Port`: takes requests.
 
 The engine's thread, an event loop of `AsyncGenerator` and the server's front each have `Sinks`. Imports no torch.
 """
@@ -62,8 +62,8 @@ class Sinks:
                     mail[sink] = [output]
                 if output.finish_reason is not None:
                     ended.append(output.request_id)
-        for sink, own in mail.items():
-            sink.put(own)
+        for sink, letters in mail.items():
+            sink.put(letters)
         self.drop(ended)
 
     def fail(self, request_ids: Iterable[int], error: MinirtError) -> None:

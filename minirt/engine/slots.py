@@ -1,11 +1,11 @@
-"""`HostSlots`: the host's columns of the table of slots. What is the same for all sequences that decode is done on its arrays.
+"""`HostSlots`: what the host knows of the running sequences, as arrays with a row for each slot.
 
-The host knows the tokens of steps that it has read, and bounds of what the steps in flight yield. A sequence has a slot while it
-runs, and is in the arrays once its prompt is computed: until then, its object is faster, and the first token waits for it.
+The host knows the tokens of steps that it has read, and bounds of what the steps in flight yield. A sequence has a row from its
+admission until it ends or is preempted. What is the same for all sequences that decode is done on the arrays.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
-from enum import IntEnum
 from mmap import MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from minirt.engine.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
-SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: to return it takes microseconds
-FEW = 3  # so many sequences take less time one by one than on arrays
+SHORT = 4096  # tokens for which a free slot keeps memory, 48 KiB: returning it takes microseconds
+FEW = 3  # up to this number of sequences, one after the other is faster than array operations
 
 
-class Reason(IntEnum):
-    """Why a sequence yields no more tokens."""
+class Reason:
+    """Why a sequence yields no more tokens. (No `IntEnum`, with which NumPy compares slowly.)"""
 
     RUNS = 0
     STOP = 1  # at one of its `ends`
@@ -30,8 +30,22 @@ class Reason(IntEnum):
     NO_TOKEN = 3  # the sampler drew −1
 
 
+def accept(tokens: list[int], length: int, final_len: int, ends: Iterable[int]) -> tuple[int, int]:
+    """The stop rules: how many of a step's tokens a sequence of `length` tokens takes, and the `Reason` why it ends."""
+    for count, token in enumerate(tokens):
+        if token < 0:
+            return count, Reason.NO_TOKEN
+        if length + count >= final_len:  # with max_tokens 0, the step has drawn a token all the same
+            return count, Reason.LENGTH
+        if token in ends:
+            return count + 1, Reason.STOP
+        if length + count + 1 == final_len:
+            return count + 1, Reason.LENGTH
+    return len(tokens), Reason.RUNS
+
+
 class _LongRows:
-    """Rows of zeros, of which only what was written takes memory, until the row is cleared.
+    """Rows of zeros. Only what was written takes memory, until the row is cleared.
 
     Attributes:
         array: [count, at least `length`].
@@ -61,50 +75,47 @@ class HostSlots:
         pages: columns of a page table.
 
     Attributes:
-        sequences: who has the slot; None: it is free.
-        epochs: how many sequences have had the slot before, by which a step in flight tells whether it has changed hands.
+        sequences: the sequence in each slot; None: the slot is free.
+        epochs: number of sequences that have left the slot, by which a step in flight sees that it has changed hands.
         tokens, times: [S, L], each token that the host knows, and the `time.perf_counter` at which a generated one was known.
-            As `page_tables`, they take memory for the tokens of sequences that run, and for SHORT tokens of each other slot.
+            Like `page_tables`, they take memory for the tokens of running sequences, and for SHORT tokens of each other slot.
         lengths: number of these tokens.
-        steps, unread: steps that were started and yield tokens which the host has not read; the most tokens that these yield.
+        steps, unread: number of started steps that yield tokens which the host has not read; the most tokens that these yield.
         prompt_lens, final_lens: tokens of the prompt, and of the sequence at its end.
         page_tables, num_pages: [S, P] KV pages, and their number.
-        num_sent: number of pages that the device knows.
+        num_sent: number of pages that the device knows; −1: it does not know the sequence.
         num_registered: number of pages that are in the prefix cache; `NEVER`: none ever will be.
         num_drafted, num_accepted: drafts that were verified, and that were right.
+        quiet_until: length up to which it neither ends nor needs a page, by the scheduler.
         flags, num_top, rules_until: what its draws need (`planning.py`).
         ends: [S, E] token ids that end it, −1 where it has fewer.
-        watched: whether somebody waits for each of its tokens.
+        watched: whether Python handles each of its tokens (`Sequence.watched`).
+        unsent: slots with pages that the device does not know.
     """
 
     def __init__(self, limits: EngineLimits, pages: int) -> None:
         count, length = limits.max_num_seqs, limits.max_model_len
         self.sequences: list[Sequence | None] = [None] * count
-        self.epochs, self.lengths, self.steps, self.unread = (np.zeros(count, np.int64) for _ in range(4))
-        self.prompt_lens, self.final_lens, self.num_pages, self.num_sent = (np.zeros(count, np.int64) for _ in range(4))
-        self.num_registered, self.flags, self.num_top = (np.zeros(count, np.int64) for _ in range(3))
-        self.num_drafted, self.num_accepted = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self.rules_until, self.watched = np.zeros(count, np.int64), np.zeros(count, bool)
-        self.ends = np.full((count, 1), -1, np.int32)
+        self.epochs, self.lengths, self.steps, self.unread, self.prompt_lens, self.final_lens = np.zeros((6, count), np.int64)
+        self.num_pages, self.num_sent, self.num_registered, self.quiet_until = np.zeros((4, count), np.int64)
+        self.flags, self.num_top, self.rules_until, self.num_drafted, self.num_accepted = np.zeros((5, count), np.int64)
+        self.watched, self.ends = np.zeros(count, bool), np.full((count, 1), -1, np.int32)
         self._long = [_LongRows(count, length, np.int32), _LongRows(count, length, np.float64), _LongRows(count, pages, np.int32)]
         self.tokens, self.times, self.page_tables = (rows.array for rows in self._long)
+        self.unsent = set[int]()
         self.free = list(range(count))[::-1]
 
     def reset(self) -> None:
         """Make every slot free."""
         self.sequences[:] = [None] * len(self.sequences)
         self.epochs += 1
+        self.unsent.clear()
         self.free = list(range(len(self.sequences)))[::-1]
 
-    def reserve(self, sequence: "Sequence") -> int:
-        """A free slot for a sequence. The caller has checked that there is one."""
-        slot = self.free.pop()
+    def admit(self, sequence: "Sequence") -> int:
+        """Give a sequence a free slot, and write what the host knows of it. The caller has checked that there is a slot."""
+        slot, count, ends = self.free.pop(), len(sequence.tokens), sequence.ends
         self.sequences[slot] = sequence
-        return slot
-
-    def join(self, sequence: "Sequence") -> None:
-        """Write what the host knows of a sequence to the arrays, once all its known tokens are computed or in a step."""
-        slot, count, ends, pages = sequence.slot, len(sequence.tokens), sequence.ends, sequence.pages
         if len(ends) > self.ends.shape[1]:
             wider = np.full((len(self.ends), len(ends)), -1, np.int32)
             wider[:, : self.ends.shape[1]] = self.ends
@@ -113,21 +124,26 @@ class HostSlots:
         self.tokens[slot, :count], self.lengths[slot] = sequence.tokens, count
         if len(sequence.times):
             self.times[slot, sequence.prompt_len : count] = sequence.times
-        self.steps[slot] = self.unread[slot] = 0
+        self.steps[slot] = self.unread[slot] = self.num_pages[slot] = self.quiet_until[slot] = 0
         self.prompt_lens[slot], self.final_lens[slot] = sequence.prompt_len, sequence.final_len
-        self.page_tables[slot, : len(pages)], self.num_pages[slot] = pages, len(pages)
-        self.num_sent[slot], self.num_registered[slot] = sequence.num_sent, sequence.num_registered
-        self.flags[slot], self.num_top[slot], self.rules_until[slot] = sequence.needs
-        self.watched[slot] = sequence.watched
-        self.num_drafted[slot], self.num_accepted[slot] = sequence.drafted
+        self.num_sent[slot], self.watched[slot] = -1, sequence.watched
+        self.num_drafted[slot], self.num_accepted[slot] = sequence.num_drafts
+        return slot
 
     def release(self, slot: int) -> None:
         self.sequences[slot] = None
         self.epochs[slot] += 1
+        self.unsent.discard(slot)
         self.free.append(slot)
         if self.lengths[slot] > SHORT:
             for rows in self._long:
                 rows.clear(slot)
+
+    def add_pages(self, slot: int, pages: list[int]) -> None:
+        count = int(self.num_pages[slot])
+        self.page_tables[slot, count : count + len(pages)] = pages
+        self.num_pages[slot] = count + len(pages)
+        self.unsent.add(slot)
 
     def extend(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens of a step.
@@ -138,40 +154,21 @@ class HostSlots:
         Returns:
             How many tokens each has taken, up to the one that ends it, and the `Reason` why it ends, [N] each.
         """
-        lengths, final, ends = self.lengths[slots], self.final_lens[slots], self.ends[slots]
-        before, reasons, runs = lengths, np.zeros(len(slots), np.int64), counts > 0
-        for column in range(tokens.shape[1]):
-            if column:
-                runs = (reasons == Reason.RUNS) & (counts > column)
-                if not runs.any():
-                    break
-            token = tokens[:, column]
-            drawn = token >= 0
-            takes = runs & drawn & (lengths < final)  # with max_tokens 0, the step has drawn a token all the same
-            if takes.all():
-                self.tokens[slots, lengths], self.times[slots, lengths] = token, now
-            else:
-                where, at = slots[takes], lengths[takes]
-                self.tokens[where, at], self.times[where, at] = token[takes], now
-                reasons[runs & ~drawn] = Reason.NO_TOKEN
-            lengths = lengths + takes
-            reasons[runs & drawn & (lengths >= final)] = Reason.LENGTH
-            reasons[takes & (token[:, None] == ends).any(1)] = Reason.STOP
-        self.lengths[slots] = lengths
-        return lengths - before, reasons
-
-    def extend_one(self, slot: int, count: int, tokens: list[int], now: float) -> tuple[int, Reason]:
-        """`extend` of one slot."""
-        length, final, taken = int(self.lengths[slot]), int(self.final_lens[slot]), 0
-        reason, ends = Reason.RUNS, self.ends[slot].tolist()
-        for token in tokens[:count]:
-            if token < 0 or length == final:
-                reason = Reason.NO_TOKEN if token < 0 else Reason.LENGTH
-                break
-            self.tokens[slot, length], self.times[slot, length] = token, now
-            length, taken = length + 1, taken + 1
-            if token in ends or length == final:
-                reason = Reason.STOP if token in ends else Reason.LENGTH
-                break
-        self.lengths[slot] = length
-        return taken, reason
+        taken, reasons = counts.copy(), np.zeros(len(slots), np.int64)
+        others: Iterable[int] = range(len(slots))
+        if len(slots) > FEW:  # arrays, for those that no stop rule concerns
+            lengths, inside = self.lengths[slots], np.arange(tokens.shape[1]) < counts[:, None]
+            stops = (tokens < 0) | (tokens[:, :, None] == self.ends[slots][:, None]).any(2)
+            ending = (lengths + counts >= self.final_lens[slots]) | (inside & stops).any(1)
+            rows, columns = (inside & ~ending[:, None]).nonzero()
+            places = slots[rows], lengths[rows] + columns
+            self.tokens[places], self.times[places] = tokens[rows, columns], now
+            self.lengths[slots] = lengths + np.where(ending, 0, counts)
+            others = ending.nonzero()[0].tolist()
+        for i in others:
+            slot, new = slots[i], tokens[i, : counts[i]].tolist()
+            length = int(self.lengths[slot])
+            taken[i], reasons[i] = count, _ = accept(new, length, int(self.final_lens[slot]), self.ends[slot].tolist())
+            self.tokens[slot, length : length + count], self.times[slot, length : length + count] = new[:count], now
+            self.lengths[slot] = length + count
+        return taken, reasons

@@ -5,8 +5,8 @@ its state was kept: a **snapshot**, in a row of the state tensors behind those o
 tokens that are folded into it: those on its last page, and the key of the full pages before. A hit needs these full pages, the
 page with the rest (which it copies, since it writes behind the rest), and the snapshot, copied into the sequence's slot.
 
-Snapshots within a prompt are stored by the layers while they compute it, at multiples of so many tokens of the step. Others are
-taken by copies, before the layers of the next step run. As steps run in order, a snapshot can be found as soon as the step that
+The layers store snapshots within a prompt while they compute it, at multiples of `within` tokens of the step. Others are taken
+by copies, before the layers of the next step run. As steps run in order, a snapshot can be found as soon as the step that
 stores it was started, or its copy is planned. They are dropped least recently used first.
 """
 
@@ -48,10 +48,9 @@ class StatePrefixCache(PrefixCache):
 
     Args:
         rows: of the state tensors, for snapshots.
-        spacing: while a long prompt is computed in chunks, a snapshot is taken at the end of a chunk if so many tokens are behind
-            the last one.
-        within: a step stores a snapshot of a prompt after a multiple of so many of its tokens; 0: only at its end, so it ends
-            where a snapshot is wanted.
+        spacing: minimum number of tokens between snapshots at the ends of a long prompt's chunks.
+        within: a step stores snapshots of a prompt after multiples of this number of its tokens; 0: only at its end, so chunks
+            end at the place of a wanted snapshot.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, rows: Seq[int], spacing: int, within: int = 0) -> None:
@@ -66,28 +65,26 @@ class StatePrefixCache(PrefixCache):
         self._children: dict[bytes, list[_Snapshot]] = {}  # by parent
         self._saves: list[tuple[int, _Snapshot]] = []  # slots and snapshots that the next step is to take of them
         self._planned: list[_Snapshot] = []  # those that the step takes which is being started
-        self._stored: list[tuple[Sequence, int, int | None]] = []  # what this step stores: of whom, how many tokens, in which row
-        self._admitted: list[tuple[Sequence, Hit, _Snapshot]] = []  # who begins in that step, from what
+        self._stored: list[tuple[Sequence, int, int | None]] = []  # what this step stores: sequence, number of tokens, row
+        self._admitted: list[tuple[Sequence, Hit, _Snapshot]] = []  # the sequences that begin in that step from a snapshot
         self._pinned: set[_Snapshot] = set()
 
     @property
     def stats(self) -> PrefixCacheStats:
-        return replace(
-            super().stats, recomputed=self._recomputed, snapshots=len(self._known), snapshot_evictions=self._evictions
-        )
+        kept, dropped = len(self._known), self._evictions
+        return replace(super().stats, recomputed=self._recomputed, snapshots=kept, snapshot_evictions=dropped)
 
     def hits(self, keys: list[bytes], tokens: np.ndarray, salt: str | None, most: int) -> Iterator[Hit]:
         size = self._page_size
         pages = self.find(keys, tokens, salt, most // size)
         for whole in (False, True):  # the second one needs no page beside those of the sequence
-            found = self._deepest(keys, tokens, salt, most, len(pages), whole)
-            if found is None:
+            snapshot = self._deepest(keys, tokens, salt, most, len(pages), whole)
+            if snapshot is None:
                 yield Hit(0, [], len(pages) * size)
                 return
-            partial = self._allocator.page_of(found.key) if found.length % size else None
-            own, partial = pages[: found.length // size], -1 if partial is None else partial
-            yield Hit(found.length, own, len(pages) * size, partial, found.key)
-            if partial < 0:
+            partial = self._allocator.page_of(snapshot.key) if snapshot.length % size else None
+            yield Hit(snapshot.length, pages[: snapshot.length // size], len(pages) * size, partial, snapshot.key)
+            if partial is None:
                 return
 
     def _deepest(
@@ -100,7 +97,7 @@ class StatePrefixCache(PrefixCache):
         """
         for depth in range(pages, -1, -1):
             parent = keys[depth - 1] if depth else self.root(salt)
-            for snapshot in sorted(self._children.get(parent, ()), key=lambda own: -own.length):
+            for snapshot in sorted(self._children.get(parent, ()), key=lambda snapshot: -snapshot.length):
                 rest = snapshot.length % self._page_size
                 if snapshot.length > most or (whole and rest):
                     continue
@@ -158,7 +155,7 @@ class StatePrefixCache(PrefixCache):
         self._pinned.add(snapshot)
 
     def _inside(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """Where snapshots are wanted within a step from `start` to `stop`, behind the state that it begins with."""
+        """The wanted snapshots within a step from `start` to `stop`, after the state that it begins with."""
         return [place for place in sequence.next_snapshots if start + max(1, self._within) <= place < stop]
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
@@ -185,7 +182,9 @@ class StatePrefixCache(PrefixCache):
             return NO_COPIES
         states = [(slot, snapshot.row) for slot, snapshot in self._saves]  # first: a slot may have a new sequence already
         states += [(snapshot.row, sequence.slot) for sequence, _, snapshot in self._admitted]
-        pages = [(hit.partial, int(sequence.pages[len(hit.pages)])) for sequence, hit, _ in self._admitted if hit.partial >= 0]
+        pages = [
+            (hit.partial, int(sequence.pages[len(hit.pages)])) for sequence, hit, _ in self._admitted if hit.partial is not None
+        ]
         self._planned, self._saves = [snapshot for _, snapshot in self._saves], []
         return Copies(tuple(states), tuple(pages))
 
@@ -201,7 +200,7 @@ class StatePrefixCache(PrefixCache):
         self._stored.clear()
         for _, hit, snapshot in self._admitted:
             snapshot.holds -= 1
-            if hit.partial >= 0:
+            if hit.partial is not None:
                 self._allocator.release([hit.partial])
         self._admitted.clear()
 
@@ -227,7 +226,7 @@ class StatePrefixCache(PrefixCache):
             self._keep(sequence, computed)
 
     def _keep(self, sequence: Sequence, length: int) -> None:
-        """Take a snapshot of a sequence's slot, whose state has so many tokens once the steps that were started have ended."""
+        """Take a snapshot of a sequence's slot, whose state has `length` tokens once the started steps have ended."""
         _, key = self._keys(sequence, length)
         row = None if key in self._known else self._row()
         self._add(sequence, length, row)
@@ -236,7 +235,7 @@ class StatePrefixCache(PrefixCache):
             self._saves.append((sequence.slot, self._known[key]))
 
     def _add(self, sequence: Sequence, length: int, row: int | None) -> None:
-        """Let the snapshot of a sequence's first tokens be found in `row`, unless it is known already. None: there is no row."""
+        """Make the snapshot of a sequence's first tokens known, in `row`, unless it is already. None: there is no row."""
         parent, key = self._keys(sequence, length)
         if key in self._known:
             self._known.move_to_end(key)
@@ -254,11 +253,11 @@ class StatePrefixCache(PrefixCache):
     def _row(self) -> int | None:
         """A row for a snapshot; None: all are in use by the next step, or pinned."""
         if not self._free:
-            least = next((own for own in self._known.values() if not own.holds), None)
-            if least is None:
+            oldest = next((snapshot for snapshot in self._known.values() if not snapshot.holds), None)
+            if oldest is None:
                 return None
             self._evictions += 1
-            self._drop(least)
+            self._drop(oldest)
         return self._free.pop()
 
     def _drop(self, snapshot: _Snapshot) -> None:

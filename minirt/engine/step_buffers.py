@@ -1,7 +1,8 @@
 """`StepBuffers`: the table of slots, and every buffer that a step reads or writes, at addresses that CUDA graphs can keep."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +24,37 @@ _MOST_VIEWS = 512
 _SIZED = [StepTensors._fields.index(name) for name in ("tokens", "seq_lens", "logits_indices", "draw_rows")]
 _NUM_ROWS = 5  # of `Rows`, beside the tokens
 _HEAD = 4  # words of a message before them: number of edits, whether logits are needed, whether `commit_greedy` is
+_DTYPES = [  # of `StepTensors`
+    torch.float32 if name in ("temperature", "top_p", "min_p")
+    else torch.int64 if name in ("tokens", "positions", "slots", "logits_indices", "draw_rows", "seed", "step")
+    else torch.int32
+    for name in StepTensors._fields
+]  # fmt: skip
+T = TypeVar("T")
+
+
+def _sizes(tokens: int, seqs: int, logits: int, draws: int) -> tuple[int, ...]:
+    """The first dimensions of `StepTensors`, except for the block tables."""
+    return (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
+
+
+def _kept(make: Callable[..., T]) -> Callable[..., T]:
+    """A method whose views are kept for each size: those of a step are often those of the step before."""
+
+    @wraps(make)
+    def kept(self: "StepBuffers", *sizes: int) -> T:
+        key = make, *sizes
+        if (views := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            views = self._views[key] = make(self, *sizes)
+        return views
+
+    return kept
 
 
 class StepBuffers:
-    """One of each buffer. It serves all steps, which run one after the other.
+    """One of each buffer, for all steps, which run one after the other.
 
     The host sends a message for each step: its sequences, edits of the table, its tokens, and the words of the edits. On the
     device, `prepare` applies the edits and derives the step's input, and `commit` writes what was drawn into the table. CUDA
@@ -38,6 +66,13 @@ class StepBuffers:
         vocab_size: columns of the logits.
         row_maxima_tiles: columns of the head's row maxima.
         logits_rows: rows of the logits that CUDA graphs write; 0: there are none.
+
+    Attributes:
+        columns, table: of the slots.
+        drafts: [S, drafts] int32, the drafts of each slot; None: there are none.
+        logits_needed: [1] int32: whether a head that stores row maxima must write logits, too.
+        greedy: [1] int32: whether `commit_greedy` does anything in this step.
+        logits, row_maxima: those that CUDA graphs write.
     """
 
     def __init__(
@@ -59,11 +94,14 @@ class StepBuffers:
         self._tokens_at, self._max_tokens = self._edits_at + 4 * 2 * self._max_seqs, max_tokens
         words = self._tokens_at + max_tokens + self._max_seqs * (self.columns.page_tables + self.columns.pages)
         self._message = CpuGpuBuffer((words,), device)
-        self._step = _tensors(
-            max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws, self.columns, device
-        )
+        self.logits_needed, self.greedy = self._message.device[1:2], self._message.device[2:3]
+        drafts = self.table[:, NEXT_TOKENS + 1 : NEXT_TOKENS + 1 + limits.max_drafts]
+        self.drafts = drafts if limits.max_drafts else None
+        sizes = _sizes(max_tokens, max_seqs, max(limits.max_logits_rows, logits_rows), max_draws)
+        step = StepTensors(*(torch.zeros(n, dtype=d, device=device) for n, d in zip(sizes, _DTYPES, strict=True)))
+        tables = torch.zeros(self.columns.groups, max_seqs, self.columns.pages, dtype=torch.int32, device=device)
         snapshots = self._message.device[self._snapshots_at : self._edits_at].view(-1, MAX_SNAPSHOTS, 2)
-        self._step = self._step._replace(snapshots=snapshots)
+        self._step = step._replace(block_tables=tables, snapshots=snapshots)
         shape = 1 + (limits.max_drafts > 0), max_seqs, 2 + limits.max_drafts  # the result, and the drafts for the next step
         self._result = torch.zeros(shape, dtype=torch.int32, device=device)
         results = [torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
@@ -111,49 +149,26 @@ class StepBuffers:
         """Guard the host's copy of the message until the device has it."""
         self._message.copied()
 
+    @_kept
     def rows(self, seqs: int) -> Rows:
-        """The rows of a step with so many sequences, padding included."""
-        return self._kept(self._rows, seqs)
-
-    def _kept(self, make: Callable[..., Any], *sizes: int) -> Any:
-        """Views of these sizes: those of a step are often those of the step before."""
-        key = make.__name__, *sizes
-        if (found := self._views.get(key)) is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            found = self._views[key] = make(*sizes)
-        return found
-
-    def _rows(self, seqs: int) -> Rows:
+        """The rows of a step with `seqs` sequences, padding included."""
         message, size = self._message.device, self._max_seqs
         slots, starts, counts, logits, draws = (message[_HEAD + i * size :][:seqs] for i in range(_NUM_ROWS))
         return Rows(slots, starts, counts, logits, draws, message[self._tokens_at : self._tokens_at + self._max_tokens])
 
-    @property
-    def drafts(self) -> Tensor | None:
-        """[S, drafts] int32, the drafts of each slot; None: there are none."""
-        first = NEXT_TOKENS + 1
-        return self.table[:, first : first + self.columns.drafts] if self.columns.drafts else None
-
-    @property
-    def logits_needed(self) -> Tensor:
-        """[1] int32: whether a head that stores row maxima must write logits, too."""
-        return self._message.device[1:2]
-
+    @_kept
     def tensors(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         """The tensors of a step of this size, padding included."""
-        return self._kept(self._tensors_of, tokens, seqs, logits, draws)
-
-    def _tensors_of(self, tokens: int, seqs: int, logits: int, draws: int) -> StepTensors:
         step, width = self._step, self.columns.pages
-        sizes = (tokens,) * 3 + (seqs + 1, seqs, seqs + 1, seqs, seqs, 0, logits, *((draws,) * 10))
         tables = step.block_tables.view(-1)[: self.columns.groups * seqs * width].view(self.columns.groups, seqs, width)
-        parts = [tensor[:size] for tensor, size in zip(step, sizes, strict=True)]
+        parts = [tensor[:size] for tensor, size in zip(step, _sizes(tokens, seqs, logits, draws), strict=True)]
         return StepTensors(*parts)._replace(block_tables=tables)
 
+    @_kept
     def _row_arrays(self, seqs: int) -> tuple[Any, Rows]:
-        return self._message.device.numpy(), eager.arrays(self._rows(seqs))
+        return self._message.device.numpy(), eager.arrays(self.rows(seqs))
 
+    @_kept
     def _arrays_of(self, tokens: int, seqs: int, logits: int, draws: int) -> Any:
         return eager.arrays(self.tensors(tokens, seqs, logits, draws))
 
@@ -166,35 +181,31 @@ class StepBuffers:
             kernels.edit_table(self.table, edits, message, message[:1])
             kernels.derive(self.table, self.columns, self.rows(seqs), step, *sizes, one_token=one_token)
         else:
-            words, rows = self._kept(self._row_arrays, seqs)
+            words, rows = self._row_arrays(seqs)
             if words[0]:
                 edits = words[self._edits_at : self._edits_at + 4 * words[0]].reshape(-1, 4)
                 eager.edit_table(self.table, edits, words)
-            arrays = self._kept(self._arrays_of, *(len(step[i]) for i in _SIZED))
+            arrays = self._arrays_of(*(len(step[i]) for i in _SIZED))
             eager.derive(self.table, self.columns, rows, arrays, *sizes, one_token=one_token, settings=settings)
 
     def commit(self, step: StepTensors, drawn: Tensor) -> Tensor:
         """Write the drawn tokens [Q] into the table. Returns the result [B, 2 + drafts] on the device; see `eager.commit`."""
         seqs = len(step.seq_lens)
-        result = self._kept(self._result_of, seqs)
+        result = self._result_of(seqs)
         if self._kernels is not None:
             self._kernels.commit(self.table, self.columns, self.rows(seqs), step.seq_lens, drawn, result)
         else:
-            eager.commit(self.table, self.columns, self._kept(self._row_arrays, seqs)[1], step.seq_lens, drawn, result)
+            eager.commit(self.table, self.columns, self._row_arrays(seqs)[1], step.seq_lens, drawn, result)
         return result
-
-    @property
-    def greedy(self) -> Tensor:
-        """[1] int32: whether `commit_greedy` does anything in this step."""
-        return self._message.device[2:3]
 
     def commit_greedy(self, step: StepTensors, row_maxima: Tensor) -> None:
         """`commit` of the token with the largest logit of each row, by its row maxima [Q, P]. On a GPU."""
         if self._kernels is not None:
             seqs = len(step.seq_lens)
-            operands = self.rows(seqs), step.seq_lens, row_maxima, self.greedy, self._kept(self._result_of, seqs)
+            operands = self.rows(seqs), step.seq_lens, row_maxima, self.greedy, self._result_of(seqs)
             self._kernels.commit_greedy(self.table, self.columns, *operands)
 
+    @_kept
     def _result_of(self, seqs: int) -> Tensor:
         return self._result[0, :seqs]
 
@@ -203,8 +214,7 @@ class StepBuffers:
         if self._kernels is not None:
             self._kernels.report(self.table, self.columns, self.rows(seqs), self._result[1, :seqs], self._vocab_size)
         else:
-            rows = self._kept(self._row_arrays, seqs)[1]
-            eager.report(self.table, self.columns, rows, self._result[1, :seqs], self._vocab_size)
+            eager.report(self.table, self.columns, self._row_arrays(seqs)[1], self._result[1, :seqs], self._vocab_size)
 
     def to_host(self, seqs: int) -> tuple[np.ndarray, np.ndarray | None]:
         """A step's result [B, 2 + drafts], and what `report` has copied, on the host or on their way there.
@@ -214,32 +224,15 @@ class StepBuffers:
         self._result_host.reverse()  # two, since the other's tokens may not have been read yet
         host, array = self._result_host[0]
         if len(array) == 1:
-            host[0, :seqs].copy_(self._kept(self._result_of, seqs), non_blocking=True)
+            host[0, :seqs].copy_(self._result_of(seqs), non_blocking=True)
             return array[0, :seqs], None
         host.copy_(self._result, non_blocking=True)
         return array[0, :seqs], array[1, :seqs]
 
     def row_maxima_of(self, rows: int, tiles: int) -> "RowMaxima | None":
-        """Buffers for the row maxima of so many rows; None: too many rows need logits, or the head stores none."""
+        """Buffers for the row maxima of `rows` rows; None: too many rows need logits, or the head stores none."""
         if not tiles or rows > len(self.row_maxima):
             return None
         from minirt.kernels.linear.product import RowMaxima
 
         return RowMaxima(self.row_maxima[:rows, :tiles], self.logits_needed)
-
-
-def _tensors(tokens: int, seqs: int, logits: int, draws: int, columns: Columns, device: torch.device) -> StepTensors:
-    """`StepTensors` of the largest step."""
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    i32, i64, f32 = torch.int32, torch.int64, torch.float32
-    return StepTensors(
-        zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(tokens, dtype=i64), zeros(seqs + 1, dtype=i32),
-        zeros(seqs, dtype=i32), zeros(seqs + 1, dtype=i32), zeros(seqs, dtype=i32), zeros(0, dtype=i32),
-        zeros(columns.groups, seqs, columns.pages, dtype=i32), zeros(logits, dtype=i64), zeros(draws, dtype=i64),
-        zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=i32), zeros(draws, dtype=f32),
-        zeros(draws, dtype=i32), zeros(draws, dtype=f32), zeros(draws, dtype=f32), zeros(draws, dtype=i64),
-        zeros(draws, dtype=i64),
-    )  # fmt: skip

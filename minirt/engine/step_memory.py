@@ -17,7 +17,7 @@ from minirt.step.kv_cache import KVCache
 
 def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool) -> int | None:
     """Bytes that steps need: static buffers, the pool of the CUDA graphs, and the activations of the largest step. None: there is
-    not enough memory for them now.
+    not enough free memory.
 
     Args:
         model: with weights, on a GPU.
@@ -35,7 +35,7 @@ def measure_step_bytes(model: Model, limits: EngineLimits, *, cuda_graphs: bool)
             )
             steps = largest_steps(limits)
             ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
-            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in own) for own in ends))
+            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in step) for step in ends))
             needed = runner.dry_run_bytes(steps)
             return torch.cuda.memory_allocated(device) - before - states + needed
         except torch.OutOfMemoryError:

@@ -53,7 +53,7 @@ class TokenConstraints(Protocol):
         Args:
             ends: the tokens that end the request. They are allowed where the constraint is complete. Elsewhere, those are
                 allowed that the constraint allows as part of the text; they end the request there, too.
-            min_tokens: before so many tokens, none of these is allowed, unless no other is.
+            min_tokens: before this number of tokens, none of `ends` is allowed, unless no other token is.
         """
 
     def fill(self, masks: Tensor, rows: Sequence[ConstrainedRows]) -> Mapping[int, MinirtError]:

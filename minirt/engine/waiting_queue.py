@@ -51,5 +51,5 @@ class WaitingQueue:
         del self._sequences[sequence.id]
         for heap, rank in zip(self._heaps, _RANKS, strict=True):
             if len(heap) > 2 * len(self._sequences) + 16:
-                heap[:] = [(rank(own), own) for own in self._sequences.values()]
+                heap[:] = [(rank(waiting), waiting) for waiting in self._sequences.values()]
                 heapq.heapify(heap)

@@ -49,13 +49,13 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
 
 
 def _small(first: int, last: int) -> int:
-    """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad, or above 512 a small one, to save memory."""
+    """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad; above 512 a small one, to save memory."""
     return last if last <= 512 else min(last, (first // 128 + 1) * 128)
 
 
 def largest_steps(limits: EngineLimits) -> list[list[Chunk]]:
-    """Steps of the most tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
-    attention copies to 16 bits. All are on page 0. One has the most rows of logits."""
+    """Steps of the most tokens at the end of the longest contexts: one prompt, the most prompts, and the most whose FP8 pages
+    attention copies to 16 bits. All are on page 0. One step has the most rows of logits."""
     tokens, longest, seqs = limits.max_num_batched_tokens, limits.max_model_len, limits.max_num_seqs
     steps = []
     for count in sorted({1, min(seqs, tokens), max(1, min(seqs, tokens, MAX_WIDENED_TOKENS // longest))}):
@@ -76,11 +76,9 @@ def sampling_kinds() -> list[SamplingParams]:
     from minirt.kernels.sampling.sample import VARIANTS
 
     return [
-        SamplingParams(temperature=0.0)
-        if variant.all_greedy
-        else SamplingParams(
-            temperature=1.0, top_k=5 if variant.any_top_k else 0, top_p=0.9 if variant.any_top_p else 1.0,
-            min_p=0.1 if variant.any_min_p else 0.0, seed=0,
+        SamplingParams(
+            temperature=float(not kind.all_greedy), top_k=5 * kind.any_top_k, top_p=0.9 if kind.any_top_p else 1.0,
+            min_p=0.1 * kind.any_min_p, seed=0,
         )
-        for variant in VARIANTS
+        for kind in VARIANTS
     ]  # fmt: skip

@@ -22,22 +22,6 @@ from minirt.layers.select import Select
 from minirt.layers.tap import Tap
 
 __all__ = [
-    "BUILT_IN",
-    "MLP",
-    "Attention",
-    "DraftInput",
-    "Embedding",
-    "Forward",
-    "GatedDeltaNet",
-    "Head",
-    "Implementation",
-    "Layer",
-    "LayerContext",
-    "LinearOp",
-    "MoE",
-    "Select",
-    "Tap",
-    "has_implementation",
-    "implementation",
-    "register",
-]
+    "BUILT_IN", "MLP", "Attention", "DraftInput", "Embedding", "Forward", "GatedDeltaNet", "Head", "Implementation", "Layer",
+    "LayerContext", "LinearOp", "MoE", "Select", "Tap", "has_implementation", "implementation", "register",
+]  # fmt: skip

@@ -33,39 +33,27 @@ class Attention(Layer):
     kernel_tables = ("attention.dispatch", "attention.rope_write")
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        name: str,
-        norm: str,
-        q: str,
-        k: str,
-        v: str,
-        o: str,
-        q_norm: str | None = None,
-        k_norm: str | None = None,
-        gate: str | None = None,
-        post_norm: str | None = None,
-        post_norm_eps: float | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, q: str, k: str, v: str, o: str, q_norm: str | None = None,
+        k_norm: str | None = None, gate: str | None = None, post_norm: str | None = None, post_norm_eps: float | None = None,
         settings: AttentionSettings | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
-        self.settings = own = settings or config.attention()
-        weighted = own.qk_norm == "weighted"
+        self.settings = settings = settings or config.attention()
+        weighted = settings.qk_norm == "weighted"
         if weighted != (q_norm is not None) or weighted != (k_norm is not None):
             raise ConfigError("q_norm and k_norm must be given if the model has QK-norm with weights, and only then", where=name)
-        if (own.gate == "gate_proj") != (gate is not None):
+        if (settings.gate == "gate_proj") != (gate is not None):
             raise ConfigError('gate must be given if the gate is "gate_proj", and only then', where=name)
-        h, d, centered = config.hidden_size, own.head_dim, config.zero_centered_norms
-        q_rows, kv_rows = own.num_heads * d, own.num_kv_heads * d
-        self.cache_spec = PagesSpec(own.num_kv_heads, d)
+        h, d, centered = config.hidden_size, settings.head_dim, config.zero_centered_norms
+        q_rows, kv_rows = settings.num_heads * d, settings.num_kv_heads * d
+        self.cache_spec = PagesSpec(settings.num_kv_heads, d)
         self.norm = NormWeight(norm, h, centered)
-        of_q, of_gate = (Interleaved((d, d), i) if own.gate == "q_proj" else None for i in range(2))
-        self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, own.qkv_bias)
+        of_q, of_gate = (Interleaved((d, d), i) if settings.gate == "q_proj" else None for i in range(2))
+        self.qkv = PackedLinear([Part(q, q_rows, of_q), Part(k, kv_rows), Part(v, kv_rows)], h, settings.qkv_bias)
         self.gate: PackedLinear | None = None
-        if own.gate is not None:
-            self.gate = PackedLinear([Part(gate or q, q_rows, of_gate)], h, own.qkv_bias and of_gate is not None)
-        self.o = PackedLinear([Part(o, h)], q_rows, own.o_bias)
+        if settings.gate is not None:
+            self.gate = PackedLinear([Part(gate or q, q_rows, of_gate)], h, settings.qkv_bias and of_gate is not None)
+        self.o = PackedLinear([Part(o, h)], q_rows, settings.o_bias)
         self.q_norm = NormWeight(q_norm, d, centered) if q_norm else None
         self.k_norm = NormWeight(k_norm, d, centered) if k_norm else None
         self.post_norm = NormWeight(post_norm, h, centered) if post_norm else None
@@ -74,13 +62,12 @@ class Attention(Layer):
     @property
     def cos_sin(self) -> Tensor | None:
         """The rotary table [max_model_len, R] fp32, cosines | sines of R rotated channels; None: there is no rotary embedding."""
-        rope = self.settings.rope
-        return None if rope is None else self.context.rope(rope, self.settings.rotary_dim)
+        return self.context.rope(*self.ropes[0]) if self.ropes else None
 
     @property
     def query_scales(self) -> Tensor | None:
         """The factors of q by position, [max_model_len] fp32; None: there are none."""
-        return None if self.settings.rope is None else self.context.query_scales(self.settings.rope)
+        return self.context.query_scales(self.settings.rope) if self.settings.rope else None
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
@@ -106,8 +93,8 @@ class Attention(Layer):
 
 @register("attention", "eager")
 def eager(layer: Attention) -> Forward:
-    own, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
-    nq, nkv, d = own.num_heads, own.num_kv_heads, own.head_dim
+    settings, eps, post_norm_eps = layer.settings, layer.config.rms_norm_eps, layer.post_norm_eps
+    nq, nkv, d = settings.num_heads, settings.num_kv_heads, settings.head_dim
     norm, qkv, gate, o, post_norm = layer.norm, layer.qkv, layer.gate, layer.o, layer.post_norm
     q_norm, k_norm = layer.q_norm, layer.k_norm
 
@@ -116,7 +103,7 @@ def eager(layer: Attention) -> Forward:
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
-        if own.qk_norm is not None:
+        if settings.qk_norm is not None:
             q = reference.rms_norm(qk[:, :nq], None if q_norm is None else q_norm.weight, eps)
             k = reference.rms_norm(qk[:, nq:], None if k_norm is None else k_norm.weight, eps)
             qk = torch.cat((q, k), dim=1)
@@ -126,8 +113,9 @@ def eager(layer: Attention) -> Forward:
         reference.write_kv(k, kv.k, batch.slots, kv.k_scale)
         reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
         a = reference.paged_attention(
-            q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, own.scale, kv.k_scale, kv.v_scale, own.window
-        ).view(-1, nq * d)
+            q, kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, settings.scale, kv.k_scale, kv.v_scale,
+            settings.window,
+        ).view(-1, nq * d)  # fmt: skip
         if gate is not None:
             a = reference.gate_output(a, reference.linear(h, gate.weight, gate.bias, gate.scale))
         y = reference.linear(a, o.weight, o.bias, o.scale)
@@ -137,13 +125,13 @@ def eager(layer: Attention) -> Forward:
 
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
-    own = layer.settings if isinstance(layer, Attention) else layer.config.attention()
-    if own.window is not None:
+    settings = layer.settings if isinstance(layer, Attention) else layer.config.attention()
+    if settings.window is not None:
         return "its kernels have no sliding window"
-    if own.head_dim not in HEAD_DIMS:
-        return f"head_dim {own.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-    if own.num_heads // own.num_kv_heads > MAX_GROUP:
-        return f"{own.num_heads // own.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    if settings.head_dim not in HEAD_DIMS:
+        return f"head_dim {settings.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if (group := settings.num_heads // settings.num_kv_heads) > MAX_GROUP:
+        return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
         major, minor = compute_capability(device)
         if (0, 0) < (major, minor) < (8, 9):
@@ -161,11 +149,11 @@ def triton(layer: Attention) -> Forward:
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
     from minirt.kernels.norm import norm_residual
 
-    own, context = layer.settings, layer.context
+    settings, context = layer.settings, layer.context
     workspace, side, pdl = context.workspace, context.side_stream, context.pdl
     norm, linear, o, gating, post_norm = layer.norm, layer.qkv, layer.o, layer.gate, layer.post_norm
-    eps, nq, d = layer.config.rms_norm_eps, own.num_heads, own.head_dim
-    cos_sin, normalize, query_scales = layer.cos_sin, own.qk_norm == "plain", layer.query_scales
+    eps, nq, d, scores = layer.config.rms_norm_eps, settings.num_heads, settings.head_dim, Scores(settings.scale)
+    cos_sin, normalize, query_scales = layer.cos_sin, settings.qk_norm == "plain", layer.query_scales
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
@@ -182,7 +170,7 @@ def triton(layer: Attention) -> Forward:
         query_starts = None if batch.max_query_len == 1 else batch.query_starts_device
         sequences = Sequences(batch.block_tables, batch.seq_lens_device, batch.split_starts_device, query_starts)
         a = attention(AttentionInput(
-            qkv, kv, sequences, Scores(own.scale), qkv.new_empty(len(qkv), nq, d),
+            qkv, kv, sequences, scores, qkv.new_empty(len(qkv), nq, d),
             Rope(cos_sin, q_norm, k_norm, eps, normalize, query_scales), batch.positions, batch.slots, workspace,
             batch.max_splits, batch.max_seq_len, batch.max_query_len, pdl=pdl, gate=gate, side=side,
         )).view(-1, nq * d)  # fmt: skip

@@ -42,12 +42,9 @@ class LayerContext:
     """
 
     def __init__(
-        self,
-        max_model_len: int,
-        device: torch.device,
-        kv_dtype: torch.dtype = torch.float32,
+        self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.float32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self.undoable = 0
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
@@ -62,11 +59,9 @@ class LayerContext:
 
     def query_scales(self, rope: RopeConfig) -> Tensor | None:
         """The factors of q by position, [max_model_len] fp32; None: there are none."""
-        if not rope.query_scaling_beta:
-            return None
-        if rope not in self._query_scales:
+        if rope.query_scaling_beta and rope not in self._query_scales:
             self._query_scales[rope] = query_scales(rope, self.max_model_len, self.device)
-        return self._query_scales[rope]
+        return self._query_scales.get(rope)
 
     @cached_property
     def pdl(self) -> bool:
@@ -103,6 +98,12 @@ class LinearOp(NamedTuple):
     residual: bool = False
     logits: bool = False
     experts: tuple[int, int] | None = None
+
+    @property
+    def rows_of_a_token(self) -> int:
+        """Rows of the weight that one row of the input is multiplied with."""
+        experts, used = self.experts or (1, 1)
+        return used * self.linear.out_features // experts
 
 
 class Layer:
@@ -170,31 +171,23 @@ class Layer:
     @property
     def activation_values(self) -> int:
         """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
-        total = 0
-        for linear, gated, _, logits, experts in self.linear_ops():
-            many, used = experts or (1, 1)
-            total += 0 if logits else used * linear.out_features // many // (2 if gated else 1)
-        return total
+        return sum(op.rows_of_a_token // (2 if op.gated else 1) for op in self.linear_ops() if not op.logits)
 
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention.
 
         They say how long a step takes: up to which number of prompt tokens the engine captures CUDA graphs.
         """
-        total = 0
-        for linear, *_, experts in self.linear_ops():
-            many, used = experts or (1, 1)
-            total += 2 * rows * used * linear.out_features // many * linear.in_features
-        return total
+        return sum(2 * rows * op.rows_of_a_token * op.linear.in_features for op in self.linear_ops())
 
     def row_maxima_tiles(self, rows: int) -> int:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0
 
-    def share(self, shared: Parameter, own: Parameter) -> None:
-        """Replace this layer's parameter `own` by `shared`, which has the same checkpoint tensors (a tied head)."""
+    def share(self, shared: Parameter, parameter: Parameter) -> None:
+        """Replace a parameter of this layer by `shared`, which has the same checkpoint tensors (a tied head)."""
         for attribute, value in list(vars(self).items()):
-            if value is own:
+            if value is parameter:
                 setattr(self, attribute, shared)
 
     def compile_key(self) -> tuple[Any, ...]:
@@ -202,11 +195,9 @@ class Layer:
 
         Layers with one compile key and implementation launch the same kernels.
         """
-        own = {name: value for name, value in vars(self).items() if name not in ("name", "_forward")}
-        facts = {name: value.compile_key() if isinstance(value, Parameter) else value for name, value in own.items()}
-        return type(self), *(
-            (name, value if isinstance(value, Hashable) else id(value)) for name, value in facts.items()
-        )
+        attributes = {name: value for name, value in vars(self).items() if name not in ("name", "_forward")}
+        facts = {name: value.compile_key() if isinstance(value, Parameter) else value for name, value in attributes.items()}
+        return type(self), *((name, value if isinstance(value, Hashable) else id(value)) for name, value in facts.items())
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the output for an input x."""
@@ -219,8 +210,9 @@ class Layer:
         """Use this implementation from now on. Outputs of implementations that are not built in are checked at each call."""
         forward = implementation.factory(self)
         if not callable(forward):
-            what, found = f"the factory of implementation {implementation.name!r} returns no function", type(forward).__name__
-            raise UnsupportedError(what, where=self.name, expected="forward(x, batch, kv)", found=found)
+            what = f"the factory of implementation {implementation.name!r} returns no function"
+            expected = "forward(x, batch, kv)"
+            raise UnsupportedError(what, where=self.name, expected=expected, found=type(forward).__name__)
         self.implementation = implementation.name
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
@@ -230,25 +222,21 @@ class Layer:
         def checked(x: Tensor, batch: Batch, kv: LayerCache | None) -> Tensor:
             out = forward(x, batch, kv)
             shape, dtype = self.returns(x, batch)
-            found = type(out).__name__
+            returned = type(out).__name__
             if isinstance(out, Tensor):
-                found = f"{out.dtype}, shape {tuple(out.shape)}, on {out.device}"
-                if out.layout == torch.strided:
-                    if (tuple(out.shape), out.dtype, out.device) == (shape, dtype, x.device) and out.is_contiguous():
-                        return out
-                    found += f", strides {out.stride()}"
-                else:
-                    found += f", {out.layout}"
+                strided = out.layout == torch.strided
+                if strided and (tuple(out.shape), out.dtype, out.device) == (shape, dtype, x.device) and out.is_contiguous():
+                    return out
+                layout = f"strides {out.stride()}" if strided else out.layout
+                returned = f"{out.dtype}, shape {tuple(out.shape)}, on {out.device}, {layout}"
             what, expected = f"the output of implementation {name!r} does not fit the next layer", f"a contiguous {dtype} tensor"
-            raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape} on {x.device}", found=found)
+            raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape} on {x.device}", found=returned)
 
         return checked
 
     def __call__(self, x: Tensor, batch: Batch, kv: LayerCache | None = None) -> Tensor:
         if self._forward is None:
-            raise UnsupportedError(
-                "the layer has no implementation yet", where=self.name, hint="call Model.resolve first"
-            )
+            raise UnsupportedError("the layer has no implementation yet", where=self.name, hint="call Model.resolve first")
         return self._forward(x, batch, kv)
 
 
@@ -271,11 +259,7 @@ _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 
 def register(
-    kind: str,
-    name: str,
-    *,
-    unsupported: Callable[[Layer, torch.device], str | None] | None = None,
-    capturable: bool = False,
+    kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None, capturable: bool = False
 ) -> Callable[[Factory], Factory]:
     """Decorator: make `factory(layer) -> forward(x, batch, kv)` available by `name` to the layers of a kind, as in
     `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. The output of `forward` must be contiguous, have the layer's shape
@@ -293,20 +277,20 @@ def register(
         InputError: an unusable kind, name or argument.
         UnsupportedError: the name is taken.
     """
-    where = f"register({kind!r}, {name!r})"
+    call = f"register({kind!r}, {name!r})"
     for what, value in (("kind of layer", kind), ("name of an implementation", name)):
         if not isinstance(value, str) or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", value) is None:
-            raise InputError(f"unusable {what}", where=where, expected="letters, digits and any of _ . + -")
+            raise InputError(f"unusable {what}", where=call, expected="letters, digits and any of _ . + -")
     if name == "auto" or (kind, name) in _REGISTRY:
-        raise UnsupportedError("this implementation name is taken", where=where)
+        raise UnsupportedError("this implementation name is taken", where=call)
     if unsupported is not None and not callable(unsupported):
-        raise InputError("unsupported= is not a function", where=where, found=type(unsupported).__name__)
+        raise InputError("unsupported= is not a function", where=call, found=type(unsupported).__name__)
     if not isinstance(capturable, bool):
-        raise InputError("capturable= is not a bool", where=where, found=type(capturable).__name__)
+        raise InputError("capturable= is not a bool", where=call, found=type(capturable).__name__)
 
     def decorate(factory: Factory) -> Factory:
         if not callable(factory):
-            raise InputError("not a factory", where=where, expected="a function of the layer", found=type(factory).__name__)
+            raise InputError("not a factory", where=call, expected="a function of the layer", found=type(factory).__name__)
         _REGISTRY[kind, name] = Implementation(kind, name, factory, unsupported or (lambda layer, device: None), capturable)
         return factory
 

@@ -69,10 +69,8 @@ def eager(layer: DraftInput) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         hidden = layer.require(batch.hidden)
         token = reference.embedding(batch.input_ids, table.weight)
-        both = (
-            reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
-        )  # fmt: skip
-        return reference.linear(torch.cat(both, 1), fc.weight)
+        token, hidden = reference.rms_norm(token, norm_embedding.weight, eps), reference.rms_norm(hidden, norm_hidden.weight, eps)
+        return reference.linear(torch.cat((token, hidden), 1), fc.weight)
 
     return forward
 
@@ -83,9 +81,8 @@ def triton(layer: DraftInput) -> Forward:
     from minirt.kernels.linear.dispatch import norm_linear
     from minirt.kernels.speculative.draft_input import draft_input
 
-    eps, table, fc, workspace, pdl = (
-        layer.config.rms_norm_eps, layer.table, layer.fc, layer.context.workspace, layer.context.pdl
-    )  # fmt: skip
+    eps, table, fc, context = layer.config.rms_norm_eps, layer.table, layer.fc, layer.context
+    workspace, pdl = context.workspace, context.pdl
     norm_embedding, norm_hidden = layer.norm_embedding, layer.norm_hidden
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:

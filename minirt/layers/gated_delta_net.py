@@ -1,25 +1,18 @@
 """`GatedDeltaNet`: the residual layer of linear attention with a recurrent state (Yang et al. 2024), as in Qwen3.5."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minirt.errors import ConfigError
 from minirt.kernels import reference
+from minirt.kernels.gated_delta import operands
 from minirt.kernels.gated_delta import reference as gated_delta
-from minirt.kernels.gated_delta.operands import (
-    CHUNK,
-    HEAD_DIMS,
-    WIDTH,
-    GatedDeltaSequences,
-    GatedDeltaState,
-    GatedDeltaWeights,
-)
+from minirt.kernels.gated_delta.operands import CHUNK, HEAD_DIMS, WIDTH
 from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import TensorSpec
-from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Parameter, Part
+from minirt.modeling.parameters import Interleaved, NormWeight, PackedLinear, Part, Values
 from minirt.step.batch import Batch
 from minirt.step.kv_cache import LayerState, StateSpec
 
@@ -40,18 +33,9 @@ class GatedDeltaNet(Layer):
     kernel_tables = ("gated_delta.dispatch",)
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        name: str,
-        norm: str,
-        prefix: str,
-        num_k_heads: int,
-        num_v_heads: int,
-        head_k_dim: int,
-        head_v_dim: int,
-        grouped: bool = False,
-    ) -> None:
+        self, config: ModelConfig, *, name: str, norm: str, prefix: str, num_k_heads: int, num_v_heads: int, head_k_dim: int,
+        head_v_dim: int, grouped: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
         if num_v_heads % num_k_heads:
             what, expected = "the value heads cannot be divided evenly among the key heads", f"a multiple of {num_k_heads}"
@@ -70,9 +54,9 @@ class GatedDeltaNet(Layer):
             beside = [Part(f"{prefix}.in_proj_b", num_v_heads), Part(f"{prefix}.in_proj_a", num_v_heads)]
         self.in_proj_ba = _Beside(beside, h)
         self.in_proj = _Joined(parts, h, self.in_proj_ba)
-        self.conv = _Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
-        self.A_log = _Values(f"{prefix}.A_log", (num_v_heads,), (-4.6, 2.7), torch.float32)
-        self.dt_bias = _Values(f"{prefix}.dt_bias", (num_v_heads,), (-4.0, 1.0), torch.float32)
+        self.conv = Values(f"{prefix}.conv1d.weight", (self.channels, 1, WIDTH), (-0.5, 0.5))
+        self.A_log = Values(f"{prefix}.A_log", (num_v_heads,), (-4.6, 2.7), torch.float32)
+        self.dt_bias = Values(f"{prefix}.dt_bias", (num_v_heads,), (-4.0, 1.0), torch.float32)
         self.gated_norm = NormWeight(f"{prefix}.norm", head_v_dim)
         self.out_proj = PackedLinear([Part(f"{prefix}.out_proj", h)], values)
 
@@ -104,25 +88,25 @@ class GatedDeltaNet(Layer):
     @property
     def activation_values(self) -> int:
         """With what the kernels of prompts keep: q, k and v, U and W."""
-        own = self.num_v_heads * (self.head_k_dim + 2 * self.head_v_dim)
-        return super().activation_values + self.channels + own
+        kept = self.num_v_heads * (self.head_k_dim + 2 * self.head_v_dim)
+        return super().activation_values + self.channels + kept
 
     def flops(self, rows: int) -> int:
         """With the convolution and the rule: Sᵀk, the update and Sᵀq of each value head."""
         rule = 6 * self.num_v_heads * self.head_k_dim * self.head_v_dim
         return super().flops(rows) + rows * (rule + 2 * WIDTH * self.channels)
 
-    def weights(self) -> GatedDeltaWeights:
+    def weights(self) -> operands.GatedDeltaWeights:
         """The weights beside the projections."""
         eps = self.config.rms_norm_eps
-        return GatedDeltaWeights(
+        return operands.GatedDeltaWeights(
             self.conv.weight.view(-1, WIDTH), self.A_log.weight, self.dt_bias.weight, self.gated_norm.weight, eps
         )
 
-    def require(self, kv: LayerState | None) -> GatedDeltaState:
+    def require(self, kv: LayerState | None) -> operands.GatedDeltaState:
         if kv is None:
             raise ConfigError("a gated DeltaNet layer needs a state for each sequence", where=self.name)
-        return GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
+        return operands.GatedDeltaState(kv["conv"], kv["recurrent"], kv.get("gates"), kv.get("folded"))
 
 
 def _grouped(name: str, heads: int, blocks: tuple[int, ...]) -> list[Part]:
@@ -162,43 +146,9 @@ class _Beside(PackedLinear):
         pass
 
 
-class _Values(Parameter):
-    """One tensor, named in full: `weight`. Random values are uniform in `spread`. dtype None: the model's."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
-    ) -> None:
-        self.name, self.shape, self.spread, self.dtype = name, shape, spread, dtype
-        self.weight: Tensor = torch.empty(0)
-
-    @property
-    def num_parameters(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return self.num_parameters * (self.dtype or dtype).itemsize
-
-    def compile_key(self) -> tuple[Hashable, ...]:
-        return self.shape, self.dtype
-
-    def expected(self) -> Iterator[TensorSpec]:
-        yield TensorSpec(self.name, self.shape)
-
-    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
-
-    def load(self, name: str, source: Tensor, first: int = 0) -> None:
-        self.weight.copy_(source)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        self.weight.uniform_(*self.spread, generator=generator)
-
-
 @register("gated_delta_net", "eager")
 def eager(layer: GatedDeltaNet) -> Forward:
-    eps, norm, in_proj, in_proj_ba, out_proj = (
-        layer.config.rms_norm_eps, layer.norm, layer.in_proj, layer.in_proj_ba, layer.out_proj,
-    )  # fmt: skip
+    eps, norm, in_proj, in_proj_ba = layer.config.rms_norm_eps, layer.norm, layer.in_proj, layer.in_proj_ba
 
     def forward(x: Tensor, batch: Batch, kv: LayerState | None) -> Tensor:
         state = layer.require(kv)
@@ -208,11 +158,10 @@ def eager(layer: GatedDeltaNet) -> Forward:
         counts, lengths = batch.query_starts_device.diff().tolist(), batch.seq_lens_device.tolist()
         snapshots = list[list[tuple[int, int]]]()
         if batch.snapshots is not None and max(counts, default=0) > CHUNK:
-            snapshots = [[(row, offset) for row, offset in own if row >= 0] for own in batch.snapshots.tolist()]
-        y = gated_delta.gated_delta_net(
-            qkvz, ba, layer.weights(), state, counts, lengths, batch.seq_slots.tolist(), snapshots
-        )
-        return x + reference.linear(y, out_proj.weight, scale=out_proj.scale)
+            snapshots = [[(row, offset) for row, offset in rows if row >= 0] for rows in batch.snapshots.tolist()]
+        slots = batch.seq_slots.tolist()
+        y = gated_delta.gated_delta_net(qkvz, ba, layer.weights(), state, counts, lengths, slots, snapshots)
+        return x + reference.linear(y, layer.out_proj.weight, scale=layer.out_proj.scale)
 
     return forward
 
@@ -247,9 +196,8 @@ def triton(layer: GatedDeltaNet) -> Forward:
                 x, norm.weight, eps, in_proj.weight, scale=in_proj.scale, workspace=workspace, pdl=pdl, check=False
             )
             side.join()
-        sequences = GatedDeltaSequences(
-            batch.query_starts_device, batch.seq_lens_device, batch.seq_slots, batch.snapshots
-        )
+        starts, lengths = batch.query_starts_device, batch.seq_lens_device
+        sequences = operands.GatedDeltaSequences(starts, lengths, batch.seq_slots, batch.snapshots)
         y = gated_delta_net(qkvz, ba, layer.weights(), state, sequences, batch.max_query_len, pdl=pdl, check=False)
         return linear_residual(y, out_proj.weight, x, scale=out_proj.scale, workspace=workspace, pdl=pdl, check=False)
 

@@ -25,16 +25,9 @@ class Head(Layer):
     residual, makes_logits = False, True
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        name: str = "head",
-        norm: str = "model.norm",
-        weight: str = "lm_head",
-        multiplier: float = 1.0,
-        softcap: float = 0.0,
-        rows: int | None = None,
-    ) -> None:
+        self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head",
+        multiplier: float = 1.0, softcap: float = 0.0, rows: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
         self.multiplier, self.softcap = multiplier, softcap
         self.norm = NormWeight(norm, config.hidden_size, config.zero_centered_norms)

@@ -22,17 +22,9 @@ class MLP(Layer):
     kind = "mlp"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        name: str,
-        norm: str,
-        gate: str,
-        up: str,
-        down: str,
-        post_norm: str | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, gate: str, up: str, down: str, post_norm: str | None = None,
         post_norm_eps: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
         h, i = config.hidden_size, config.intermediate_size
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
@@ -78,9 +70,7 @@ def triton(layer: MLP) -> Forward:
             pdl=pdl, check=False,
         )  # fmt: skip
         if post_norm is None:
-            return linear_residual(
-                h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False
-            )
+            return linear_residual(h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         y = norm_linear(h, None, 0.0, down.weight, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False)
         return norm_residual(y, post_norm.weight, layer.post_norm_eps, x, out=y, pdl=pdl, check=False)
 

@@ -36,16 +36,9 @@ class MoE(Layer):
     kind = "moe"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        name: str,
-        norm: str,
-        router: str,
-        experts: str,
-        shared: str | None = None,
+        self, config: ModelConfig, *, name: str, norm: str, router: str, experts: str, shared: str | None = None,
         shared_gate: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, name)
         moe, h = config.moe, config.hidden_size
         if moe is None:
@@ -55,10 +48,10 @@ class MoE(Layer):
         self.moe = moe
         self.norm = NormWeight(norm, h, config.zero_centered_norms)
         self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
-        i, many = moe.intermediate_size, moe.num_experts
+        i = moe.intermediate_size
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]
-        self.gate_up = PackedExperts(experts, gate_up, h, many, "gate_up_proj")
-        self.down = PackedExperts(experts, [Part("down_proj", h)], i, many, "down_proj")
+        self.gate_up = PackedExperts(experts, gate_up, h, moe.num_experts, "gate_up_proj")
+        self.down = PackedExperts(experts, [Part("down_proj", h)], i, moe.num_experts, "down_proj")
         self.shared_gate_up: PackedLinear | None = None
         self.shared_down: PackedLinear | None = None
         self.shared_gate: PackedLinear | None = None
@@ -103,16 +96,15 @@ def eager(layer: MoE) -> Forward:
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
     norm, router, shared = layer.norm, layer.router, _shared_expert(layer)
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+    stored = gate_up, down, gate_up_scale, down_scale
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
         weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
         if shared is not None:
-            quantize = None
-            stored = gate_up, down, gate_up_scale, down_scale
-            if reference.computes_shared(len(x), moe.experts_per_token, *stored, shared):
-                quantize = False
+            joins_experts = reference.computes_shared(len(x), moe.experts_per_token, *stored, shared)
+            quantize = False if joins_experts else None
             y = y + reference.shared_expert(h, shared, activation, quantize)
         return x + y
 
@@ -129,29 +121,23 @@ def triton(layer: MoE) -> Forward:
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
     norm, router, pdl = layer.norm, layer.router, layer.context.pdl
-    own = _shared_expert(layer)
-    side, top_k = None if own is None else layer.context.side_stream, moe.experts_per_token
+    expert = _shared_expert(layer)  # the shared one
+    side, top_k = None if expert is None else layer.context.side_stream, moe.experts_per_token
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
-    four_bits = gate_up.dtype == torch.int16
+    stored, four_bits = (gate_up, down, gate_up_scale, down_scale), gate_up.dtype == torch.int16
 
-    def joins_experts(T: int, own: SharedExpert) -> bool:
-        return reference.computes_shared(T, top_k, gate_up, down, gate_up_scale, down_scale, own)
-
-    def output(x: Tensor, own: SharedExpert, side: "SideStream") -> SharedOutput:
+    def output(x: Tensor, expert: SharedExpert, side: "SideStream") -> SharedOutput:
         """The shared expert's, beside the kernels that follow."""
         with side.fork():
-            inner = norm_gate_up(x, norm.weight, eps, own.gate_up, activation, scale=own.gate_up_scale, pdl=pdl, check=False)
-            y = norm_linear(
-                inner, None, 0.0, own.down, scale=own.down_scale, workspace=side.workspace, pdl=pdl, check=False
-            )
-            return SharedOutput(
-                y, norm_linear(x, norm.weight, eps, own.gate, workspace=side.workspace, pdl=pdl, check=False)
-            )
+            h = norm_gate_up(x, norm.weight, eps, expert.gate_up, activation, scale=expert.gate_up_scale, pdl=pdl, check=False)
+            y = norm_linear(h, None, 0.0, expert.down, scale=expert.down_scale, workspace=side.workspace, pdl=pdl, check=False)
+            gate = norm_linear(x, norm.weight, eps, expert.gate, workspace=side.workspace, pdl=pdl, check=False)
+            return SharedOutput(y, gate)
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:  # each kernel that reads x normalizes it
-        shared: SharedExpert | SharedOutput | None = own
-        if own is not None and side is not None and not joins_experts(len(x), own):
-            shared = output(x, own, side)
+        shared: SharedExpert | SharedOutput | None = expert
+        if expert is not None and side is not None and not reference.computes_shared(len(x), top_k, *stored, expert):
+            shared = output(x, expert, side)
         logits = router_logits(x, norm.weight, eps, router.weight, top_k, four_bits=four_bits, pdl=pdl)
         return mixture_residual(
             x, logits, gate_up, down, x, top_k, moe.normalize, activation, norm_weight=norm.weight, eps=eps,

@@ -18,15 +18,14 @@ from minirt.device import on_device
 from minirt.errors import CheckpointError, DeviceError, OutOfMemoryError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
-from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpec
+from minirt.modeling.formats import CHUNK, E4M3, FLOATS, FP8, INT32, INT64, TensorSpec
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 from minirt.sizes import format_size
 from minirt.wording import warn
 
 _DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: torch.float8_e4m3fn, INT32: torch.int32,
-    INT64: torch.int64,
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: FP8, INT32: torch.int32, INT64: torch.int64,
 }  # fmt: skip
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
@@ -82,6 +81,11 @@ class Entry:
     def nbytes(self) -> int:
         return _DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
+    @property
+    def place(self) -> str:
+        """File and name, for messages."""
+        return f"{self.file}: {self.name}"
+
 
 class _Piece(NamedTuple):
     """A range of a tensor's first dimension from `first` on, or the whole tensor. `start`: its place in the file, in bytes."""
@@ -136,13 +140,12 @@ def _read_header(path: Path) -> Iterator[Entry]:
     with _checked(path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(length).decode(), path, error=CheckpointError)
-    for name, own in header.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(own, dict) or not isinstance(own["dtype"], str):  # safetensors also takes a list
+    header.pop("__metadata__", None)
+    for name, tensor in header.items():
+        if not isinstance(tensor, dict) or not isinstance(tensor["dtype"], str):  # safetensors also takes a list
             what, expected = "not a readable safetensors file: a tensor is not described as usual", "dtype, shape, data_offsets"
-            raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(own))
-        yield Entry(name, path, tuple(own["shape"]), own["dtype"], 8 + length + own["data_offsets"][0])
+            raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(tensor))
+        yield Entry(name, path, tuple(tensor["shape"]), tensor["dtype"], 8 + length + tensor["data_offsets"][0])
 
 
 def check_total_size(files: Sequence[Path], stated: float | None) -> None:
@@ -151,9 +154,9 @@ def check_total_size(files: Sequence[Path], stated: float | None) -> None:
     This is not an error: every file is checked on its own, and a conversion to another dtype may leave the old number in the
     index.
     """
-    found = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
-    if stated not in (None, found):
-        what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {found}"
+    size = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
+    if stated not in (None, size):
+        what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {size}"
         warn(f"{files[0].parent}: {what}")
 
 
@@ -173,27 +176,27 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None, *, 
     for path in files:
         for entry in _read_header(path):
             if entry.name in entries:
-                found = f"{entries[entry.name].file.name}, {path.name}"
-                raise CheckpointError("the tensor is in two files", where=entry.name[:MAX_SHOWN], found=found)
+                names = f"{entries[entry.name].file.name}, {path.name}"
+                raise CheckpointError("the tensor is in two files", where=entry.name[:MAX_SHOWN], found=names)
             entries[entry.name] = entry
     if index is not None:
-        not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
-        if not_needed:
-            what = f"the index and the files disagree about tensors that are not needed: {_some(sorted(not_needed))}"
-            warn(f"{files[0].parent}: {what}")
-        for name, file_name in index.items():
-            if name in not_needed:
-                continue
-            if name not in entries or entries[name].file.name != file_name:
-                found = entries[name].file.name if name in entries else "in no file"
-                where = f"{files[0].parent}: {name[:MAX_SHOWN]}"
-                raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
-        extra = sorted(entries.keys() - index.keys() - not_needed)
-        if extra:
-            raise CheckpointError(
-                f"{len(extra)} tensors are missing from the index", where=entries[extra[0]].file, found=_some(extra)
-            )
+        _check_index(files[0].parent, entries, index, tied)
     return _usual_names(entries, tied)
+
+
+def _check_index(folder: Path, entries: Mapping[str, Entry], index: Mapping[str, str], tied: bool) -> None:
+    not_needed = {name for name in entries.keys() ^ index.keys() if name.endswith(DERIVED) or (tied and name == HEAD)}
+    if not_needed:
+        what = f"the index and the files disagree about tensors that are not needed: {some_names(sorted(not_needed))}"
+        warn(f"{folder}: {what}")
+    files = {name: entry.file.name for name, entry in entries.items()}
+    for name, file in index.items():
+        if name not in not_needed and files.get(name) != file:
+            what, place = "the index and the files disagree", f"{folder}: {name[:MAX_SHOWN]}"
+            raise CheckpointError(what, where=place, expected=file, found=files.get(name, "in no file"))
+    if extra := sorted(entries.keys() - index.keys() - not_needed):
+        what = f"{len(extra)} tensors are missing from the index"
+        raise CheckpointError(what, where=entries[extra[0]].file, found=some_names(extra))
 
 
 def _usual_names(entries: dict[str, Entry], tied: bool) -> dict[str, Entry]:
@@ -251,8 +254,8 @@ def _text_names(entries: dict[str, Entry]) -> dict[str, Entry]:
         prefix = next((p for p in _TEXT if name.startswith(p)), None)
         plain = name if prefix is None else _TEXT[prefix] + name.removeprefix(prefix)
         if plain in changed or (plain != name and plain in entries):
-            found = f"{name[:MAX_SHOWN]} and {plain[:MAX_SHOWN]}"
-            raise CheckpointError("the decoder's tensor is there twice", where=entry.file, expected="one of them", found=found)
+            what, names = "the decoder's tensor is there twice", f"{name[:MAX_SHOWN]} and {plain[:MAX_SHOWN]}"
+            raise CheckpointError(what, where=entry.file, expected="one of them", found=names)
         changed[plain] = entry
     return changed
 
@@ -261,12 +264,13 @@ class Matched(NamedTuple):
     """The tensors of a checkpoint, by what loading does with them.
 
     Attributes:
-        targets: tensor name → its holders (two for a tied head that is quantized).
+        targets: tensor name → its holders (two for a tied head that is quantized). `specs`: tensor name → what it must be.
         unused: names of the tensors that the model does not use; see `warn_of_extras`.
         zero_biases: names of biases of linears that have none. They are not used, and must be zero.
     """
 
     targets: dict[str, list[Parameter]]
+    specs: dict[str, TensorSpec]
     unused: tuple[str, ...]
     zero_biases: tuple[str, ...]
 
@@ -289,21 +293,16 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
             holders.append(parameter)
     missing = [name for name in wanted if name not in entries]
     if missing:
-        raise CheckpointError(
-            f"{len(missing)} of {len(wanted)} tensors are missing",
-            where=_folder(entries),
-            expected=_some(missing),
-            hint="the checkpoint is incomplete, or config.json describes another model",
-        )
+        what = f"{len(missing)} of {len(wanted)} tensors are missing"
+        hint = "the checkpoint is incomplete, or config.json describes another model"
+        raise CheckpointError(what, where=_folder(entries), expected=some_names(missing), hint=hint)
     specs = {name: spec for name, (_, spec) in wanted.items()}
     for name, spec in specs.items():
         entry = entries[name]
         if entry.shape != spec.shape and entry.shape not in spec.also:
             transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
-            raise CheckpointError(
-                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape),
-                hint=_TRANSPOSED if transposed else _OTHER,
-            )  # fmt: skip
+            hint, shape = _TRANSPOSED if transposed else _OTHER, list(entry.shape)
+            raise CheckpointError("wrong shape", where=entry.place, expected=list(spec.shape), found=shape, hint=hint)
     modules = {module for parameter in model.parameters() for module in parameter.modules}
     biases = tuple(n for n in entries if n not in specs and n.endswith(".bias") and n.removesuffix(".bias") in modules)
     scales = model.formats.unused_scales if model.formats else ()
@@ -314,31 +313,23 @@ def match(model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
         dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
         if entry.dtype not in dtypes:
             expected = " or ".join(dtypes)
-            raise CheckpointError(
-                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=expected, found=entry.dtype, hint=_OTHER
-            )
+            raise CheckpointError("wrong dtype", where=entry.place, expected=expected, found=entry.dtype, hint=_OTHER)
     known = specs.keys() | checked
-    unused = tuple(
-        sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
-    )
+    unused = tuple(sorted(n for n in entries if not (n in known or n.endswith(DERIVED) or _tied_copy(model, n))))
     extras = set(attention_scales(unused, modules))
     others = tuple(start for start in _EXTRAS if not any(name.startswith(start) for name in specs))
     unexpected = [name for name in unused if name not in extras and not name.startswith(others)]
     if unexpected and not allow_unused:
-        raise CheckpointError(
-            f"{len(unexpected)} unexpected tensors",
-            where=entries[unexpected[0]].file,
-            found=_some(unexpected),
-            hint="config.json describes another model",
-        )
-    return Matched({name: holders for name, (holders, _) in wanted.items()}, unused, biases)
+        what, hint = f"{len(unexpected)} unexpected tensors", "config.json describes another model"
+        raise CheckpointError(what, where=entries[unexpected[0]].file, found=some_names(unexpected), hint=hint)
+    return Matched({name: holders for name, (holders, _) in wanted.items()}, specs, unused, biases)
 
 
 def attention_scales(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     """The names of ATTENTION_SCALES in attention layers: of the layer, of one of its `modules`, or of its part "attn"."""
     layers = {layer for module in modules if "." in (layer := module.rpartition(".")[0])}
-    found = [(name, *name.rpartition(".")[::2]) for name in names]
-    return [n for n, prefix, last in found if last in ATTENTION_SCALES and layers & {prefix, prefix.rpartition(".")[0]}]
+    ends = [(name, *name.rpartition(".")[::2]) for name in names]
+    return [n for n, prefix, last in ends if last in ATTENTION_SCALES and layers & {prefix, prefix.rpartition(".")[0]}]
 
 
 def _check_scale_shape(model: Model, entry: Entry) -> None:
@@ -346,18 +337,18 @@ def _check_scale_shape(model: Model, entry: Entry) -> None:
     of_queries = entry.name.endswith((".q_scale", ".prob_scale"))
     heads, kind = (config.num_heads, "query") if of_queries else (config.num_kv_heads, "KV")
     if math.prod(entry.shape) not in (1, heads):
-        where, expected = f"{entry.file}: {entry.name}", f"one value, or one for each of {heads} {kind} heads"
-        raise CheckpointError("wrong shape of a scale", where=where, expected=expected, found=list(entry.shape), hint=_OTHER)
+        what, expected = "wrong shape of a scale", f"one value, or one for each of {heads} {kind} heads"
+        raise CheckpointError(what, where=entry.place, expected=expected, found=list(entry.shape), hint=_OTHER)
 
 
-def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
+def warn_of_extras(unused: Iterable[str], model: Path | str) -> None:
     """Warn of unused tensors that belong to no decoder layer. `unused`: those from `match` that need a warning."""
     for start, what in _EXTRAS.items():
         if count := sum(name.startswith(start) for name in unused):
-            warn(f"{where}: {count} tensors {start}* are not used: {what}")
+            warn(f"{model}: {count} tensors {start}* are not used: {what}")
     if count := sum(name.rpartition(".")[2] in ATTENTION_SCALES for name in unused):
         what = f"{count} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
-        warn(f"{where}: {what}")
+        warn(f"{model}: {what}")
 
 
 def _tied_copy(model: Model, name: str) -> bool:
@@ -381,8 +372,7 @@ def load(
     Raises:
         CheckpointError: see `match`; or a tied head differs from the embedding; or a NaN or Inf.
     """
-    targets, unused, biases = match(model, entries, allow_unused)
-    specs = {spec[0]: TensorSpec(*spec) for parameter in model.parameters() for spec in parameter.expected()}
+    targets, specs, unused, biases = match(model, entries, allow_unused)
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
     work = [piece for name in targets for piece in _pieces(entries[name], specs[name].pieces)]
     total, done = sum(piece.nbytes for piece in work), 0
@@ -390,13 +380,13 @@ def load(
     def place(piece: _Piece, tensor: torch.Tensor) -> None:
         entry = piece.entry
         if check_weights and (bad := _not_finite(tensor)):
-            raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
-        if specs[entry.name].positive or specs[entry.name].nonzero:
-            _check_scale(entry, tensor, negative=not specs[entry.name].positive)
-        if (values := specs[entry.name].values) is not None and tensor.tolist() != list(values):
-            where, found = f"{entry.file}: {entry.name}", shown(tensor.tolist())
-            raise CheckpointError("wrong values", where=where, expected=list(values), found=found)
-        with inside(f"{entry.file}: {entry.name}"):
+            raise CheckpointError(f"{bad} NaN or Inf values", where=entry.place)
+        spec = specs[entry.name]
+        if spec.positive or spec.nonzero:
+            _check_scale(entry, tensor, negative=not spec.positive)
+        if spec.values is not None and (values := tensor.tolist()) != list(spec.values):
+            raise CheckpointError("wrong values", where=entry.place, expected=list(spec.values), found=shown(values))
+        with inside(entry.place):
             for holder in targets[entry.name]:
                 if piece.shape == entry.shape:
                     holder.load(entry.name, tensor)
@@ -404,11 +394,9 @@ def load(
                     holder.load(entry.name, tensor, piece.first)
 
     groups = _groups(work)
-    if model.device.type == "cuda":
-        threads, buffers = THREADS, PinnedBuffers(_buffer_bytes(groups), model.device)
-    else:
-        threads, buffers = 1, None
-    pool = ThreadPoolExecutor(threads)
+    on_gpu = model.device.type == "cuda"
+    buffers = PinnedBuffers(_buffer_bytes(groups), model.device) if on_gpu else None
+    pool = ThreadPoolExecutor(THREADS if on_gpu else 1)
     try:
         for size in pool.map(lambda group: _read(group, place, buffers), groups):
             done += size
@@ -422,7 +410,7 @@ def load(
         _read_all([entries[name] for name in model.formats.unused_scales], _check_scale)
     _read_all([entries[name] for name in biases], _check_zero)
     _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
-    if model.device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(model.device)
     return LoadReport(total, unused)
 
@@ -436,8 +424,8 @@ def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:
     size = entry.nbytes // count
     step = max(1, PART_BYTES // size)
     for first in range(0, count, step):
-        many = min(step, count - first)
-        yield _Piece(entry, first, (many, *rest), entry.start + first * size, many * size)
+        rows = min(step, count - first)
+        yield _Piece(entry, first, (rows, *rest), entry.start + first * size, rows * size)
 
 
 def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
@@ -451,7 +439,7 @@ def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     groups: list[list[_Piece]] = []
     for members in by_file.values():
         begin = None
-        for piece in sorted(members, key=lambda own: own.start):
+        for piece in sorted(members, key=lambda member: member.start):
             if begin is None or piece.start + piece.nbytes - begin > PART_BYTES:
                 groups.append([])
                 begin = piece.start
@@ -473,7 +461,7 @@ class PinnedBuffers:
         self.nbytes, self._device = nbytes, device
         self._thread, self._pinned = threading.local(), list[tuple[int, mmap.mmap]]()
 
-    def own(self) -> mmap.mmap:
+    def of_thread(self) -> mmap.mmap:
         """The calling thread's buffer, allocated at its first call.
 
         Raises:
@@ -528,7 +516,7 @@ def _read(
     try:
         with path.open("rb", buffering=0) as file:
             if size and buffers is not None and size <= buffers.nbytes:
-                memory = buffers.own()
+                memory = buffers.of_thread()
                 _fill(memory, file, begin, size)
             elif size:
                 before = begin % mmap.ALLOCATIONGRANULARITY
@@ -583,27 +571,23 @@ def _check_scale(entry: Entry, tensor: torch.Tensor, negative: bool = False) -> 
     good = torch.isfinite(values) & ((values != 0) if negative else (values > 0))
     if not good.all():
         what = f"{int((~good).sum())} of {good.numel()} scales are unusable"
-        found = shown(values[~good].flatten()[0].item())
-        expected = "finite numbers other than 0" if negative else "finite numbers above 0"
-        raise CheckpointError(what, where=f"{entry.file}: {entry.name}", expected=expected, found=found)
+        first, expected = shown(values[~good].flatten()[0].item()), f"finite numbers {'other than' if negative else 'above'} 0"
+        raise CheckpointError(what, where=entry.place, expected=expected, found=first)
 
 
 def _check_zero(entry: Entry, tensor: torch.Tensor) -> None:
     """Refuse a bias of a linear that has none, unless it adds nothing."""
     if tensor.any():
-        what, found = "the model has no bias here", f"{int((tensor != 0).sum())} values that are not zero"
-        where, hint = f"{entry.file}: {entry.name}", "config.json describes another model"
-        raise CheckpointError(what, where=where, expected="no bias, or zeros", found=found, hint=hint)
+        what, values = "the model has no bias here", f"{int((tensor != 0).sum())} values that are not zero"
+        hint = "config.json describes another model"
+        raise CheckpointError(what, where=entry.place, expected="no bias, or zeros", found=values, hint=hint)
 
 
 def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
     table = model.layers[0].table.weight  # type: ignore[attr-defined]  # the embedding
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
-        raise CheckpointError(
-            "config.json ties the head to the embedding, but the checkpoint has a different head",
-            where=f"{entry.file}: {entry.name}",
-            hint="set tie_word_embeddings to false in config.json",
-        )
+        what = "config.json ties the head to the embedding, but the checkpoint has a different head"
+        raise CheckpointError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
 
 def randomize(model: Model, seed: int = 0) -> None:
@@ -613,7 +597,7 @@ def randomize(model: Model, seed: int = 0) -> None:
         parameter.randomize(generator)
 
 
-def _some(names: Sequence[str], count: int = 4) -> str:
+def some_names(names: Sequence[str], count: int = 4) -> str:
     return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 

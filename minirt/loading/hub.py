@@ -56,7 +56,7 @@ class ModelFiles:
 
 def resolve(
     model: str, *, revision: str | None = None, token: str | None = None, weights: bool = True, progress: bool = True,
-    check: Check = lambda config, where: None,
+    check: Check = lambda config, file: None,
 ) -> ModelFiles:
     """Find a model's files, download them if necessary, and check them.
 
@@ -94,26 +94,17 @@ def with_present_weights(files: ModelFiles) -> ModelFiles:
     if files.weight_files or not any(present(files.folder / name) for name in (_SINGLE, _INDEX)):
         return files
     try:
-        weights, index = _weight_files(files.folder)
+        return _with_weights(files)
     except CheckpointError:
         if files.revision is None:
             raise
         return files  # the cache of the Hub holds a part of them
-    tensors, total_size = index or (None, None)
-    return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
 
 
-class RemoteTensor(NamedTuple):
-    """One tensor of a Hub model, as the header of its file describes it. `dtype` is a name of safetensors, such as "BF16"."""
+def remote_headers(files: ModelFiles) -> list[tuple[str, Path, tuple[int, ...], str]]:
+    """Name, file, shape and dtype ("BF16") of each tensor of a Hub model whose weights are not downloaded.
 
-    name: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def remote_headers(files: ModelFiles) -> list[RemoteTensor]:
-    """The headers of the weight files of a Hub model that are not downloaded: some kilobytes of each file.
+    They are in the headers of the files, some kilobytes of each.
 
     Raises:
         ModelNotFoundError: they cannot be read.
@@ -121,10 +112,10 @@ def remote_headers(files: ModelFiles) -> list[RemoteTensor]:
     from huggingface_hub import get_safetensors_metadata
 
     with _explained(files.name, files.revision):
-        found = get_safetensors_metadata(files.name, revision=files.revision).files_metadata
+        headers = get_safetensors_metadata(files.name, revision=files.revision).files_metadata
         return [
-            RemoteTensor(str(name), str(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
-            for file, header in found.items() for name, tensor in header.tensors.items()
+            (str(name), Path(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
+            for file, header in headers.items() for name, tensor in header.tensors.items()
         ]  # fmt: skip
 
 
@@ -160,14 +151,12 @@ def _local_folder(model: str) -> Path | None:
 def _check(name: str, folder: Path, revision: str | None, weights: bool) -> ModelFiles:
     config = _read_object(folder / "config.json")
     if config is None:
-        where = folder if revision is None else f"Hub model {name}"
+        place = folder if revision is None else f"Hub model {name}"
         hint = f"a model in Hugging Face's layout, with safetensors, is needed{_contents(folder)}"
-        raise ModelNotFoundError("there is no config.json", where=where, hint=hint)
-    generation_config = _read_object(folder / "generation_config.json")
-    files, index = _weight_files(folder) if weights else ((), None)
-    tensors, total_size = index or (None, None)
-    hf_quant_config = _read_object(folder / "hf_quant_config.json")
-    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size, hf_quant_config)
+        raise ModelNotFoundError("there is no config.json", where=place, hint=hint)
+    generation_config, quantization = (_read_object(folder / f"{what}_config.json") for what in ("generation", "hf_quant"))
+    files = ModelFiles(name, folder, config, generation_config, (), None, revision, hf_quant_config=quantization)
+    return _with_weights(files) if weights else files
 
 
 def _read_object(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any] | None:
@@ -182,7 +171,9 @@ class _Index(NamedTuple):
     total_size: float | None
 
 
-def _weight_files(folder: Path) -> tuple[tuple[Path, ...], _Index | None]:
+def _with_weights(files: ModelFiles) -> ModelFiles:
+    """`files` with its weight files, checked to be there."""
+    folder = files.folder
     index = None if present(folder / _SINGLE) else _read_index(folder / _INDEX)
     if index is None and not present(folder / _SINGLE):
         hint = f"only safetensors files are read{_contents(folder)}"
@@ -195,7 +186,9 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], _Index | None]:
         what = f"{len(unusable)} of the {len(names)} shards of {_INDEX} are missing, or are no files: {_some(unusable)}"
         raise CheckpointError(what, where=folder, hint="fetch them; with HF_HUB_OFFLINE set, only the cache is used")
     _warn_of_unread_shards(folder, names)
-    return tuple(folder / name for name in names), index
+    tensors, total_size = index or (None, None)
+    weights = tuple(folder / name for name in names)
+    return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
 
 
 def _read_index(path: Path) -> _Index | None:
@@ -320,7 +313,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except MinirtError:
         raise
     except Exception as error:  # network exceptions differ between versions of huggingface_hub
-        where, detail = f"Hub model {repo}", str(error).strip().partition("\n")[0]
+        detail = str(error).strip().partition("\n")[0]
         match error:
             case errors.GatedRepoError():
                 what, hint = "access is restricted", "accept its terms on the Hub, and set HF_TOKEN or log in"
@@ -340,4 +333,4 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
                 what, hint = f"the Hub refused: {detail}", f"check HF_TOKEN, try again later; or {local}"
             case _:
                 what, hint = f"cannot be downloaded: {type(error).__name__}: {detail}", local
-        raise ModelNotFoundError(what, where=where, hint=hint) from error
+        raise ModelNotFoundError(what, where=f"Hub model {repo}", hint=hint) from error

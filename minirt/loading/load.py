@@ -21,7 +21,8 @@ from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory, sequences_that_fit
-from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.options import EMBEDDED, LoadOptions
+from minirt.loading.resolve import pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import StoredFormats, stored_formats
 from minirt.loading.unstated import settle
@@ -38,14 +39,14 @@ from minirt.threads import set_threads
 from minirt.wording import warn, worded
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
-# Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
+# Values of a weight. An H200 reads this number of bytes in less than 1 µs; a kernel that rounds the input to FP8 takes 1.6 µs.
 _SMALL = 4 << 20
 _SLOW_ON_CPU = "on a CPU, quantized weights save memory, not time: every step unpacks them, which is slow"
 _OLD_GPU = "the Triton kernels need compute capability 8.0: on this GPU only eager layers run, which was never tested"
 _OTHER_FAMILIES = ("gemma", "mixtral", "gpt-oss", "phi-", "glm-", "deepseek-v", "falcon", "gpt2")  # names that users try
 
 
-class Found(NamedTuple):
+class Source(NamedTuple):
     """A model's files, its checked config, and the stated format of quantized weights.
 
     `files` is None for a preset whose weights are not needed, `quantization` if the weights are not quantized.
@@ -56,9 +57,9 @@ class Found(NamedTuple):
     quantization: QuantizationConfig | None = None
 
 
-def find(model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False) -> Found:
+def find(model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False) -> Source:
     """Look a model up by its name."""
-    name = str(models.embedded()) if model == models.EMBEDDED else str(model)
+    name = str(models.embedded()) if model == EMBEDDED else str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
     try:
@@ -67,36 +68,41 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         what = f"cannot be looked up: {error.strerror if isinstance(error, OSError) else error}"
         raise ModelNotFoundError(what, where=name[:80]) from error
     if preset is not None and not need_weights and revision is None:
-        return Found(None, preset.config, preset.quantization)
+        return Source(None, preset.config, preset.quantization)
     try:
         name = preset.hub_id if preset else name
         files = resolve(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
     except ModelNotFoundError as error:
-        if (family := next((own for own in _OTHER_FAMILIES if own in name.lower().rpartition("/")[2]), None)) is not None:
-            expected = f"a model of one of the types {', '.join(models.ARCHITECTURES)}"
-            hint = "minirt models lists presets" + (f"; {error.what}: {error.hint}" if "/" in name else "")
-            what = f"minirt does not support {family.strip('-')} models"
-            raise ModelNotFoundError(what, where=error.where, expected=expected, hint=hint) from error
-        known = preset or next((own for own in models.presets() if own.hub_id == name), None)
-        if known is not None and error.hint and revision is None:
-            hint = f"{error.hint}; --model {known.name} --random-weights measures without a download, with token ids as prompts"
-            raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
-        if "/" in name or "gguf" in name.lower():
-            raise
+        raise _with_advice(error, name, preset, revision) from error
+    config_file, fields = str(files.folder / "config.json"), models.decoder_fields(files.config)
+    config = models.parse_config(files.config, config_file)
+    check_token_ids(fields, config_file, config.vocab_size)
+    check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
+    producer = None
+    if files.hf_quant_config is not None:
+        producer = Fields(files.hf_quant_config, str(files.folder / "hf_quant_config.json"))
+    return Source(files, config, read_quantization(Fields(fields, config_file), producer))
+
+
+def _with_advice(
+    error: ModelNotFoundError, name: str, preset: models.Preset | None, revision: str | None
+) -> ModelNotFoundError:
+    """The error for a model that is not there, with what may help: other names, or that minirt has no such family."""
+    base = name.lower().rpartition("/")[2]
+    if (family := next((family for family in _OTHER_FAMILIES if family in base), None)) is not None:
+        expected = f"a model of one of the types {', '.join(models.ARCHITECTURES)}"
+        hint = "minirt models lists presets" + (f"; {error.what}: {error.hint}" if "/" in name else "")
+        what = f"minirt does not support {family.strip('-')} models"
+        return ModelNotFoundError(what, where=error.where, expected=expected, hint=hint)
+    known = preset or next((one for one in models.presets() if one.hub_id == name), None)
+    hint = error.hint or ""
+    if known is not None and hint and revision is None:
+        hint += f"; --model {known.name} --random-weights measures without a download, with token ids as prompts"
+    elif "/" not in name and "gguf" not in name.lower():
         hint = "give a folder, a Hub id org/name, or a preset; minirt models lists the presets"
         if near := _similar_presets(name):
             hint = f"did you mean {', '.join(near)}? Otherwise {hint}"
-        raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
-    config = models.parse_config(files.config, where=str(files.folder / "config.json"))
-    stated_fields = models.decoder_fields(files.config)
-    for file, content in (("config.json", stated_fields), ("generation_config.json", files.generation_config or {})):
-        check_token_ids(content, str(files.folder / file), config.vocab_size)
-    own = files.hf_quant_config
-    stated = read_quantization(
-        Fields(stated_fields, str(files.folder / "config.json")),
-        None if own is None else Fields(own, str(files.folder / "hf_quant_config.json")),
-    )
-    return Found(files, config, stated)
+    return ModelNotFoundError(error.what, where=error.where, hint=hint or None)
 
 
 def _similar_presets(name: str) -> list[str]:
@@ -105,56 +111,51 @@ def _similar_presets(name: str) -> list[str]:
     def plain(text: str) -> str:
         return re.sub("[^a-z0-9]", "", text.lower())
 
-    names = {own.name.lower(): own.name for own in models.presets()}
-    begun = [own for lower, own in names.items() if plain(name) and plain(lower).startswith(plain(name))]
-    return begun[:3] or [names[own] for own in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
+    names = {preset.name.lower(): preset.name for preset in models.presets()}
+    begun = [preset for lower, preset in names.items() if plain(name) and plain(lower).startswith(plain(name))]
+    return begun[:3] or [names[lower] for lower in get_close_matches(name.lower(), names, n=3, cutoff=0.75)]
 
 
 def build(
-    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
+    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
 ) -> Model:
     """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
-    model = _build(options, found, entries, device)
-    if drafts := options.memory.max_drafts:  # states are larger, which plans count
+    config, speculative = source.config, options.speculative
+    if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
+        model = _build_with_drafts(options, source, entries, device, speculative.draft_rows(config.vocab_size))
+    else:
+        layers = in_order(config, options.layers(config) if options.layers else models.build(config))
+        if entries is not None:
+            fuse_experts(layers, entries)
+        model = Model(config, layers, choose_formats(options, layers, source, entries, device))
+    if drafts := options.drafts[0]:  # states are larger, which plans count
         model.keep_undo(1 + drafts)
     return model
 
 
-def _build(
-    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
-) -> Model:
-    config, speculative = found.config, options.speculative
-    if isinstance(speculative, SpeculativeOptions) and speculative.has_draft_model:
-        return _build_with_drafts(options, found, entries, device, speculative.draft_rows(config.vocab_size))
-    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-    if entries is not None:
-        fuse_experts(layers, entries)
-    return Model(config, layers, choose_formats(options, layers, found, entries, device))
-
-
 def _build_with_drafts(
-    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU, rows: int | None
+    options: LoadOptions, source: Source, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU, rows: int | None
 ) -> Model:
     """The model with the layers of a draft model, whose head has `rows` ids; None: all."""
-    config = found.config
+    config = source.config
     if options.layers is not None:
         what, hint = "a composed model has no draft model", "use method 'ngram', or a proposer"
         raise UnsupportedError(what, where="speculative", expected="layers=None", found="layers", hint=hint)
     layers, draft = models.build_with_drafts(config, rows)
     if entries is not None:
-        of_target, of_draft = (
-            {spec[0].rpartition(".")[0] for layer in own for weights in layer.parameters() for spec in weights.expected()}
-            for own in (layers, draft)
+        target_names, draft_names = (
+            {spec[0].rpartition(".")[0] for layer in part for weights in layer.parameters() for spec in weights.expected()}
+            for part in (layers, draft)
         )
-        if of_draft.isdisjoint({name.rpartition(".")[0] for name in entries} - of_target):
+        if draft_names.isdisjoint({name.rpartition(".")[0] for name in entries} - target_names):
             what, hint = "the checkpoint has no weights of the draft model", "leave out the drafts, or use --speculate ngram"
-            raise UnsupportedError(what, where=str(options.model), expected=f"{min(of_draft - of_target)}, …", hint=hint)
+            raise UnsupportedError(what, where=str(options.model), expected=f"{min(draft_names - target_names)}, …", hint=hint)
         fuse_experts([*layers, *draft], entries)
-    formats, head = choose_formats(options, [*layers, *draft], found, entries, device), draft[-1]
+    formats, head = choose_formats(options, [*layers, *draft], source, entries, device), draft[-1]
     if isinstance(formats, StoredFormats) and rows is not None:
-        stored = [formats.format_of(own.modules, head=True, tied=config.tie_word_embeddings) for own in head.quantizable()]
-        if any(own is not None for own in stored):  # a part of its rows cannot be taken in each format
-            note = "drafts may have all ids, since the checkpoint stores a quantized head"
+        tied = config.tie_word_embeddings
+        if any(formats.format_of(weights.modules, head=True, tied=tied) is not None for weights in head.quantizable()):
+            note = "drafts may have all ids, since the checkpoint stores a quantized head"  # some formats cannot be split by rows
             layers, draft = models.build_with_drafts(config, None)
             if entries is not None:
                 fuse_experts([*layers, *draft], entries)
@@ -163,7 +164,7 @@ def _build_with_drafts(
 
 
 def choose_formats(
-    options: LoadOptions, layers: Sequence[Layer], found: Found, entries: Mapping[str, Entry] | None,
+    options: LoadOptions, layers: Sequence[Layer], source: Source, entries: Mapping[str, Entry] | None,
     device: torch.device | AbsentGPU,
 ) -> FormatChoice | None:  # fmt: skip
     """The formats of the linears: those of the checkpoint, else those that `options` ask for.
@@ -171,7 +172,7 @@ def choose_formats(
     Args:
         entries: headers of the weight files; None: there are none.
     """
-    stored = stored_formats(layers, entries, found.quantization)
+    stored = stored_formats(layers, entries, source.quantization)
     if stored is not None and options.quantization is not None:
         what, hint = "the checkpoint is quantized already", "leave it out (quantization=)"
         raise ConfigError(what, where="--quantize", found=stored.checkpoint, hint=hint)
@@ -181,10 +182,10 @@ def choose_formats(
 
 
 def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
-    """FP8 without the weights with which a step of several tokens on a GPU would be slower than with those of 16 bits.
+    """FP8 except for weights with which a step of several tokens on a GPU would be slower than with 16 bits.
 
-    These are small weights whose input needs a kernel of its own to be rounded to FP8. Other inputs are rounded by the kernel
-    that normalizes them. (docs/decisions/linear-small-batches.md)
+    These are small weights whose input is rounded to FP8 by a separate kernel. Other inputs are rounded by the kernel that
+    normalizes them. (docs/decisions/linear-decode.md)
     """
     ops = [op for layer in layers for op in layer.linear_ops() if op.residual]
     small = [op.linear for op in ops if op.linear.out_features * op.linear.in_features < _SMALL]
@@ -201,34 +202,27 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
     target = pick_device(options.device) if gpu is None else gpu
-    found, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
-    config = found.config
-    planned = build(options, found, entries, target)
+    source, entries, settled = _headers(find(options.model, options.revision, need_weights=False), options)
+    planned = build(options, source, entries, target)
     idle = _match(planned, entries, options) if entries is not None else None
     planned.device = cast(torch.device, target)
-    planned.dtype = pick_dtype(options.dtype, config, planned.device)
+    planned.dtype = pick_dtype(options.dtype, source.config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
-    _note(planned, idle)
-    _note(planned, settled)
     planned.plan = planned.plan.with_cuda_graphs(options.cuda_graphs)
-    _note_slow(planned, options)
+    _add_notes(planned, idle, settled, _slow(planned, options))
     return planned
 
 
-def _note_slow(model: Model, options: LoadOptions) -> str | None:
-    """Have the plan say that the model will be slow on this device, and why. Returns the same text, or None."""
+def _slow(model: Model, options: LoadOptions) -> str | None:
+    """Why the model will be slow on this device; None: it will not."""
     if model.device.type == "cpu":
-        slow = _SLOW_ON_CPU if model.plan.formats else None
-    else:
-        slow = _OLD_GPU if compute_capability(model.device) < (8, 0) else _eager_layers(model, options)
-    _note(model, slow)
-    return slow
+        return _SLOW_ON_CPU if model.plan.formats else None
+    return _OLD_GPU if compute_capability(model.device) < (8, 0) else _eager_layers(model, options)
 
 
-def _note(model: Model, note: str | None) -> None:
-    if note is not None:
-        model.plan = replace(model.plan, notes=(*model.plan.notes, note))
+def _add_notes(model: Model, *notes: str | None) -> None:
+    model.plan = replace(model.plan, notes=(*model.plan.notes, *filter(None, notes)))
 
 
 def _eager_layers(model: Model, options: LoadOptions) -> str | None:
@@ -268,14 +262,7 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
     length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options.memory)
-
-
-def _check_memory(options: LoadOptions, model: Model, length: int, device: torch.device) -> None:
-    """Raise OutOfMemoryError if the model will not fit. Nothing is allocated yet."""
-    plan = plan_memory(model, length, device, options.memory)
-    if not plan.fits:
-        raise does_not_fit(plan, str(device), remedy(options, device))
+    return model, plan_memory(model, length, model.device, options)
 
 
 def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
@@ -296,23 +283,19 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
         return _longer_context(options, gpu, current, [("use --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}), *ways])
     least, how = current.least, ""
     for words, changes in ways:
-        changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
-        if changed:
-            with suppress(MinirtError):  # a quantized checkpoint is not quantized again
-                other = replace(options, **changed)
-                plan = plan_load(other, gpu)[1]
-                if plan.fits:
-                    if other.memory.kv_bytes is not None:
-                        return f"{words}: {format_size(plan.needed, up=True)}"
-                    return f"{words}: at least {format_size(plan.least, up=True)}"  # the pages take what is left
-                if plan.least < least and words.startswith("use "):
-                    least, how = plan.least, f"at least {format_size(plan.least, up=True)} even with {words[4:]}: "
+        if (changed := _changed(options, changes, gpu)) is None:
+            continue
+        other, plan = changed
+        if plan.fits:
+            if other.kv_bytes is not None:
+                return f"{words}: {format_size(plan.needed, up=True)}"
+            return f"{words}: at least {format_size(plan.least, up=True)}"  # the pages take what is left
+        if plan.least < least and words.startswith("use "):
+            least, how = plan.least, f"at least {format_size(plan.least, up=True)} even with {words[4:]}: "
     if least > total_memory(device):
-        more = "machine" if device.type == "cpu" else "GPU"
-        return f"{how}use a smaller model, or a {more} with more memory"
-    if gpu is not None:
-        return "use a smaller model, or raise --gpu-memory-utilization"
-    return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
+        return f"{how}use a smaller model, or a {'machine' if device.type == 'cpu' else 'GPU'} with more memory"
+    here = "" if gpu else ", or free memory"
+    return f"use a smaller model{here}" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
 
 
 def _longer_context(
@@ -322,43 +305,51 @@ def _longer_context(
     sequences at once, then KV pages of FP8, then weights of fewer bits."""
 
     def fits(changes: dict[str, Any]) -> bool:
-        with suppress(MinirtError):  # a quantized checkpoint is not quantized again
-            return plan_load(replace(options, **changes), gpu)[1].fits
-        return False
+        changed = _changed(options, changes, gpu)
+        return changed is not None and changed[1].fits
 
     pages = format_size(plan.least_pages * plan.page, up=True)
-    own = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
+    memory = f"{'use' if options.kv_cache_memory is None else 'raise'} --kv-cache-memory {pages}"
     fewer = sequences_that_fit(lambda count: fits({"max_num_seqs": count}), options.max_num_seqs)
     ways: list[tuple[str, dict[str, Any]]] = [(f"use --max-num-seqs {fewer}", {"max_num_seqs": fewer})] if fewer else []
-    for words, changes in [*ways, (own, {"kv_cache_memory": pages}), *others]:
-        changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
-        if changed and words.startswith(("use ", "raise ")) and fits(changed):
+    for words, changes in [*ways, (memory, {"kv_cache_memory": pages}), *others]:
+        if words.startswith(("use ", "raise ")) and fits(changes):
             return f"{words}, or --max-model-len {plan.context}"
     return f"use --max-model-len {plan.context}"
 
 
-def _settled(found: Found, files: ModelFiles) -> tuple[Found, Mapping[str, Entry], str | None]:
+def _changed(
+    options: LoadOptions, changes: dict[str, Any], gpu: AbsentGPU | None
+) -> tuple[LoadOptions, MemoryPlan] | None:
+    """Other options, and the plan with them. None: nothing changes, or it fails: no checkpoint is quantized twice."""
+    changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
+    with suppress(MinirtError):
+        return (other := replace(options, **changed), plan_load(other, gpu)[1]) if changed else None
+    return None
+
+
+def _settled(source: Source, files: ModelFiles) -> tuple[Source, Mapping[str, Entry], str | None]:
     """The model with what the headers of its local weight files settle, the headers, and a note; see `settle`."""
-    entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=found.config.tie_word_embeddings)
-    config, note = settle(files.config, found.config, entries)
-    if config.tie_word_embeddings != found.config.tie_word_embeddings:
+    entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=source.config.tie_word_embeddings)
+    config, note = settle(files.config, source.config, entries)
+    if config.tie_word_embeddings != source.config.tie_word_embeddings:
         entries = checkpoint.read_headers(files.weight_files, files.weight_index, tied=config.tie_word_embeddings)
-    return found._replace(config=config), entries, note
+    return source._replace(config=config), entries, note
 
 
-def _headers(found: Found, options: LoadOptions) -> tuple[Found, Mapping[str, Entry] | None, str | None]:
+def _headers(source: Source, options: LoadOptions) -> tuple[Source, Mapping[str, Entry] | None, str | None]:
     """`_settled` with local files, else the headers from the Hub if the weights are quantized. None if there are none."""
-    if found.files is None:
-        return found, None, None
-    files = with_present_weights(found.files)
+    if source.files is None:
+        return source, None, None
+    files = with_present_weights(source.files)
     if files.weight_files:
-        return _settled(found, files)
+        return _settled(source, files)
     if files.revision is None and not options.random_weights:
         warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone")
-    if files.revision is not None and found.quantization is not None:
+    if files.revision is not None and source.quantization is not None:
         with suppress(ModelNotFoundError):
-            return found, {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}, None
-    return found, None, None
+            return source, {tensor[0]: Entry(*tensor) for tensor in remote_headers(files)}, None
+    return source, None, None
 
 
 @dataclass(frozen=True)
@@ -392,14 +383,14 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     device = pick_device(options.device)
     set_threads(options.threads)
     bars = progress is not None and sys.stderr.isatty()
-    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
-    files, entries, settled = found.files, None, None
-    length = pick_length(found.config, options.max_model_len)
+    source = find(options.model, options.revision, need_weights=not options.random_weights, progress=bars)
+    files, entries, settled = source.files, None, None
+    length = pick_length(source.config, options.max_model_len)
     weights = None if options.random_weights else files
     if weights is not None:
-        found, entries, settled = _settled(found, weights)
-    config = found.config
-    model = build(options, found, entries, device)
+        source, entries, settled = _settled(source, weights)
+    config = source.config
+    model = build(options, source, entries, device)
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     tokenizer = Tokenizer.load(files.folder) if files else None
@@ -411,23 +402,23 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         idle = _match(model, entries, options)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     model.dtype, model.kv_dtype = dtype, kv_dtype
-    _check_memory(options, model, length, device)
+    plan = plan_memory(model, length, device, options)
+    if not plan.fits:
+        raise does_not_fit(plan, str(device), remedy(options, device))
     with out_of_memory_while("allocating the weights", device):
         model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
-    _note(model, idle)
-    _note(model, settled)
-    if (slow := _note_slow(model, options)) is not None:
+    slow = _slow(model, options)
+    _add_notes(model, idle, settled, slow)
+    if slow is not None:
         warn(slow)
-    report = checkpoint.LoadReport(0, ())
     with out_of_memory_while("loading the weights", device):
         if entries is None:
             checkpoint.randomize(model, options.seed)
-        else:
-            report = checkpoint.load(
-                model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
-                progress=progress and partial(progress, "weights"),
-            )
+        report = checkpoint.LoadReport(0, ()) if entries is None else checkpoint.load(
+            model, entries, allow_unused=options.layers is not None, check_weights=options.check_weights,
+            progress=progress and partial(progress, "weights"),
+        )  # fmt: skip
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, dict(models.decoder_fields(files.config)) if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, known_end_ids(eos, config), report.bytes_read, report.unused)
@@ -443,10 +434,9 @@ def _choose_draft_ids(draft_model: Model, tokenizer: Tokenizer | None, speculati
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
     """Warn of a tokenizer with ids that this model has no embedding for. Prompts that have such tokens are refused."""
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        more = tokenizer.vocab_size - config.vocab_size
         what = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but vocab_size of config.json is {config.vocab_size}"
-        more_than = f"prompts with one of these {more} ids, and grammars, are refused"
-        warn(f"tokenizer.json: {what}: {more_than}")
+        ids = f"these {tokenizer.vocab_size - config.vocab_size} ids"
+        warn(f"tokenizer.json: {what}: prompts with one of {ids}, and grammars, are refused")
 
 
 def known_end_ids(tokens: Sequence[int], config: ModelConfig) -> tuple[int, ...]:

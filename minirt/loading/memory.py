@@ -14,11 +14,12 @@ import torch
 from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS
-from minirt.errors import ConfigError, InputError, OutOfMemoryError
+from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
 from minirt.kernels.sampling.slots import slot_bytes
+from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.sizes import format_size, parse_size
+from minirt.sizes import format_size
 from minirt.step.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 from minirt.wording import warn
 
@@ -29,54 +30,9 @@ SNAPSHOT_SHARE = 0.25  # of the memory that is left then: snapshots of states, f
 SNAPSHOTS_OF_A_SEQUENCE = 4  # as many for each sequence that runs at once, at most
 NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
+_SIZE = "a number of bytes, or a text such as '4GiB'"
+
 StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
-
-
-@dataclass(frozen=True)
-class MemoryOptions:
-    """The options that decide what a model takes; see `minirt.LoadOptions`. `max_drafts`, `keeps_history`: of the proposer.
-    `max_model_len`: positions that must fit. None: as many as fit."""
-
-    kv_cache_memory: int | str | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    cuda_graphs: bool = True
-    max_drafts: int = 0
-    keeps_history: bool = False
-    state_cache_memory: int | str | None = None
-    prefix_cache: bool = True
-    max_model_len: int | None = None
-
-    def limits(self, length: int, tokens: int) -> EngineLimits:
-        """Of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
-        return EngineLimits(
-            length, self.max_num_seqs, tokens, max_drafts=self.max_drafts, keeps_history=self.keeps_history
-        )
-
-    @property
-    def kv_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes."""
-        return _bytes_of(self.kv_cache_memory, "--kv-cache-memory")
-
-    @property
-    def snapshot_bytes(self) -> int | None:
-        """`state_cache_memory` in bytes."""
-        return _bytes_of(self.state_cache_memory, "--state-cache-memory", least=0)
-
-    def __post_init__(self) -> None:
-        self.kv_bytes  # noqa: B018  (checks it)
-        asked = self.snapshot_bytes
-        if asked is not None and (type(asked) is not int or asked < 0):
-            where, expected = "--state-cache-memory", "a number of bytes, or a text such as '4GiB'"
-            raise ConfigError("not a size", where=where, expected=expected, found=repr(asked)[:80])
-        if asked and not self.prefix_cache:
-            what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
-            raise ConfigError(what, where="--state-cache-memory", expected=expected, found=asked)
-        share = self.gpu_memory_utilization
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
-            where, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
-            raise ConfigError("not a share", where=where, expected=expected, found=repr(share))
 
 
 @dataclass(frozen=True)
@@ -175,7 +131,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: Model, length: int, device: torch.device | AbsentGPU, options: MemoryOptions, *, step_bytes: StepBytes | None = None
+    model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, step_bytes: StepBytes | None = None
 ) -> MemoryPlan:
     """Size the KV cache, and the largest step unless the options do.
 
@@ -229,8 +185,8 @@ def plan_memory(
 
 
 def with_fitting_sequences(
-    model: Model, length: int, device: torch.device | AbsentGPU, options: MemoryOptions, *, loaded: bool
-) -> MemoryOptions:
+    model: Model, length: int, device: torch.device | AbsentGPU, options: LoadOptions, *, loaded: bool
+) -> LoadOptions:
     """The options with fewer sequences, if the states of so many would take more than STATE_SHARE of the memory for states and KV
     pages, or more than the pages that were asked for leave. At least one.
 
@@ -240,11 +196,10 @@ def with_fitting_sequences(
     state = state_bytes(model.cache_specs)
     if not state:
         return options
-    own = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
-    free = free_memory(device) + own * loaded
+    weights = model.weight_bytes(model.dtype) + sum(model.rope_bytes(length))
+    free = free_memory(device) + weights * loaded
     share = 1.0 if device.type == "cpu" else options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    room = int(free * share) - own
-    room -= options.snapshot_bytes or 0
+    room = int(free * share) - weights - (options.snapshot_bytes or 0)
     if options.kv_bytes is not None:
         room -= options.kv_bytes
     else:
@@ -252,7 +207,7 @@ def with_fitting_sequences(
     return replace(options, max_num_seqs=max(1, min(options.max_num_seqs, room // state)))
 
 
-def _snapshots(options: MemoryOptions, state: int, room: int, beside: int) -> int:
+def _snapshots(options: LoadOptions, state: int, room: int, beside: int) -> int:
     """The number of snapshots of states.
 
     Args:
@@ -274,7 +229,7 @@ def _snapshots(options: MemoryOptions, state: int, room: int, beside: int) -> in
     return max(0, min(most, SNAPSHOTS_OF_A_SEQUENCE * options.max_num_seqs)) if options.prefix_cache else 0
 
 
-def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
+def measured_plan(model: Model, options: LoadOptions) -> MemoryPlan:
     """The plan of a model with weights. On a GPU, the memory of its steps is measured.
 
     Warns if the context has to be shorter than `model.max_model_len`, and if fewer sequences than asked for can run at once.
@@ -293,7 +248,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
     def step_bytes(tokens: int) -> int | None:
         from minirt.engine.step_memory import measure_step_bytes
 
-        return measure_step_bytes(model, options.limits(length, tokens), cuda_graphs=graphs)
+        return measure_step_bytes(model, _limits(options, length, tokens), cuda_graphs=graphs)
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
@@ -321,8 +276,8 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         if model.kv_dtype.itemsize > 1:
             ways.append("--kv-cache-dtype fp8, which makes room for about twice as many")
         what += f" has room for {plan.context:,} tokens, so the context is that instead of {length:,}: use {' or '.join(ways)}"
-        more = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
-        warn(what + more, RuntimeWarning)
+        others = f"; {plan.others}" if plan.others and options.kv_bytes is None else ""
+        warn(what + others, RuntimeWarning)
     return plan
 
 
@@ -333,13 +288,13 @@ def sequences_that_fit(fits: Callable[[int], bool], most: int) -> int | None:
     return next(filter(fits, counts)) if counts and fits(1) else None
 
 
-def _holds(plan: MemoryPlan, model: Model, length: int, options: MemoryOptions) -> bool:
+def _holds(plan: MemoryPlan, model: Model, length: int, options: LoadOptions) -> bool:
     """Whether all `length` positions fit with other options, if steps take as much as in `plan`."""
     options = replace(options, max_num_batched_tokens=plan.max_num_batched_tokens)
     return plan_memory(model, length, model.device, options, step_bytes=lambda tokens: plan.step).context == length
 
 
-def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
+def does_not_fit(plan: MemoryPlan, device: str, hint: str) -> OutOfMemoryError:
     """The error for a plan that does not fit."""
     if plan.only_context_is_short:
         what = f"{context_is_short(plan)}{f'; {plan.others}' if plan.others else ''}"
@@ -348,13 +303,12 @@ def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
     if plan.page:
         pages = max(plan.pages, plan.least_pages)
         parts += f" and {pages:,} KV page{'s' * (pages > 1)} {format_size(pages * plan.page)}"
-    found = f"{format_size(plan.free)} free"
+    free, expected = f"{format_size(plan.free)} free", format_size(plan.needed, up=True)
     if plan.budget < plan.free:
-        found = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {found}"
+        free = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {free}"
     if plan.others:
-        found += f" ({plan.others})"
-    expected = format_size(plan.needed, up=True)
-    return OutOfMemoryError(f"the model does not fit: {parts}", where=where, expected=expected, found=found, hint=hint)
+        free += f" ({plan.others})"
+    return OutOfMemoryError(f"the model does not fit: {parts}", where=device, expected=expected, found=free, hint=hint)
 
 
 def context_is_short(plan: MemoryPlan) -> str:
@@ -363,9 +317,9 @@ def context_is_short(plan: MemoryPlan) -> str:
     return f"a context of {plan.asked:,} tokens needs {needed} of KV cache, which has room for {room}, {plan.context:,} tokens"
 
 
-def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions) -> int:
+def estimate_step(model: Model, length: int, tokens: int, options: LoadOptions) -> int:
     """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
-    config, size, limits = model.config, model.dtype.itemsize, options.limits(length, tokens)
+    config, size, limits = model.config, model.dtype.itemsize, _limits(options, length, tokens)
     rows = limits.max_logits_rows if limits.max_drafts else limits.max_num_seqs
     widest = max(layer.activation_values for layer in model.layers)
     row = (2 * config.hidden_size + widest) * size
@@ -388,23 +342,21 @@ def out_of_memory_while(what: str, device: torch.device) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        found, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
-        raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=found, hint=hint) from error
+        line, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
+        raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=line, hint=hint) from error
 
 
-def _bytes_of(size: int | str | None, where: str, least: int = 1) -> int | None:
-    """An option's value in bytes."""
-    try:
-        return parse_size(size, least) if isinstance(size, str) else size
-    except InputError as error:
-        expected = "a number of bytes, or a text such as '4GiB'"
-        raise ConfigError("not a size", where=where, expected=expected, found=size) from error
+def _limits(options: LoadOptions, length: int, tokens: int) -> EngineLimits:
+    """Limits of an engine with sequences of `length` tokens and steps of `tokens`, as far as they decide what it takes."""
+    drafts, history = options.drafts
+    return EngineLimits(length, options.max_num_seqs, tokens, max_drafts=drafts, keeps_history=history)
 
 
-def _pages_in(memory: int, one: int) -> int:
-    if type(memory) is not int or memory < max(one, 1):
-        expected = f"{format_size(max(one, 1), up=True)} (one page) or more"
-        found = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+def _pages_in(memory: int, page: int) -> int:
+    page = max(page, 1)
+    if type(memory) is not int or memory < page:
         what = "too small" if type(memory) is int else "not a number of bytes, nor a text such as '4GiB'"
-        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=found)
-    return memory // max(one, 1)
+        size = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+        expected = f"{format_size(page, up=True)} (one page) or more"
+        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=size)
+    return memory // page

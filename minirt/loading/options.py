@@ -1,120 +1,155 @@
-"""`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it."""
+"""`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it.
+
+Imports no torch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from minirt import models
-from minirt.engine.limits import MAX_STEP_MS, check_limits
-from minirt.errors import ConfigError, UnsupportedError, inside
-from minirt.foreign_names import check_names
-from minirt.layers import Layer
-from minirt.loading.memory import MemoryOptions
-from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FP8, Quantization
+from minirt.errors import ConfigError, InputError, MinirtError, inside, quoted
 from minirt.sampling_params import OF_SAMPLING
-from minirt.speculative.options import SpeculativeOptions, drafts_of
-from minirt.wording import warn
+from minirt.settings import Integer, Number, Settings, documented, setting, settings_of
+from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
     from minirt.engine.runner import Proposer
+    from minirt.layers import Layer
+    from minirt.modeling.config import ModelConfig
+    from minirt.modeling.formats import Quantization
+    from minirt.speculative.options import SpeculativeOptions
 
-_DTYPE_NAMES = {
-    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
-    "f32": "float32", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "q8_0": "fp8",
-}  # fmt: skip  (names of vLLM, PyTorch and llama.cpp)
-
-
+EMBEDDED = "embedded"  # the name of the model that is part of the package
 OF_GENERATE = {name: f"generate takes {hint}" for name, hint in OF_SAMPLING.items()}
+MAX_STEP_MS = 60.0
+_MOST = 1 << 20  # sequences and tokens of a step: kernels count them in 32 bits
+_COUNT = Integer(1, _MOST, text=f"an integer from 1 to {_MOST}")
 
 
+def _size(least: int | None) -> Callable[..., int]:
+    """A check of sizes in bytes, or as text; the smallest one."""
+
+    def check(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> int:
+        try:
+            size = parse_size(value, least or 1) if isinstance(value, str) else value
+        except InputError:
+            size = None
+        if type(size) is not int or (least is not None and size < least):
+            expected = "a number of bytes, or a text such as '4GiB'"
+            raise ConfigError("not a size", where=place, expected=expected, found=quoted(value, 80), hint=hint)
+        return size
+
+    return check
+
+
+def _share(value: Any, place: str, error: type[MinirtError], hint: str | None = None) -> float:
+    return Number(0, 1, open_low=True)(value, place, ConfigError, hint)
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(Settings):
     """How to load a model.
 
-    Args:
-        model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or "embedded",
-            the small model that is part of the package.
-        revision: a branch, tag or commit of a Hub model.
-        device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
-        dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
-        impl: which implementation each layer runs; see `minirt.modeling.plan.parse_impl`.
-        quantization: None, or how the weights of all linear layers are quantized while they are loaded. "fp8": e4m3 with a scale
-            for each output channel. "int4": 4 bits with a scale for each output channel and 128 input channels. Activations and
-            the embedding keep the dtype. For a checkpoint that is quantized already: None.
-        quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
-        kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-        kv_cache_memory: memory for KV pages, in bytes or as text: "4GiB". None: what `gpu_memory_utilization` leaves beside
-            weights and steps; on a CPU, a quarter of the free memory. Never more than `max_num_seqs` full sequences need.
-        gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
-            together. None: 0.9.
-        max_model_len: maximum number of tokens of a sequence, prompt and completion together; an error if the KV cache cannot
-            hold them. None: all positions of the model, or with a warning as many as the KV cache can hold.
-            With linear rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs
-            if this is at most the window.
-        max_num_seqs: maximum number of requests in one step; further ones wait.
-        max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
-            requests. None: on a GPU the largest of 8,192, 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full
-            length, else 1,024; on a CPU 256.
-        threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist. None:
-            the value of OMP_NUM_THREADS, else PyTorch's own setting limited to the CPUs that this process may use (affinity and
-            cgroup quota).
-        max_waiting: maximum number of requests that wait while a step computes others. Further requests end with a
-            `QueueFullError`. None: no limit.
-        max_step_ms: on a GPU, milliseconds that a step may spend on prompts while other requests decode, which wait for it;
-            by times measured at warm-up. 0: any time.
-        prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
-            beginning does not compute it again. Models with recurrent layers keep states, too (`state_cache_memory`).
-        state_cache_memory: memory for kept states of recurrent layers, in bytes or as text. None: a quarter of the memory for KV
-            pages and them, at most four states for each of `max_num_seqs`, and not more than `kv_cache_memory` leaves. 0: none,
-            and no prefix cache.
-        random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
-        check_weights: refuse NaN and Inf in the checkpoint.
-        layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. The model inserts a
-            `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors that no layer uses.
-        warmup: on a GPU, compile every kernel and capture every CUDA graph before loading returns. With False, loading
-            is faster, but kernels are compiled and CUDA graphs captured during generation, at first use.
-        cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
-            `enforce_eager`). It does not select eager layers: `impl="eager"` does.
-        speculative: propose tokens and verify several in one step, which changes no distribution: a `SpeculativeOptions`, a dict
-            of its fields, a text as --speculate takes it ("ngram"), or a proposer (`minirt.engine.runner.Proposer`). Method
-            "mtp" also loads the layers of multi-token prediction. None: a step yields one token of each sequence.
     Raises:
         ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
     """
 
-    model: str | Path = models.EMBEDDED
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    impl: str | Sequence[str] = "auto"
-    quantization: str | None = None
-    quantize_head: bool | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_memory: int | str | None = None
-    gpu_memory_utilization: float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    threads: int | None = None
-    max_waiting: int | None = None
-    max_step_ms: float = MAX_STEP_MS
-    prefix_cache: bool = True
-    state_cache_memory: int | str | None = None
-    random_weights: bool = False
-    seed: int = 0
-    check_weights: bool = False
-    layers: Callable[[ModelConfig], list[Layer]] | None = None
-    warmup: bool = True
-    cuda_graphs: bool = True
-    speculative: "SpeculativeOptions | Proposer | None" = None
+    _name_error, _elsewhere, _python = ConfigError, OF_GENERATE, "{}=…"
 
-    def __new__(cls, *unnamed: Any, **given: Any) -> "LoadOptions":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, OF_GENERATE, unnamed)
-        return super().__new__(cls)
+    # fmt: off
+    model: str | Path = setting(
+        'A folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or "embedded", the '
+        "small model that is part of the package.",
+        EMBEDDED, option="--model -m", scope="model", elsewhere={"llama.cpp": "hf_repo"},
+        option_help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, a small story teller.")
+    device: str = setting(
+        "auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto", scope="model", elsewhere={"transformers": "device_map"})
+    dtype: str = setting(
+        "auto, bfloat16, float16 or float32.", "auto", scope="model", elsewhere={"transformers": "torch_dtype"},
+        details="auto: on a GPU the checkpoint's dtype, on a CPU float32.")
+    quantization: str | None = setting(
+        "Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
+        option="--quantize", kind=("fp8", "int4"), elsewhere={"vLLM": "quantization"}, short={"--fp8": "fp8"}, scope="model",
+        details='"fp8": e4m3 with a scale for each output channel. "int4": 4 bits with a scale for each output channel and 128 '
+        "input channels. Activations and the embedding keep the dtype. None for a checkpoint that is quantized already.")
+    quantize_head: bool | None = setting(
+        "Quantize the LM head too. Default: with fp8, unless it is tied to the embedding; with int4, no.",
+        option="--quantize-head/--no-quantize-head --fp8-head/--no-fp8-head", scope="model")
+    revision: str | None = setting("Branch, tag or commit of a Hub model.", scope="model")
+    impl: str | Sequence[str] = setting(
+        "Implementation: NAME for all layers, or GLOB=NAME.", "auto", kind="several", scope="model",
+        details="In Python, one text or a list.")
+    random_weights: bool = setting("Random weights: no download for a preset.", False, group="Model", scope="load")
+    check_weights: bool = setting("Fail if the checkpoint contains NaN or Inf.", False, group="Model", scope="load")
+    seed: int = setting("Seed of random weights.", 0, option="")
+    layers: "Callable[[ModelConfig], list[Layer]] | None" = setting(
+        "Composes another model from the config: `layers(config) -> [Embedding, …, Head]`.", option="",
+        details="The model inserts a `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors "
+        "that no layer uses.")
+    max_model_len: int | None = setting(
+        "Positions to serve, prompt and completion together.", kind="tokens", scope="memory", engine=True,
+        details="None: the model's own, or with a warning as many as fit; a number that does not fit is an error. With linear "
+        "rope, it may be up to the rope factor times max_position_embeddings. A model with a sliding window runs if this is at "
+        "most the window.",
+        option_help="Positions to serve; 32K is 32,768 and 32k is 32,000. Default, and auto: the model's own, or as many as fit. "
+        "A number that does not fit is refused.",
+        elsewhere={"vLLM": "max_seq_len", "llama.cpp": "ctx_size n_ctx"})
+    max_num_seqs: int = setting(
+        "Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.", 64,
+        check=_COUNT, scope="memory", engine=True, elsewhere={"llama.cpp": "parallel"},
+        details="Fewer, with a warning, if the states of recurrent layers leave no room.")
+    gpu_memory_utilization: float | None = setting(
+        "The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.", check=_share, scope="memory",
+        engine=True)
+    kv_cache_memory: int | str | None = setting(
+        "Memory for KV pages, e.g. 4GiB; never more than `max_num_seqs` sequences of full length need.", kind="size",
+        check=_size(None), scope="memory", engine=True, elsewhere={"vLLM": "kv_cache_memory_bytes"},
+        details="In bytes, or as text. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a quarter "
+        "of the free memory.")
+    kv_cache_dtype: str = setting(
+        "auto (as `dtype`) or fp8.", "auto", scope="memory", elsewhere={"llama.cpp": "cache_type_k cache_type_v"},
+        details="fp8: e4m3 with a scale for each token and head.")
+    max_num_batched_tokens: int | None = setting(
+        "Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests. Default: 8,192 "
+        "on a GPU, less where the memory is short; 256 on a CPU.", kind="tokens", check=_COUNT, scope="memory", engine=True,
+        elsewhere={"llama.cpp": "ubatch_size"},
+        details="Less is the largest of 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full length, else 1,024.")
+    cuda_graphs: bool = setting(
+        "On a GPU: run small steps as CUDA graphs.", True, option="--no-cuda-graphs --enforce-eager", scope="memory", engine=True,
+        details='False launches every kernel of every step from the host. It does not select eager layers: `impl="eager"` does.',
+        option_help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's "
+        "name for this; it does not select eager layers: use --impl eager.")
+    state_cache_memory: int | str | None = setting(
+        "Memory for states of recurrent layers (Qwen3.5, 3.6, 3.8) that the prefix cache keeps; 0: no prefix cache. Default: a "
+        "quarter of the memory for them and KV pages, at most four states for each sequence.", kind="size", check=_size(0),
+        scope="memory", engine=True, details="Never more than `kv_cache_memory` leaves.")
+    max_step_ms: float = setting(
+        "On a GPU: milliseconds that a step may spend on prompts while other requests decode; 0: no limit.", MAX_STEP_MS,
+        check=Number(0, text="milliseconds, or 0 for any time"), scope="load", engine=True,
+        details="Longer prompts are computed in more steps. Warm-up measures the times of steps: without it, no effect.")
+    max_waiting: int | None = setting(
+        "Requests that may wait; more are refused. Default: no limit.", check=Integer(0, text="an integer >= 0, or None"),
+        scope="load", engine=True, details="They end with a `QueueFullError`.")
+    threads: int | None = setting(
+        "CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).", scope="load",
+        details="They are those of the whole process, except of generators that exist.", elsewhere={"llama.cpp": "n_threads"})
+    warmup: bool = setting(
+        "On a GPU: compile every kernel and capture every CUDA graph before loading returns.", True, scope="load",
+        option_help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their "
+        "first use.")
+    prefix_cache: bool = setting(
+        "Keep the KV pages of finished requests until their memory is needed, for requests with the same beginning.", True,
+        scope="reuse", engine=True, details="With recurrent layers, their states are kept too (`state_cache_memory`).",
+        option_help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.")
+    speculative: "SpeculativeOptions | Proposer | None" = setting(
+        "Speculative decoding: propose up to k tokens and verify them in one step. The distribution of the output stays the "
+        "same. ngram (default k: 4): tokens that followed the same tokens before. mtp (default k: 3): tokens by the layers of "
+        "multi-token prediction of Qwen3.5 (also 3.6, 3.8) and Qwen3-Next.",
+        option="--speculate", metavar="ngram[:k]|mtp[:k]", scope="drafts", engine=True,
+        details='In Python, a `SpeculativeOptions`, a dict of its fields, a text ("ngram:4"), or a proposer '
+        "(`minirt.engine.runner.Proposer`).")
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
@@ -125,82 +160,48 @@ class LoadOptions:
         if self.layers is not None and not callable(self.layers):
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
-        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting, self.max_step_ms)
-        if isinstance(self.speculative, str):
-            object.__setattr__(self, "speculative", SpeculativeOptions.parse(self.speculative, "speculative"))
-        if isinstance(self.speculative, Mapping):
-            with inside("speculative"):
-                object.__setattr__(self, "speculative", SpeculativeOptions(**self.speculative))
-        self.memory  # noqa: B018  (checks its values)
+        super().__post_init__()
+        if self.state_cache_memory and not self.prefix_cache:
+            what, expected = "there is no prefix cache to keep states for", "none with --no-prefix-cache"
+            raise ConfigError(what, where="--state-cache-memory", expected=expected, found=self.state_cache_memory)
+        if self.speculative is not None:
+            from minirt.speculative.options import SpeculativeOptions
+
+            if isinstance(self.speculative, str):
+                self._set("speculative", SpeculativeOptions.parse(self.speculative, "speculative"))
+            if isinstance(self.speculative, Mapping):
+                with inside("speculative"):
+                    self._set("speculative", SpeculativeOptions(**self.speculative))
+        self.drafts  # noqa: B018  (checks `speculative`)
+
+    @classmethod
+    def _place(cls, name: str) -> str:
+        return settings_of(cls)[name].option_name or name
 
     @property
-    def memory(self) -> MemoryOptions:
-        """The options that decide what the model takes of the memory."""
-        return MemoryOptions(
-            self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs,
-            *drafts_of(self.speculative), self.state_cache_memory, self.prefix_cache, self.max_model_len,
-        )  # fmt: skip
+    def drafts(self) -> tuple[int, bool]:
+        """The drafts of a sequence, at most, and whether the proposer needs the history of sequences.
+
+        Raises:
+            ConfigError: `speculative` is neither options nor a proposer.
+        """
+        if self.speculative is None:
+            return 0, False
+        from minirt.speculative.options import drafts_of
+
+        return drafts_of(self.speculative)
 
     @property
-    def formats(self) -> Quantization | None:
+    def kv_bytes(self) -> int | None:
+        return self.kv_cache_memory  # type: ignore[return-value]  # a number from __post_init__ on
+
+    @property
+    def snapshot_bytes(self) -> int | None:
+        return self.state_cache_memory  # type: ignore[return-value]
+
+    @property
+    def formats(self) -> "Quantization | None":
         """The weight formats; None: all weights keep the dtype."""
+        from minirt.modeling.formats import Quantization
+
         return None if self.quantization is None else Quantization(self.quantization, self.quantize_head)
-
-
-def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """"auto" → the checkpoint's dtype on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        return known[config.dtype] if device.type == "cuda" else torch.float32
-    if dtype not in known:
-        raise _unknown_dtype(dtype, "--dtype", ("auto", *known))
-    return known[dtype]
-
-
-def _unknown_dtype(dtype: object, where: str, known: Sequence[str]) -> ConfigError:
-    """The error for a dtype that is not known by this name, with the name that it has here."""
-    own = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
-    hint = f"did you mean {own}?" if own in known else None
-    expected = f"{', '.join(known[:-1])} or {known[-1]}"
-    return ConfigError("unknown dtype", where=where, expected=expected, found=dtype, hint=hint)
-
-
-def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
-    """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
-    if dtype not in ("auto", "fp8"):
-        raise _unknown_dtype(dtype, "--kv-cache-dtype", ("auto", "fp8"))
-    return FP8 if dtype == "fp8" else model
-
-
-def longest_length(config: ModelConfig) -> int:
-    """Number of positions that may be asked for: above its sliding window, a model is refused."""
-    return min(config.max_context_len, config.sliding_window or config.max_context_len)
-
-
-def pick_length(config: ModelConfig, asked: int | None) -> int:
-    """Number of positions to serve: `asked`, else all positions of the model.
-
-    Raises:
-        ConfigError: `asked` is no length that the model supports.
-        UnsupportedError: a sliding window would change sequences of this length.
-    """
-    length = config.context_len if asked is None else asked
-    if type(length) is not int or not 1 <= length <= config.max_context_len:
-        what = "outside the model's context" if type(length) is int else "not a number of tokens"
-        expected = f"an integer from 1 to {config.max_context_len}"
-        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(length)[:80])
-    window = config.sliding_window
-    if window is not None and length > window:
-        expected, found = f"sequences of at most {window} tokens (sliding_window in config.json)", f"a length of {length}"
-        hint = f"use --max-model-len {window}: up to there, the window changes nothing"
-        raise UnsupportedError("sliding-window attention is not supported", expected=expected, found=found, hint=hint)
-    rope = config.rope
-    if rope.kind in ("dynamic", "longrope") and length > rope.original_max_position:
-        what = f"--max-model-len: above {rope.original_max_position} tokens, rope type {rope.kind!r} has other frequencies"
-        more = f"with {length}, shorter sequences have them too, while transformers switches with the length of a sequence"
-        warn(f"{what}; {more}")
-    elif length > config.context_len:
-        what = f"--max-model-len: {length} is more than max_position_embeddings of config.json ({config.context_len})"
-        why = f"the model was trained for it only if that number does not include the rope factor ({config.rope.factor:g})"
-        warn(f"{what}; {why}")
-    return length

@@ -29,27 +29,27 @@ def fuse_experts(layers: Iterable[Layer], entries: Mapping[str, Entry]) -> None:
     names = sorted(entries)
     for layer in layers:
         fusible = [(parameter, parameter.fused_tensor) for parameter in layer.parameters() if parameter.fused_tensor]
-        found = [name for _, fused in fusible for name in _beginning(names, fused)]
-        if not found:
+        stored = [entries[name] for _, fused in fusible for name in _beginning(names, fused)]
+        if not stored:
             continue
         single = next((n for p, _ in fusible for module in p.modules for n in _beginning(names, f"{module}.")), None)
         if single is not None:
-            what, where = f"{layer.name} has fused experts and single ones", f"{entries[single].file}: {single[:MAX_SHOWN]}"
-            raise CheckpointError(what, where=where, expected="one of the two forms", found=found[0][:MAX_SHOWN], hint=_BOTH)
-        _refuse_quantized([entries[name] for name in found], [fused for _, fused in fusible])
+            what, place = f"{layer.name} has fused experts and single ones", f"{entries[single].file}: {single[:MAX_SHOWN]}"
+            fused = stored[0].name[:MAX_SHOWN]
+            raise CheckpointError(what, where=place, expected="one of the two forms", found=fused, hint=_BOTH)
+        _refuse_quantized(stored, [fused for _, fused in fusible])
         for parameter, _ in fusible:
             parameter.fuse()
 
 
-def _refuse_quantized(found: Sequence[Entry], fused: Sequence[str]) -> None:
-    for entry in found:
-        where = f"{entry.file}: {entry.name[:MAX_SHOWN]}"
+def _refuse_quantized(entries: Sequence[Entry], fused: Sequence[str]) -> None:
+    for entry in entries:
+        what, expected = "quantized experts in one tensor are not supported", " or ".join(FLOATS)
         if entry.name not in fused:
-            what, expected = "beside fused experts, this tensor has no known meaning", " and ".join(fused)
-            raise UnsupportedError(what, where=where, expected=f"only {expected}", found=entry.dtype, hint=_QUANTIZED)
-        if entry.dtype not in FLOATS:
-            what, expected = "quantized experts in one tensor are not supported", " or ".join(FLOATS)
-            raise UnsupportedError(what, where=where, expected=expected, found=entry.dtype, hint=_QUANTIZED)
+            what, expected = "beside fused experts, this tensor has no known meaning", f"only {' and '.join(fused)}"
+        if entry.name not in fused or entry.dtype not in FLOATS:
+            place = f"{entry.file}: {entry.name[:MAX_SHOWN]}"
+            raise UnsupportedError(what, where=place, expected=expected, found=entry.dtype, hint=_QUANTIZED)
 
 
 def _beginning(names: Sequence[str], prefix: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
-from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales
+from minirt.loading.checkpoint import MAX_SHOWN, Entry, attention_scales, some_names
 from minirt.modeling.formats import (
     E4M3,
     FLOATS,
@@ -18,18 +18,16 @@ from minirt.modeling.formats import (
     LinearFormat,
     StoredFp8,
     StoredFp8Blocks,
-    StoredInt4Awq,
-    StoredInt4Gptq,
-    StoredInt4Packed,
+    StoredInt4,
 )
 from minirt.modeling.parameters import Parameter
-from minirt.modeling.quantization_config import Int4Scheme, QuantizationConfig, Scheme
+from minirt.modeling.quantization_config import INT4_LAYOUTS, LOAD_UNQUANTIZED, Int4Scheme, QuantizationConfig, Scheme
 from minirt.wording import warn
 
 _SCALES = ("weight_scale", "weight_scale_inv")
-_PACKED = ("weight_packed", "qweight")  # the last components of the names of 4-bit weights
+_PACKED = tuple(dict.fromkeys(layout.value_name for layout in INT4_LAYOUTS.values()))  # the weights of 4 bits
+_INT4_TENSORS = (*_PACKED, *(layout.zero_name for layout in INT4_LAYOUTS.values()))
 _INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
-_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or --quantize int4"
 # Ends of tensor names that only these formats have.
 _FOREIGN = {
     "qweight": "AWQ or GPTQ weights",
@@ -44,7 +42,6 @@ _FOREIGN = {
     "quant_map": "4-bit weights of bitsandbytes",
     "bitmask": "sparse weights",
 }
-_INT4_TENSORS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
 
 
 @dataclass(frozen=True)
@@ -81,34 +78,38 @@ def stored_formats(
     modules: list[str] = []
     biases: list[str] = []
     layers = list(layers)
-    plain = [p for layer in layers for p in layer.parameters() if not any(p is own for own in layer.quantizable())]
+    linears = [(layer, parameter) for layer in layers for parameter in layer.quantizable()]
+    quantizable = {id(parameter) for _, parameter in linears}
+    plain = [parameter for layer in layers for parameter in layer.parameters() if id(parameter) not in quantizable]
     for parameter in plain:
         search.refuse_quantized(parameter.expected())
     tables = {module for parameter in plain for module in parameter.modules}  # the embedding, also as a tied head
-    for layer in layers:
-        for parameter in layer.quantizable():
-            if tables.intersection(parameter.modules):
-                search.refuse_tied_copy()
-                continue
-            modules += parameter.modules
-            found = {module: search.scheme(module) for module in parameter.modules}
-            if len(set(found.values())) > 1:
-                first = {scheme: module for module, scheme in reversed(found.items())}  # a packed linear may have many modules
-                shown = ", ".join(f"{first[s]}.weight: {s or 'not quantized'}" for s in dict.fromkeys(found.values()))
-                what = "these weights are computed together and must have one format"
-                raise UnsupportedError(what, where=layer.name, found=shown, hint=_HINT)
-            schemes |= {module: scheme for module, scheme in found.items() if scheme is not None}
-            biases += search.biases(parameter, schemes)
+    for layer, parameter in linears:
+        if tables.intersection(parameter.modules):
+            search.refuse_tied_copy()
+            continue
+        modules += parameter.modules
+        parts = {module: search.scheme(module) for module in parameter.modules}
+        if len(set(parts.values())) > 1:
+            first = {scheme: module for module, scheme in reversed(parts.items())}  # a packed linear may have many modules
+            different = ", ".join(f"{first[s]}.weight: {s or 'not quantized'}" for s in dict.fromkeys(parts.values()))
+            what = "these weights are computed together and must have one format"
+            raise UnsupportedError(what, where=layer.name, found=different, hint=LOAD_UNQUANTIZED)
+        schemes |= {module: scheme for module, scheme in parts.items() if scheme is not None}
+        biases += search.biases(parameter, schemes)
     if stated is None:
         return None
     if not schemes:
         hint = "remove quantization_config if the weights are not quantized"
-        raise ConfigError("no weight of the checkpoint is quantized", where=stated.where, hint=hint)
-    search.warn_of_unlisted()
-    inputs, kv = search.unused_scales(modules, schemes)
-    kinds = sorted(set(map(str, schemes.values())))
+        raise ConfigError("no weight of the checkpoint is quantized", where=stated.place, hint=hint)
+    if search.unlisted:
+        warn(f"{stated.place}: not quantized, though not listed so: {some_names(search.unlisted)}")
+    ends = [(name, *name.rpartition(".")[::2]) for name in entries or ()]
+    inputs = [name for name, module, last in ends if last in _INPUT_SCALES and module in schemes]
+    kv = attention_scales(entries or (), modules)
     return StoredFormats(
-        {module: search.format(module, scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
+        {module: search.format(module, scheme) for module, scheme in schemes.items()},
+        f"{stated.method}: {'; '.join(sorted(set(map(str, schemes.values()))))}",
         tuple(_notes(schemes.values(), inputs, kv, biases, entries is None)), (*inputs, *kv),
     )  # fmt: skip
 
@@ -133,135 +134,123 @@ def _notes(
         yield f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
 
 
-def _weights(module: str) -> list[str]:
-    """The names that a linear's weight may have."""
-    return [f"{module}.{last}" for last in ("weight", *_PACKED)]
-
-
 class _Search:
-    """The scheme of each linear, from its tensors and from config.json."""
+    """The scheme of each linear, from its tensors (`entries`, empty without files) and from config.json.
+
+    Attributes:
+        unlisted: linears that are not quantized though config.json does not list them so. The tensors are believed.
+    """
 
     def __init__(self, entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None) -> None:
-        self.entries, self.stated = entries, stated
+        self.seen, self.entries, self.stated = entries is not None, entries or {}, stated
         self.unlisted: list[str] = []
 
     def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
         """The format of a quantized linear."""
-        if isinstance(scheme, Scheme):
-            name = scheme.scale_name
-            return StoredFp8Blocks(name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor", name)
-        if scheme.layout == "gptq":
-            indices = scheme.ordered or (self.entries is not None and f"{module}.g_idx" in self.entries)
-            return StoredInt4Gptq(scheme.group, scheme.symmetric, scheme.zero_offset, indices)
-        return (StoredInt4Packed if scheme.layout == "packed" else StoredInt4Awq)(scheme.group, scheme.symmetric)
+        if isinstance(scheme, Int4Scheme):
+            return StoredInt4(scheme, scheme.layout == "gptq" and (scheme.ordered or f"{module}.g_idx" in self.entries))
+        name = scheme.scale_name
+        return StoredFp8Blocks(name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor", name)
+
+    def names(self, module: str, *ends: str) -> list[str]:
+        """Which of these ends of names the tensors of a linear have."""
+        return [end for end in ends if f"{module}.{end}" in self.entries]
 
     def scheme(self, module: str) -> Scheme | Int4Scheme | None:
         """How a linear is stored; None: not quantized."""
         said = self.stated.scheme(module, self.stored_name(module)) if self.stated else None
         silent = self.stated is not None and module in self.stated.silent
-        if self.entries is None:
+        if not self.seen:
             return None if silent else said
-        if any(f"{module}.{name}" in self.entries for name in _PACKED):
-            return self.packed(module, said, self.entries)
-        weight = self.entries.get(f"{module}.weight")
-        scales = [name for name in _SCALES if f"{module}.{name}" in self.entries]
+        if self.names(module, *_PACKED):
+            return self.packed(module, said)
+        weight, scales = self.entries.get(f"{module}.weight"), self.names(module, *_SCALES)
         if weight is None or weight.dtype in FLOATS:
             if scales:
-                found = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
-                where = f"{self.entries[f'{module}.{scales[0]}'].file}: {module}.{scales[0]}"
-                raise CheckpointError("a scale without a quantized weight", where=where, expected=E4M3, found=found)
+                dtype = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
+                place = self.entries[f"{module}.{scales[0]}"].place
+                raise CheckpointError("a scale without a quantized weight", where=place, expected=E4M3, found=dtype)
             if weight is None:
                 return said  # that a tensor is missing is found when the headers are compared with the model
             if said is not None and not silent:
                 self.unlisted.append(module)
             return None
-        where = f"{weight.file}: {weight.name}"
         if weight.dtype != E4M3:
-            expected = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS)
-            raise CheckpointError("wrong dtype", where=where, expected=expected, found=weight.dtype, hint=_HINT)
+            expected, hint = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS), LOAD_UNQUANTIZED
+            raise CheckpointError("wrong dtype", where=weight.place, expected=expected, found=weight.dtype, hint=hint)
         if self.stated is None:
             what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
-            raise CheckpointError(what, where=where, expected=expected, hint="its numbers have a meaning only with their scales")
+            hint = "its numbers have a meaning only with their scales"
+            raise CheckpointError(what, where=weight.place, expected=expected, hint=hint)
         if not scales:
-            names = f"{module}.{said.scale_name if said else _SCALES[0]}"
-            hint = "the checkpoint is incomplete"
-            raise CheckpointError("the quantized weight has no scale", where=where, expected=names, hint=hint)
+            raise _no_scale(weight, module, said.scale_name if said else _SCALES[0])
         if said is None:
-            what = "the weight is quantized, but config.json says it is not"
-            raise ConfigError(what, where=where, found=weight.dtype, hint=f"correct {self.stated.where.rpartition('.')[0]}")
+            what, hint = "the weight is quantized, but config.json says it is not", f"correct {self.stated.field}"
+            raise ConfigError(what, where=weight.place, found=weight.dtype, hint=hint)
         if isinstance(said, Scheme) and said.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
             said = replace(said, scale_name=scales[0])  # vLLM's and transformers' names of it
         if isinstance(said, Int4Scheme) or scales != [said.scale_name]:
-            found, expected = ", ".join(scales), f"{said.scale_name} ({said})"
-            raise CheckpointError("the scale is not that of the stated format", where=where, expected=expected, found=found)
+            what, expected = "the scale is not that of the stated format", f"{said.scale_name} ({said})"
+            raise CheckpointError(what, where=weight.place, expected=expected, found=", ".join(scales))
         return said
 
     def stored_name(self, module: str) -> str | None:
         """The prefix of a linear's tensors in the files; None: as in the model."""
-        found = (self.entries[name] for name in _weights(module) if name in self.entries) if self.entries else iter(())
-        own = next(found, None)
-        return None if own is None or own.stored_name is None else own.stored_name.rpartition(".")[0]
+        weights = self.names(module, "weight", *_PACKED)
+        stored = self.entries[f"{module}.{weights[0]}"].stored_name if weights else None
+        return stored and stored.rpartition(".")[0]
 
-    def packed(self, module: str, said: Scheme | Int4Scheme | None, entries: Mapping[str, Entry]) -> Int4Scheme:
+    def packed(self, module: str, said: Scheme | Int4Scheme | None) -> Int4Scheme:
         """The scheme of a linear with 4-bit weights."""
-        names = [name for name in ("weight", *_PACKED) if f"{module}.{name}" in entries]
-        own = entries[f"{module}.{names[-1]}"]
-        where = f"{own.file}: {own.name}"
+        names = self.names(module, "weight", *_PACKED)
+        weight = self.entries[f"{module}.{names[-1]}"]
         if len(names) > 1:
-            raise CheckpointError("the weight is stored twice", where=where, found=", ".join(names))
+            raise CheckpointError("the weight is stored twice", where=weight.place, found=", ".join(names))
         if said is None:
-            what, states = "the weight has 4 bits", self.stated.where.rpartition(".")[0] if self.stated else "quantization_config"
-            says = "config.json says it is not quantized" if self.stated else "config.json states no quantization"
-            raise ConfigError(f"{what}, but {says}", where=where, hint=f"correct {states}")
+            says, field = "states no quantization", "quantization_config"
+            if self.stated:
+                says, field = "says it is not quantized", self.stated.field
+            raise ConfigError(f"the weight has 4 bits, but config.json {says}", where=weight.place, hint=f"correct {field}")
         if not isinstance(said, Int4Scheme) or said.value_name != names[0]:
-            expected = f"{said.value_name} ({said})"
-            raise CheckpointError("the weight is not that of the stated format", where=where, expected=expected, found=names[0])
-        if f"{module}.{said.scale_name}" not in entries:
-            expected, hint = f"{module}.{said.scale_name}", "the checkpoint is incomplete"
-            raise CheckpointError("the quantized weight has no scale", where=where, expected=expected, hint=hint)
-        if said.symmetric and said.layout == "packed" and f"{module}.weight_zero_point" in entries:
-            what = f"{entries[f'{module}.weight_zero_point'].file}: {module}.weight_zero_point"
-            raise CheckpointError("zero points of symmetric weights", where=what, expected="none", found="a tensor")
+            what, expected = "the weight is not that of the stated format", f"{said.value_name} ({said})"
+            raise CheckpointError(what, where=weight.place, expected=expected, found=names[0])
+        if not self.names(module, said.scale_name):
+            raise _no_scale(weight, module, said.scale_name)
+        zeros = self.entries.get(f"{module}.{said.tensors.zero_name}")
+        if zeros is not None and said.symmetric and not said.tensors.symmetric_zeros:
+            raise CheckpointError("zero points of symmetric weights", where=zeros.place, expected="none", found="a tensor")
         return said
 
-    def refuse_quantized(self, expected: Iterable[Sequence]) -> None:
+    def refuse_quantized(self, specs: Iterable[Sequence]) -> None:
         """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
-        for name, *_ in expected:
-            prefix, entries = name.rpartition(".")[0], self.entries or {}
-            entry = next((entries[own] for own in (name, *_weights(prefix)) if own in entries), None)
-            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in entries]
+        for name, *_ in specs:
+            module = name.rpartition(".")[0]
+            weights = [name, *(f"{module}.{end}" for end in ("weight", *_PACKED))]
+            entry = next((self.entries[weight] for weight in weights if weight in self.entries), None)
+            scales = self.names(module, *_SCALES, "scales")
             if entry is not None and (entry.dtype in (E4M3, INT32) or scales):
-                what, where = "this weight cannot be quantized", f"{entry.file}: {entry.name}"
-                expected, found = f"{' or '.join(FLOATS)}, without scales", " with ".join((entry.dtype, *scales))
-                raise UnsupportedError(what, where=where, expected=expected, found=found, hint=_HINT)
+                what, stored = "this weight cannot be quantized", " with ".join((entry.dtype, *scales))
+                expected = f"{' or '.join(FLOATS)}, without scales"
+                raise UnsupportedError(what, where=entry.place, expected=expected, found=stored, hint=LOAD_UNQUANTIZED)
 
     def refuse_tied_copy(self) -> None:
         """Refuse a quantized head if the model's head is tied to the embedding."""
-        for name in ("weight", *_PACKED):
-            entry = (self.entries or {}).get(f"lm_head.{name}")
-            if entry is not None and entry.dtype in (E4M3, INT32):
+        for name in self.names("lm_head", "weight", *_PACKED):
+            entry = self.entries[f"lm_head.{name}"]
+            if entry.dtype in (E4M3, INT32):
                 what = "config.json ties the head to the embedding, but the checkpoint has a quantized head"
-                hint = "set tie_word_embeddings to false in config.json"
-                raise ConfigError(what, where=f"{entry.file}: {entry.name}", hint=hint)
+                raise ConfigError(what, where=entry.place, hint="set tie_word_embeddings to false in config.json")
 
     def biases(self, parameter: Parameter, quantized: Container[str]) -> list[str]:
         """Names of biases of quantized linears that have none. AutoGPTQ writes zeros: Qwen's releases have them."""
-        own = {name for name, *_ in parameter.expected()}
+        used = {name for name, *_ in parameter.expected()}
         names = [f"{module}.bias" for module in parameter.modules if module in quantized]
-        return [name for name in names if name in (self.entries or ()) and name not in own]
+        return [name for name in names if name in self.entries and name not in used]
 
-    def warn_of_unlisted(self) -> None:
-        """Warn of linears that are not quantized though config.json does not list them so; the tensors are believed."""
-        if self.unlisted and self.stated:
-            some = ", ".join(name[:MAX_SHOWN] for name in self.unlisted[:4]) + (", …" if len(self.unlisted) > 4 else "")
-            what = f"not quantized, though not listed so: {some} ({len(self.unlisted)} in total)"
-            warn(f"{self.stated.where}: {what}")
 
-    def unused_scales(self, modules: Sequence[str], quantized: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Names of tensors that are accepted and not used: scales of activations, and of FP8 attention."""
-        inputs, found = set(quantized), [(name, *name.rpartition(".")[::2]) for name in self.entries or ()]
-        of_inputs = [name for name, prefix, last in found if last in _INPUT_SCALES and prefix in inputs]
-        return of_inputs, attention_scales(self.entries or (), modules)
+def _no_scale(weight: Entry, module: str, name: str) -> CheckpointError:
+    what, hint = "the quantized weight has no scale", "the checkpoint is incomplete"
+    return CheckpointError(what, where=weight.place, expected=f"{module}.{name}", hint=hint)
 
 
 def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:
@@ -269,12 +258,12 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
     four_bits = stated is not None and any(isinstance(scheme, Int4Scheme) for _, scheme in stated.groups)
     for name, entry in entries.items():
         last = name.rpartition(".")[2]
-        kind = _FOREIGN.get(last)
-        if kind is not None and not (four_bits and last in _INT4_TENSORS):
-            what, hint = f"{kind} are not supported", _HINT
-            if last in _INT4_TENSORS:
-                what = f"{kind}, but config.json does not state them"
-                hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
-                if stated is not None:
-                    hint = f"{stated.where} states {stated.method}"
-            raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)
+        if last not in _FOREIGN or (four_bits and last in _INT4_TENSORS):
+            continue
+        what, hint = f"{_FOREIGN[last]} are not supported", LOAD_UNQUANTIZED
+        if last in _INT4_TENSORS:
+            what = f"{_FOREIGN[last]}, but config.json does not state them"
+            hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
+            if stated is not None:
+                hint = f"{stated.place} states {stated.method}"
+        raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)

@@ -29,13 +29,13 @@ def settle(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, En
     inner, changed = raw.get("text_config") or {}, dict[str, Any]()
     for name, value in _shown(config, entries).items():
         stated = [level[name] for level in (raw, inner) if level.get(name) is not None]
-        if stated and all(own == stated[0] for own in stated):
+        if stated and all(statement == stated[0] for statement in stated):
             continue
         fields = changed | {name: value}
         candidate = {**raw, **fields}
         if inner:  # the head's tie may stand at both levels, and other fields of the decoder only there
-            both = {key: own for key, own in fields.items() if key == "tie_word_embeddings"}
-            candidate = {**raw, **both, "text_config": inner | fields}
+            tie = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
+            candidate = {**raw, **tie, "text_config": inner | fields}
         with suppress(ConfigError, UnsupportedError):
             if (parsed := models.parse_config(candidate)) != config:
                 config, changed = parsed, fields
@@ -47,17 +47,17 @@ def settle(raw: Mapping[str, Any], config: ModelConfig, entries: Mapping[str, En
 
 def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
     """The values that differ from `config`, by the names of their fields in config.json."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if (tied := shows_tied(entries, config.tie_word_embeddings)) != config.tie_word_embeddings:
-        found["tie_word_embeddings"] = tied
+        values["tie_word_embeddings"] = tied
     attention, mlp = (_modules(entries, name) for name in ("self_attn.q_proj", "mlp.gate_proj"))
     if attention:
         query, key, norm = (entries.get(f"{attention[0]}.{name}.weight") for name in ("q_proj", "k_proj", "q_norm"))
         if query is not None and key is not None and min(len(query.shape), len(key.shape)) == 2:
             size = query.shape[0] // config.num_heads if norm is None else math.prod(norm.shape)
             heads = key.shape[0] // max(1, size)
-            found |= {"head_dim": size} if size != config.head_dim else {}
-            found |= {"num_key_value_heads": heads} if heads != config.num_kv_heads else {}
+            values |= {"head_dim": size} if size != config.head_dim else {}
+            values |= {"num_key_value_heads": heads} if heads != config.num_kv_heads else {}
     for field, prefixes, names, expected in (
         ("qkv_bias", attention, _QKV, config.qkv_bias),
         ("attention_bias", attention, (*_QKV, "o_proj"), config.qkv_bias and config.o_bias),
@@ -65,12 +65,12 @@ def _shown(config: ModelConfig, entries: Mapping[str, Entry]) -> dict[str, Any]:
     ):
         biased = {f"{prefix}.{name}.bias" in entries for prefix in prefixes for name in names}
         if len(biased) == 1 and expected not in biased:
-            found[field] = not expected
+            values[field] = not expected
     if config.moe is not None:
         dense = [i for i in range(config.num_layers) if f"model.layers.{i}.mlp" in mlp]
         if dense != [i for i in range(config.num_layers) if not config.is_mixture(i)]:
-            found["mlp_only_layers"] = dense
-    return found
+            values["mlp_only_layers"] = dense
+    return values
 
 
 def _modules(entries: Mapping[str, Entry], part: str) -> list[str]:

@@ -11,33 +11,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minirt.errors import ConfigError, UnsupportedError
+from minirt.errors import ConfigError, MinirtError, UnsupportedError
 from minirt.wording import warn
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-# The keys that each rope type accepts, besides its name, rope_theta and partial_rotary_factor.
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+# The keys that each rope type accepts besides _ROPE_COMMON.
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "dynamic": frozenset({"factor"}),
     "linear": frozenset({"factor"}),
-    "longrope": frozenset(
-        {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"}
-    ),
-    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset(
-        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
-        | {"mscale", "mscale_all_dim", "truncate"}
-    ),
+    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
-# Keys that enter no formula of any rope type: they record how a model was trained.
-_ROPE_RECORDS = frozenset({"finetuned", "original_max_position_embeddings"})
+_ORIGINAL = "original_max_position_embeddings"
+# Keys that every rope type accepts. Where they are in no formula, they record how the model was trained.
+_ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", _ORIGINAL})
 # Keys of single architectures, see `read_rope`. M-RoPE has three positions for each token: of text, all are the same.
 MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 # Keys of other runtimes' formulas, with the value that changes nothing.
@@ -106,29 +98,20 @@ class AttentionSettings:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        known = {"qk_norm": (None, "weighted", "plain"), "gate": (None, "q_proj", "gate_proj")}
-        for name, values in known.items():
-            if (found := getattr(self, name)) not in values:
-                what, expected = f"unknown {name} of attention", " or ".join(map(str, values))
-                raise ConfigError(what, where="AttentionSettings", expected=expected, found=shown(found))
-        if not 0 < self.scale < math.inf:
-            what, expected = "unusable scale of attention", "a finite number above 0"
-            raise ConfigError(what, where="AttentionSettings", expected=expected, found=self.scale)
-        if self.window is not None and self.window < 1:
-            what, expected = "unusable window of attention", "1 token or more, or None"
-            raise ConfigError(what, where="AttentionSettings", expected=expected, found=self.window)
+        for name, usable, expected in (
+            ("qk_norm", self.qk_norm in (None, "weighted", "plain"), "None or weighted or plain"),
+            ("gate", self.gate in (None, "q_proj", "gate_proj"), "None or q_proj or gate_proj"),
+            ("scale", 0 < self.scale < math.inf, "a finite number above 0"),
+            ("window", self.window is None or self.window >= 1, "1 token or more, or None"),
+        ):
+            if not usable:
+                what, value = f"unusable {name} of attention", shown(getattr(self, name))
+                raise ConfigError(what, where="AttentionSettings", expected=expected, found=value)
 
     @property
     def rotary_dim(self) -> int:
         """How many channels of a head are rotated: the first ones."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Number of weights and biases, without the norm of the layer's input."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        weights = hidden_size * (2 * q + 2 * kv + q * (self.gate is not None))
-        biases = self.qkv_bias * (q + 2 * kv + q * (self.gate == "q_proj")) + self.o_bias * hidden_size
-        return weights + biases + 2 * self.head_dim * (self.qk_norm == "weighted")
 
 
 @dataclass(frozen=True)
@@ -145,13 +128,6 @@ class GatedDeltaNetConfig:
     head_v_dim: int
     layers: frozenset[int]
     grouped: bool = False
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Number of weights of a layer, without the norm of its input."""
-        values = self.num_v_heads * self.head_v_dim
-        channels = 2 * self.num_k_heads * self.head_k_dim + values
-        projections = channels + 2 * values + 2 * self.num_v_heads
-        return hidden_size * projections + 4 * channels + 2 * self.num_v_heads + self.head_v_dim
 
 
 @dataclass(frozen=True)
@@ -172,10 +148,6 @@ class MoEConfig:
     normalize: bool = True
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
-
-    def covers(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
-        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -249,34 +221,14 @@ class ModelConfig:
         stretched = int(self.rope.factor * original) if self.rope.kind in ("linear", "dynamic") else 0
         return max(self.context_len, min(stretched, MAX_POSITIONS))
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights and biases of the whole model. A tied LM head counts once."""
-        linear = self.gated_delta_net
-        recurrent = 0 if linear is None else len(linear.layers)
-        mixers = (self.num_layers - recurrent) * self.attention().num_parameters(self.hidden_size)
-        mixers += 0 if linear is None else recurrent * linear.num_parameters(self.hidden_size)
-        mlps = sum(self.mlp_weights(i) for i in range(self.num_layers))
-        biases = sum(not self.is_mixture(i) for i in range(self.num_layers)) if self.mlp_bias else 0
-        mlps += biases * (2 * self.intermediate_size + self.hidden_size)
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + mlps + mixers + (2 * self.num_layers + 1) * self.hidden_size
-
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts instead of a dense MLP."""
-        return self.moe is not None and self.moe.covers(layer)
-
-    def mlp_weights(self, layer: int, *, of_one_token: bool = False) -> int:
-        """Number of weights in the matrices of a layer's MLP or mixture; `of_one_token`: of those that one token uses."""
-        if self.moe is None or not self.moe.covers(layer):
-            return 3 * self.hidden_size * self.intermediate_size
         moe = self.moe
-        experts = moe.experts_per_token if of_one_token else moe.num_experts
-        channels = 3 * (experts * moe.intermediate_size + moe.shared_intermediate_size)
-        return self.hidden_size * (channels + moe.num_experts + (moe.shared_intermediate_size > 0))
+        return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
 
 
 _REQUIRED: Any = object()
+_STATED: Any = object()
 
 
 class _Watched(dict[str, Any]):
@@ -305,31 +257,45 @@ class Fields:
     An absent field takes `default`; without a default it is an error. Only the `*_or_none` methods accept null.
 
     Args:
-        where: the file, for messages. `prefix`: the place of the object in it, `outer`: fields that are not there but at the top.
+        file: for messages. `prefix`: the place of the object in it, `outer`: fields that are not there but at the top.
         read: where the names of the fields that are looked at are added, with their prefix.
     """
 
     def __init__(
-        self,
-        raw: Any,
-        where: str = "config.json",
-        prefix: str = "",
-        outer: Collection[str] = frozenset(),
+        self, raw: Any, file: str = "config.json", prefix: str = "", outer: Collection[str] = frozenset(),
         read: set[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(raw, Mapping):
-            place = f"{where}, field {prefix.rstrip('.')}" if prefix else where
+            place = f"{file}, field {prefix.rstrip('.')}" if prefix else file
             raise ConfigError("not a JSON object", where=place, expected="an object", found=shown(raw))
-        self.where, self.prefix, self.outer, self.read = where, prefix, outer, set() if read is None else read
+        self.file, self.prefix, self.outer, self.read = file, prefix, outer, set() if read is None else read
         self.raw = _Watched(raw, self._path, self.read)
 
     def over(self, raw: Mapping[str, Any]) -> "Fields":
         """Other content at the same place."""
-        return Fields(raw, self.where, self.prefix, self.outer, self.read)
+        return Fields(raw, self.file, self.prefix, self.outer, self.read)
 
     def place(self, name: str) -> str:
         """The name of a field in error messages."""
-        return f"{self.where}, field {self._path(name)}"
+        return f"{self.file}, field {self._path(name)}"
+
+    def wrong(
+        self, name: str, what: str, expected: object = None, *, found: object = _STATED, hint: str | None = None,
+        error: type[MinirtError] = ConfigError,
+    ) -> MinirtError:  # fmt: skip
+        """The error for a field with a wrong value. `found`: what the message shows instead of that value."""
+        stated = shown(dict.get(self.raw, name)) if found is _STATED else found
+        return error(what, where=self.place(name), expected=expected, found=stated, hint=hint)
+
+    def unsupported(self, name: str, what: str, expected: object = None, **message: Any) -> MinirtError:
+        """The same for a value that minirt does not support. `message`: see `wrong`."""
+        return self.wrong(name, what, expected, error=UnsupportedError, **message)
+
+    def only(self, name: str, *values: Any, what: str = "not supported", hint: str | None = None) -> None:
+        """Refuse a field with another value than these and null."""
+        value = self.raw.get(name)
+        if value is not None and not any(same(value, one) for one in values):
+            raise self.unsupported(name, what, " or ".join(map(shown, values)) or "null", hint=hint)
 
     def _path(self, name: str) -> str:
         return f"{'' if name in self.outer else self.prefix}{name}"
@@ -373,8 +339,7 @@ class Fields:
         """One of the `known` strings. Any other string raises `UnsupportedError`."""
         value = self.string(name, default=default)
         if value not in known:
-            wanted = " or ".join(known)
-            raise UnsupportedError("not supported", where=self.place(name), expected=wanted, found=shown(value))
+            raise self.unsupported(name, "not supported", " or ".join(known))
         return value
 
     def integers_or_none(self, name: str, *, minimum: int, maximum: int) -> list[int] | None:
@@ -397,8 +362,7 @@ class Fields:
     def check_count(self, name: str, value: Sequence[object], count: int, what: str) -> None:
         """Raise `ConfigError` unless a list has `count` entries: one for each `what`."""
         if len(value) != count:
-            expected, found = f"{count}, one for each {what}", f"{len(value)}"
-            raise ConfigError("the list has another length", where=self.place(name), expected=expected, found=found)
+            raise self.wrong(name, "the list has another length", f"{count}, one for each {what}", found=len(value))
 
     def strings_or_none(self, name: str) -> list[str] | None:
         """A list of strings; the field may be null or absent."""
@@ -410,15 +374,24 @@ class Fields:
     def nested(self, name: str) -> "Fields":
         """The fields of a nested object. Null or absent counts as an empty object."""
         value = self.raw.get(name)
-        return Fields({} if value is None else value, self.where, f"{self._path(name)}.", read=self.read)
+        return Fields({} if value is None else value, self.file, f"{self._path(name)}.", read=self.read)
 
-    def _refuse(self, name: str, expected: str, found: object) -> None:
-        if found is _REQUIRED:
-            raise ConfigError("the field is missing", where=self.place(name), expected=expected)
-        raise ConfigError("the value is not acceptable", where=self.place(name), expected=expected, found=shown(found))
+    def missing(self, name: str, expected: str) -> MinirtError:
+        """The error for a field that must be there."""
+        return self.wrong(name, "the field is missing", expected, found=None)
+
+    def _refuse(self, name: str, expected: str, value: object) -> None:
+        if value is _REQUIRED:
+            raise self.missing(name, expected)
+        raise self.wrong(name, "the value is not acceptable", expected, found=shown(value))
 
 
-def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None:
+def same(value: object, other: object) -> bool:
+    """Whether two JSON values are the same: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def check_token_ids(raw: Mapping[str, Any], file: str, vocab_size: int) -> None:
     """Check the special token ids that config.json or generation_config.json states.
 
     pad_token_id is not used: an id outside the vocabulary gives a warning, except -1 and the vocabulary's size, which are common
@@ -427,10 +400,9 @@ def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None
     Raises:
         ConfigError: a value is not a token id, or bos_token_id or eos_token_id is outside the vocabulary.
     """
-    fields = Fields(raw, where)
-    eos = raw.get("eos_token_id")
-    for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
-        Fields({"eos_token_id": token}, where).integer("eos_token_id", minimum=0, maximum=vocab_size - 1)
+    fields, ends = Fields(raw, file), raw.get("eos_token_id")
+    for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        fields.over({"eos_token_id": token}).integer("eos_token_id", minimum=0, maximum=vocab_size - 1)
     fields.integer_or_none("bos_token_id", minimum=0, maximum=vocab_size - 1)
     pad = fields.integer_or_none("pad_token_id", minimum=-1, maximum=MAX_VOCAB)
     if pad is not None and pad > vocab_size:
@@ -442,7 +414,7 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
-        return "a list"
+        return "a list" if value else "an empty list"
     if value is None or type(value) is bool:
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -450,14 +422,9 @@ def shown(value: object) -> str:
 
 
 def read_rope(
-    fields: Fields,
-    max_positions: int,
-    head_dim: int,
-    *,
-    theta: float = 10000.0,
-    partial: bool = False,
+    fields: Fields, max_positions: int, head_dim: int, *, theta: float = 10000.0, partial: bool = False,
     keys: Collection[str] = (),
-) -> RopeConfig:
+) -> RopeConfig:  # fmt: skip
     """Read the rope parameters from either dialect. If a file has both, they must agree.
 
     The formulas and the location of each value follow transformers 5, with one exception: if there is a `rope_scaling`,
@@ -474,13 +441,9 @@ def read_rope(
     architecture = _Architecture(max_positions, head_dim, theta, partial, frozenset(keys))
     ropes = [architecture.read(rope, fields) for rope in given]
     if ropes[0] != ropes[-1]:
-        raise ConfigError(
-            "rope_scaling and rope_parameters contradict each other",
-            where=fields.where,
-            expected=ropes[-1],
-            found=ropes[0],
-            hint="remove the wrong one; one without a rope_theta takes the top-level rope_theta",
-        )
+        what = "rope_scaling and rope_parameters contradict each other"
+        hint = "remove the wrong one; one without a rope_theta takes the top-level rope_theta"
+        raise ConfigError(what, where=fields.file, expected=ropes[-1], found=ropes[0], hint=hint)
     return ropes[0]
 
 
@@ -498,42 +461,40 @@ class _Architecture:
         """Read the parameters of one dialect. `fields`: those of the top level."""
         kinds = (*ROPE_KEYS, "mrope") if self.keys >= MROPE_KEYS else ROPE_KEYS
         kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", kinds, default="default")
-        other, same = rope.raw.get("type", kind), ("default", "mrope") if "mrope" in kinds else (kind,)
-        if other != kind and not (kind in same and other in same):  # transformers writes both names for M-RoPE
-            what = "type and rope_type contradict each other"
-            raise ConfigError(what, where=rope.place("type"), expected=kind, found=shown(other))
+        alike = ("default", "mrope") if "mrope" in kinds else (kind,)  # transformers writes both names for M-RoPE
+        if (other := rope.raw.get("type", kind)) != kind and not (kind in alike and other in alike):
+            raise rope.wrong("type", "type and rope_type contradict each other", kind)
         kind = "default" if kind == "mrope" else kind
         share = self._partial(rope, fields)
         self._check_keys(kind, rope, int(self.head_dim * share))
         level = _stated_once("rope_theta", rope, fields)
         theta = level.number("rope_theta", default=self.theta, minimum=1.001, maximum=MAX_THETA)
-        original = rope.integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS) or 0
-        plain = RopeConfig(theta=theta, partial_rotary_factor=share)
-        if kind == "default":
-            config = plain
-        elif kind == "linear":
-            config = replace(plain, kind=kind, factor=_factor(rope), original_max_position=original)
-        elif kind == "dynamic":  # "original_max_position_embeddings" is a record here, too
-            config = replace(plain, kind=kind, factor=_factor(rope), original_max_position=self.max_positions)
-            if plain.rotary_dim(self.head_dim) < 4:
-                what, place = "dynamic rope needs at least two pairs of channels", rope.place("rope_type")
-                raise ConfigError(what, where=place, expected="4 rotated channels or more", found=plain.rotary_dim(self.head_dim))
-        else:
-            # As in transformers, max_position_embeddings is the default.
-            name = "original_max_position_embeddings"
-            level = _stated_once(name, fields, rope)
-            original = level.integer(name, default=self.max_positions, maximum=MAX_POSITIONS)
-            config = self._scaled(replace(plain, kind=kind, original_max_position=original), rope)
+        original = rope.integer_or_none(_ORIGINAL, maximum=MAX_POSITIONS) or 0
+        config = RopeConfig(kind, theta, partial_rotary_factor=share)
+        if kind == "linear":
+            config = replace(config, factor=_factor(rope), original_max_position=original)
+        elif kind == "dynamic":  # _ORIGINAL is a record here, too
+            config = replace(config, factor=_factor(rope), original_max_position=self.max_positions)
+            if (channels := config.rotary_dim(self.head_dim)) < 4:
+                what = "dynamic rope needs at least two pairs of channels"
+                raise rope.wrong("rope_type", what, "4 rotated channels or more", found=channels)
+        elif kind != "default":  # as in transformers, max_position_embeddings is the default
+            level = _stated_once(_ORIGINAL, fields, rope)
+            original = level.integer(_ORIGINAL, default=self.max_positions, maximum=MAX_POSITIONS)
+            config = self._scaled(replace(config, original_max_position=original), rope)
         if "llama_4_scaling_beta" in self.keys:
-            config = _query_scaling(config, rope, original)
+            beta = rope.number("llama_4_scaling_beta", minimum=0, maximum=MAX_FACTOR)
+            if beta and not original:
+                raise rope.missing(_ORIGINAL, "a number of positions, for llama_4_scaling_beta")
+            original = config.original_max_position or original
+            config = replace(config, query_scaling_beta=beta, original_max_position=original)
         return config
 
     def _scaled(self, plain: RopeConfig, rope: Fields) -> RopeConfig:
         """The parameters of llama3, yarn and longrope."""
         original = plain.original_max_position
         if plain.kind == "llama3":
-            low = rope.number("low_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
-            high = rope.number("high_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
+            low, high = (rope.number(f"{end}_freq_factor", minimum=1e-6, maximum=MAX_FACTOR) for end in ("low", "high"))
             _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
             return replace(plain, factor=_factor(rope), low_freq_factor=low, high_freq_factor=high)
         implied = self.max_positions / original  # transformers: yarn may have null as its factor, and longrope none
@@ -543,27 +504,18 @@ class _Architecture:
             short, long = (
                 rope.numbers(name, count=pairs, minimum=1e-6, maximum=MAX_FACTOR) for name in ("short_factor", "long_factor")
             )
-            given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
-            if given is None and factor > 1 and original < 2:
-                place, expected = rope.place("original_max_position_embeddings"), "at least 2, or an attention_factor"
-                raise ConfigError("its logarithm is 0", where=place, expected=expected, found=original)
-            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-            return replace(
-                plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention if given is None else given
-            )
+            attention = _positive(rope, "attention_factor")
+            if attention is None and factor > 1 and original < 2:
+                raise rope.wrong(_ORIGINAL, "its logarithm is 0", "at least 2, or an attention_factor", found=original)
+            if attention is None:
+                attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            return replace(plain, factor=factor, short_factor=short, long_factor=long, attention_factor=attention)
         unstated = rope.raw.get("factor", 0) is None and 1 <= implied <= MAX_FACTOR
         factor = implied if unstated else _factor(rope)
-        fast = rope.number_or_none("beta_fast", minimum=1e-6, maximum=MAX_FACTOR) or 32.0
-        slow = rope.number_or_none("beta_slow", minimum=1e-6, maximum=MAX_FACTOR) or 1.0
+        fast, slow = _positive(rope, "beta_fast") or 32.0, _positive(rope, "beta_slow") or 1.0
         _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
-        return replace(
-            plain,
-            factor=factor,
-            beta_fast=fast,
-            beta_slow=slow,
-            truncate=rope.boolean("truncate", default=True),
-            attention_factor=_yarn_attention_factor(rope, factor),
-        )
+        attention, truncate = _yarn_attention_factor(rope, factor), rope.boolean("truncate", default=True)
+        return replace(plain, factor=factor, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=attention)
 
     def _partial(self, rope: Fields, fields: Fields) -> float:
         """The share of a head's channels that is rotated."""
@@ -571,41 +523,37 @@ class _Architecture:
         share = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
         if share in (None, 1.0):
             return 1.0
-        place = level.place("partial_rotary_factor")
+        name = "partial_rotary_factor"
         if not self.partial:
             hint = "an architecture that computes it passes partial_rotary=True to decoder_config"
-            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=share, hint=hint)
+            raise level.unsupported(name, "partial rotary embedding is not supported", 1, hint=hint)
         rotated = int(self.head_dim * share)
         if rotated % 2 or not rotated:
             what = f"rotary embedding rotates pairs of channels, and this is {rotated} of {self.head_dim}"
-            raise ConfigError(what, where=place, expected="an even number of channels", found=share)
+            raise level.wrong(name, what, "an even number of channels")
         return share
 
     def _check_keys(self, kind: str, rope: Fields, rotary_dim: int) -> None:
         """Refuse parameters of other types and architectures."""
-        known = ROPE_KEYS[kind] | _ROPE_RECORDS | self.keys | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        known = ROPE_KEYS[kind] | _ROPE_COMMON | self.keys
         for name, value in rope.raw.items():
             neutral = type(value) in (int, float) and value == _ROPE_NEUTRAL.get(name)
             if name not in known and value is not None and not neutral:
-                raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
+                raise rope.unsupported(name, f"not a parameter of rope type {kind!r}")
         if self.keys >= MROPE_KEYS:
             rope.boolean("mrope_interleaved", default=False)
             sections = rope.integers_or_none("mrope_section", minimum=0, maximum=rotary_dim)
             if sections is not None and (len(sections) != 3 or 2 * sum(sections) != rotary_dim):
                 expected = f"three numbers of channel pairs with the sum {rotary_dim // 2}"
-                raise ConfigError("the sections do not fit", where=rope.place("mrope_section"), expected=expected, found=sections)
+                raise rope.wrong("mrope_section", "the sections do not fit", expected, found=sections)
 
 
 def _factor(rope: Fields) -> float:
     return rope.number("factor", minimum=1, maximum=MAX_FACTOR)
 
 
-def _query_scaling(config: RopeConfig, rope: Fields, original: int) -> RopeConfig:
-    beta = rope.number("llama_4_scaling_beta", minimum=0, maximum=MAX_FACTOR)
-    if beta and not original:
-        where = rope.place("original_max_position_embeddings")
-        raise ConfigError("the field is missing", where=where, expected="a number of positions, for llama_4_scaling_beta")
-    return replace(config, query_scaling_beta=beta, original_max_position=config.original_max_position or original)
+def _positive(rope: Fields, name: str) -> float | None:
+    return rope.number_or_none(name, minimum=1e-6, maximum=MAX_FACTOR)
 
 
 def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
@@ -613,27 +561,20 @@ def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
     if name not in first.raw:
         return second
     if second.raw.get(name) not in (None, first.raw[name]):
-        raise ConfigError(
-            "the value contradicts another one in the same file",
-            where=second.place(name),
-            expected=f"{shown(first.raw[name])}, as in {first.prefix}{name}",
-            found=shown(second.raw[name]),
-            hint="remove the wrong one",
-        )
+        what, expected = "the value contradicts another one in the same file", shown(first.raw[name])
+        raise second.wrong(name, what, f"{expected}, as in {first.prefix}{name}", hint="remove the wrong one")
     return first
 
 
-def _check_order(rope: Fields, name: str, good: bool, expected: str, found: float) -> None:
+def _check_order(rope: Fields, name: str, good: bool, expected: str, value: float) -> None:
     if not good:
-        raise ConfigError("the two bounds are reversed", where=rope.place(name), expected=expected, found=found)
+        raise rope.wrong(name, "the two bounds are reversed", expected, found=value)
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4): given, or computed as in transformers."""
-    given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
-    mscale = rope.number_or_none("mscale", minimum=0, maximum=MAX_FACTOR)
-    mscale_all_dim = rope.number_or_none("mscale_all_dim", minimum=0, maximum=MAX_FACTOR)
-    if given is not None:
+    mscale, mscale_all_dim = (rope.number_or_none(n, minimum=0, maximum=MAX_FACTOR) for n in ("mscale", "mscale_all_dim"))
+    if (given := _positive(rope, "attention_factor")) is not None:
         return given
 
     def temperature(scale: float) -> float:

@@ -16,16 +16,9 @@ from torch import Tensor
 
 from minirt.device import compute_capability, interpreting, on_device, triton_installed
 from minirt.errors import CheckpointError, ConfigError
-from minirt.kernels.reference import (
-    FP8_BLOCK,
-    INT4_CHUNK,
-    INT4_ZERO,
-    pack_int4,
-    pack_int4_scale,
-    quantize_fp8,
-    quantize_fp8_blocks,
-    quantize_int4,
-)
+from minirt.kernels import reference
+from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_ZERO, pack_int4, pack_int4_scale
+from minirt.modeling.quantization_config import Int4Scheme
 
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
@@ -33,6 +26,7 @@ FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
 INT64 = "I64"
+_INDICES = "g_idx"  # the last component of the name of a tensor with the group of each column
 
 
 class TensorSpec(NamedTuple):
@@ -80,9 +74,10 @@ class LinearFormat(ABC):
     quantizes: ClassVar[bool] = False
     chunk: ClassVar[int] = CHUNK
 
-    @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        """The checkpoint tensors of one part, its bias apart. `module`: the part's checkpoint prefix. The weight comes first."""
+        """The checkpoint tensors of one part, its bias apart. `module`: the part's checkpoint prefix. The weight comes first. The
+        default is a weight of 16 or 32 bits."""
+        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
 
     @abstractmethod
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
@@ -91,6 +86,11 @@ class LinearFormat(ABC):
     def group_rows(self, rows: Sequence[int]) -> int:
         """How many rows of the weight share a row of the scale."""
         return 1
+
+    def dimension_of_rows(self, what: str) -> int | None:
+        """The dimension of a checkpoint tensor that the rows of the weight are in, alone or in groups; None: it has no rows.
+        `what`: the last component of its name."""
+        return 0
 
     def load(
         self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
@@ -110,14 +110,14 @@ class LinearFormat(ABC):
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """Quantize `source` [n, K], all rows of `scale_rows`; writes their scales, returns the values."""
 
-    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
-        """Quantize `source` [n, K] into the rows `own` of the weight and `scales` of the scale, a pair of `chunks`."""
-        weight[own] = self.quantize(source, scale[scales])
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
+        """Quantize `source` [n, K] into the rows `place` of the weight and `scales` of the scale, a pair of `chunks`."""
+        weight[place] = self.quantize(source, scale[scales])
 
     def store_rows(self, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], start: int) -> None:
         """Quantize `source` [n, K], on any device, into the rows from `start` on, a chunk at a time."""
-        for own, scales in self.chunks(start, start + source.shape[0], rows, source.shape[1]):
-            self.store(source[own.start - start : own.stop - start].to(weight.device), weight, scale, own, scales)
+        for place, scales in self.chunks(start, start + source.shape[0], rows, source.shape[1]):
+            self.store(source[place.start - start : place.stop - start].to(weight.device), weight, scale, place, scales)
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
         """(rows of the weight, rows of the scale), in pieces of about `chunk` weights that cover the rows `first` to `stop`."""
@@ -146,18 +146,18 @@ class _Fp8Rows(LinearFormat):
         return (sum(rows),)
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
-        values, own = quantize_fp8(source)
-        scale_rows.copy_(own)
+        values, scales = reference.quantize_fp8(source)
+        scale_rows.copy_(scales)
         return values
 
-    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
         if compute_capability(weight.device) >= (8, 9) and triton_installed() and not interpreting():
             from minirt.kernels.quantize import quantize  # one launch instead of a dozen, and no temporary bytes
 
             with on_device(weight.device):
-                quantize(source, weight[own], scale[scales])
+                quantize(source, weight[place], scale[scales])
         else:
-            super().store(source, weight, scale, own, scales)
+            super().store(source, weight, scale, place, scales)
 
 
 @dataclass(frozen=True)
@@ -171,16 +171,30 @@ class QuantizedToFp8(_Fp8Rows):
 
     quantizes = True
 
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
+
+class _Stored(LinearFormat):
+    """Values in the checkpoint as they are kept, with a scale that `place_scale` keeps."""
+
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
+        start = sum(rows[:part])
+        if what == "weight":
+            weight[start + first : start + first + source.shape[0]].copy_(source)
+        else:
+            self.place_scale(source, scale, rows, slice(start, start + rows[part]))
+
+    @abstractmethod
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
+        """Copy a stored scale to that of the rows `place`, those of a part."""
 
 
 @dataclass(frozen=True)
-class StoredFp8(_Fp8Rows):
+class StoredFp8(_Stored, _Fp8Rows):
     """e4m3 weights in the checkpoint, with a scale for each row or, `per_tensor`, one for the whole weight.
 
-    A scale for the whole weight is repeated for each of its rows, which gives the same numbers and lets the parts of a packed
-    linear keep scales of their own.
+    A scale for the whole weight is repeated for each of its rows. That gives the same numbers, and the parts of a packed linear
+    may have different scales.
 
     Attributes:
         scale: the last component of the scale's name.
@@ -194,18 +208,12 @@ class StoredFp8(_Fp8Rows):
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
         yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start = sum(rows[:part])
-        if what == "weight":
-            weight[start + first : start + first + source.shape[0]].copy_(source)
-        else:
-            scale[start : start + rows[part]].copy_(source.flatten())
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
+        scale[place].copy_(source.flatten())
 
 
 @dataclass(frozen=True)
-class StoredFp8Blocks(LinearFormat):
+class StoredFp8Blocks(_Stored):
     """e4m3 weights in the checkpoint, with a scale for each block of 128 × 128 of each part. The last blocks may be smaller.
 
     The packed scale has a row for each g rows of weights: 128, or if parts do not begin at multiples of 128, the largest power of
@@ -229,21 +237,15 @@ class StoredFp8Blocks(LinearFormat):
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-sum(rows) // self.group_rows(rows)), -(-K // FP8_BLOCK)
 
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start, own = sum(rows[:part]), rows[part]
-        if what == "weight":
-            weight[start + first : start + first + source.shape[0]].copy_(source)
-            return
+    def place_scale(self, source: Tensor, scale: Tensor, rows: Sequence[int], place: slice) -> None:
         g = self.group_rows(rows)
-        table = source.flatten(1) if source.ndim == 2 else source[:, 0, :, 0]
-        table = table.repeat_interleave(FP8_BLOCK // g, 0)[: -(-own // g)]
-        scale[start // g : start // g + table.shape[0]].copy_(table)
+        target = scale[place.start // g : -(-place.stop // g)]
+        table = source if source.ndim == 2 else source[:, 0, :, 0]
+        target.copy_(table.repeat_interleave(FP8_BLOCK // g, 0)[: target.shape[0]])
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
-        values, own = quantize_fp8_blocks(source, scale_rows.shape[0])
-        scale_rows.copy_(own)
+        values, scales = reference.quantize_fp8_blocks(source, scale_rows.shape[0])
+        scale_rows.copy_(scales)
         return values
 
 
@@ -271,12 +273,12 @@ class _Int4(LinearFormat):
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
-        codes, scale, zero = quantize_int4(source, self.group)
+        codes, scale, zero = reference.quantize_int4(source, self.group)
         scale_rows.copy_(pack_int4_scale(scale, zero))
         return pack_int4(codes)
 
-    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
-        weight[own] = self.quantize(source, scale[:, own])
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, place: slice, scales: slice) -> None:
+        weight[place] = self.quantize(source, scale[:, place])
 
     @staticmethod
     def _words(K: int) -> int:
@@ -294,168 +296,118 @@ class QuantizedToInt4(_Int4):
     chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
 
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
-
 
 @dataclass(frozen=True)
 class StoredInt4(_Int4):
-    """4-bit weights in the checkpoint, repacked while they are loaded. Subclasses know a producer's tensors.
+    """4-bit weights in the checkpoint, repacked while they are loaded.
 
     Attributes:
-        stored_group: columns of a group in the checkpoint; None: one group is a whole row. `group` is at most 128, because larger
-            groups are kept as several equal ones.
-        symmetric: whether all zero points are 8.
-    """
-
-    stored_group: int | None = INT4_CHUNK
-    symmetric: bool = True
-
-    @property
-    def group(self) -> int:  # type: ignore[override]
-        return min(self.stored_group or INT4_CHUNK, INT4_CHUNK)
-
-    def _scales(self, name: str, shape: tuple[int, ...], also: tuple[tuple[int, ...], ...] = ()) -> TensorSpec:
-        """The scales of a part. AutoRound writes negative ones of symmetric weights: the largest value of a group then has the
-        code -8."""
-        return TensorSpec(name, shape, also=also, positive=not self.symmetric, nonzero=self.symmetric)
-
-    def stored_groups(self, K: int) -> int:
-        """How many groups a row has in the checkpoint."""
-        return 1 if self.stored_group is None else -(-K // self.stored_group)
-
-    def _column_chunks(self, rows: int, K: int) -> Iterator[tuple[slice, slice]]:
-        """(columns of a weight [rows, K], its words in memory), in pieces of about `chunk` weights. Pieces of a tensor that is
-        stored transposed are contiguous, so the device never holds all of it."""
-        step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK
-        for first in range(0, K, step):
-            stop = min(first + step, K)
-            yield slice(first, stop), slice(first // 4, self._words(stop))
-
-    def _place_scale(self, stored: Tensor, scale: Tensor, own: slice) -> None:
-        """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads
-        may load scales and zero points in any order."""
-        target = scale[:, own]
-        target.bitwise_and_(15).bitwise_or_(pack_int4_scale(self._repeated(stored, scale), 0))
-        if self.symmetric:
-            target.bitwise_and_(-16).bitwise_or_(INT4_ZERO)
-
-    def _place_zero(self, stored: Tensor, scale: Tensor, own: slice) -> None:
-        """Write zero points [n, stored groups] from 0 to 15 into the scale words."""
-        scale[:, own].bitwise_and_(-16).bitwise_or_(self._repeated(stored, scale).T.to(torch.int32))
-
-    def _repeated(self, stored: Tensor, scale: Tensor) -> Tensor:
-        repeats = scale.shape[0] if self.stored_group is None else max(1, self.stored_group // self.group)
-        return stored.to(scale.device).repeat_interleave(repeats, 1)[:, : scale.shape[0]]
-
-
-@dataclass(frozen=True)
-class StoredInt4Packed(StoredInt4):
-    """`pack-quantized` of compressed-tensors: words of eight neighbouring columns, the first in the lowest bits.
-
-    Zero points are words of eight neighbouring rows.
-    """
-
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        groups = self.stored_groups(K)
-        yield TensorSpec(f"{module}.weight_packed", (rows, -(-K // 8)), (INT32,))
-        yield self._scales(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else ())
-        yield TensorSpec(f"{module}.weight_shape", (2,), (INT64, INT32), values=(rows, K))
-        if not self.symmetric:
-            yield TensorSpec(f"{module}.weight_zero_point", (-(-rows // 8), groups), (INT32,))
-
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start, own = sum(rows[:part]), rows[part]
-        if what == "weight_packed":
-            for at, _ in self.chunks(0, own, (own,), 8 * source.shape[1]):
-                codes = _nibbles(source[at].to(weight.device)).flatten(1)
-                weight[start + at.start : start + at.stop] = pack_int4(codes)
-        elif what == "weight_scale":
-            self._place_scale(source.reshape(own, -1), scale, slice(start, start + own))
-        elif what == "weight_zero_point":
-            zeros = _nibbles(source).transpose(1, 2).flatten(0, 1)[:own]
-            self._place_zero(zeros, scale, slice(start, start + own))
-
-
-@dataclass(frozen=True)
-class StoredInt4Gptq(StoredInt4):
-    """GPTQ: words of eight neighbouring columns, stored transposed. Zero points are words of eight neighbouring rows.
-
-    Attributes:
-        zero_offset: what is added to a stored zero point: 1 in files of version 1, 0 in those of version 2.
+        scheme: what the checkpoint's tensors are.
         indices: whether there is a `g_idx`. Only the order of columns without `desc_act` is supported: the group of column k is
             k // g.
     """
 
-    zero_offset: int = 1
-    indices: bool = True
+    scheme: Int4Scheme
+    indices: bool = False
+
+    @property
+    def group(self) -> int:  # type: ignore[override]
+        """At most 128: larger groups are kept as several equal ones."""
+        return min(self.scheme.group or INT4_CHUNK, INT4_CHUNK)
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        groups = self.stored_groups(K)
-        yield TensorSpec(f"{module}.qweight", (-(-K // 8), rows), (INT32,))
-        yield self._scales(f"{module}.scales", (groups, rows))
-        yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
+        """AutoRound writes negative scales of symmetric weights: the largest value of a group then has the code -8."""
+        layout, symmetric = self.scheme.tensors, self.scheme.symmetric
+        groups = 1 if self.scheme.group is None else -(-K // self.scheme.group)
+        words = (-(-rows // 8), K) if layout.by_rows else (rows, -(-K // 8))
+
+        def stored(shape: tuple[int, int]) -> tuple[int, ...]:
+            return shape[::-1] if layout.transposed else shape
+
+        yield TensorSpec(f"{module}.{layout.value_name}", stored(words), (INT32,))
+        also = ((rows,),) if groups == 1 and not layout.transposed else ()
+        yield TensorSpec(
+            f"{module}.{layout.scale_name}", stored((rows, groups)), also=also, positive=not symmetric, nonzero=symmetric
+        )
+        if layout.shape_name is not None:
+            yield TensorSpec(f"{module}.{layout.shape_name}", (2,), (INT64, INT32), values=(rows, K))
+        if layout.symmetric_zeros or not symmetric:
+            yield TensorSpec(f"{module}.{layout.zero_name}", stored((-(-rows // 8), groups)), (INT32,))
         if self.indices:
-            yield TensorSpec(f"{module}.g_idx", (K,), (INT32, INT64))
+            yield TensorSpec(f"{module}.{_INDICES}", (K,), (INT32, INT64))
+
+    def dimension_of_rows(self, what: str) -> int | None:
+        layout = self.scheme.tensors
+        return None if what in (layout.shape_name, _INDICES) else int(layout.transposed)
 
     def load(
         self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
     ) -> None:
-        start, own = sum(rows[:part]), rows[part]
-        if what == "qweight":
-            for columns, words in self._column_chunks(own, 8 * source.shape[0]):
-                codes = _nibbles(source[columns.start // 8 : columns.stop // 8].to(weight.device).T).flatten(1)
-                weight[start : start + own, words] = pack_int4(codes)
-        elif what == "scales":
-            self._place_scale(source.T, scale, slice(start, start + own))
-        elif what == "qzeros":
-            zeros = _nibbles(source).flatten(1)[:, :own] + self.zero_offset
-            if self.symmetric and (zeros != INT4_ZERO).any():
-                what, expected = "zero points of symmetric weights", f"{INT4_ZERO - self.zero_offset} everywhere"
-                found = f"{int((zeros != INT4_ZERO).sum())} other ones"
-                hint = "config.json says sym: true; its checkpoint_format may be wrong"
-                raise CheckpointError(what, expected=expected, found=found, hint=hint)
-            if (zeros > 15).any():
-                what, found = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
-                raise CheckpointError(what, expected="stored zero points from 0 to 14", found=found)
-            self._place_zero(zeros.T, scale, slice(start, start + own))
-        elif what == "g_idx":
+        layout, start = self.scheme.tensors, sum(rows[:part])
+        place = slice(start, start + rows[part])
+        if what == layout.value_name:
+            self._place_codes(source, weight, place)
+        elif what == layout.scale_name:
+            self._place_scale(source.T if layout.transposed else source.reshape(rows[part], -1), scale[:, place])
+        elif what == layout.zero_name:
+            self._place_zero(self._values(source, by_rows=True)[: rows[part]] + self.scheme.zero_offset, scale[:, place])
+        elif what == _INDICES:
             K = source.shape[0]
-            if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.stored_group or K)):
+            if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.scheme.group or K)):
                 what, expected = "columns in the order of their activations are not supported", "g_idx[k] = k // group_size"
                 raise CheckpointError(what, expected=expected, hint="quantize with desc_act: false")
 
+    def _values(self, words: Tensor, by_rows: bool) -> Tensor:
+        """Stored words as their values [rows, columns], uint8."""
+        layout = self.scheme.tensors
+        values = _nibbles(words)
+        if layout.transposed:
+            values = values.transpose(0, 1)
+        if layout.nibbles is not None:
+            values = values[..., layout.nibbles]
+        return values.transpose(1, 2).flatten(0, 1) if by_rows else values.flatten(1)
 
-_AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds its j-th row of the weight
+    def _place_codes(self, source: Tensor, weight: Tensor, place: slice) -> None:
+        """Repack the words of the rows `place`, in pieces of about `chunk` weights along the first dimension of `source`. Those
+        are contiguous, so the device never holds all of a tensor that is stored transposed."""
+        layout, rows = self.scheme.tensors, place.stop - place.start
+        columns = 1 if layout.by_rows else 8  # of a word
+        if layout.transposed:
+            step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK // columns
+        else:
+            step = max(1, self.chunk // (columns * source.shape[1]))
+        for first in range(0, source.shape[0], step):
+            codes = self._values(source[first : first + step].to(weight.device), layout.by_rows)
+            if layout.transposed:
+                packed, begin = pack_int4(codes[:rows]), first * columns // 4
+                weight[place, begin : begin + packed.shape[1]] = packed
+            else:
+                weight[place.start + first : place.start + first + codes.shape[0]] = pack_int4(codes)
 
+    def _place_scale(self, stored: Tensor, words: Tensor) -> None:
+        """Write scales [n, stored groups] into scale words. Each in-place operation changes only its bits, so threads may load
+        scales and zero points in any order."""
+        words.bitwise_and_(15).bitwise_or_(pack_int4_scale(self._repeated(stored, words), 0))
+        if self.scheme.symmetric:
+            words.bitwise_and_(-16).bitwise_or_(INT4_ZERO)
 
-@dataclass(frozen=True)
-class StoredInt4Awq(StoredInt4):
-    """AWQ, version "gemm": words of eight neighbouring rows of the weight, in an order of their own, stored transposed."""
+    def _place_zero(self, zeros: Tensor, words: Tensor) -> None:
+        """Write zero points [n, stored groups] from 0 to 15 into scale words."""
+        if self.scheme.symmetric and (zeros != INT4_ZERO).any():
+            what, expected = "zero points of symmetric weights", f"{INT4_ZERO - self.scheme.zero_offset} everywhere"
+            others = f"{int((zeros != INT4_ZERO).sum())} other ones"
+            hint = "config.json says sym: true; its checkpoint_format may be wrong"
+            raise CheckpointError(what, expected=expected, found=others, hint=hint)
+        if (zeros > 15).any():
+            what, times = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
+            raise CheckpointError(what, expected="stored zero points from 0 to 14", found=times)
+        words.bitwise_and_(-16).bitwise_or_(self._repeated(zeros, words).T.to(torch.int32))
 
-    symmetric: bool = False
-
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        groups = self.stored_groups(K)
-        yield TensorSpec(f"{module}.qweight", (K, -(-rows // 8)), (INT32,))
-        yield self._scales(f"{module}.scales", (groups, rows))
-        yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
-
-    def load(
-        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
-    ) -> None:
-        start, own = sum(rows[:part]), rows[part]
-        if what == "qweight":
-            for columns, words in self._column_chunks(own, source.shape[0]):
-                codes = _nibbles(source[columns].to(weight.device))[:, :, _AWQ_COLUMNS].flatten(1)
-                weight[start : start + own, words] = pack_int4(codes.T[:own])
-        elif what == "scales":
-            self._place_scale(source.T, scale, slice(start, start + own))
-        elif what == "qzeros":
-            zeros = _nibbles(source)[:, :, _AWQ_COLUMNS].flatten(1)[:, :own]
-            self._place_zero(zeros.T, scale, slice(start, start + own))
+    def _repeated(self, stored: Tensor, words: Tensor) -> Tensor:
+        """Values [n, stored groups] as [n, groups], on the device of `words` [groups, n]."""
+        group = self.scheme.group
+        repeats = words.shape[0] if group is None else max(1, group // self.group)
+        return stored.to(words.device).repeat_interleave(repeats, 1)[:, : words.shape[0]]
 
 
 def _nibbles(words: Tensor) -> Tensor:

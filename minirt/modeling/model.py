@@ -11,14 +11,7 @@ from torch import Tensor
 from minirt.device import on_device
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import AbsentGPU
-from minirt.layers import (
-    BUILT_IN,
-    Layer,
-    LayerContext,
-    Select,
-    has_implementation,
-    implementation,
-)
+from minirt.layers import BUILT_IN, Layer, LayerContext, Select, has_implementation, implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.parameters import Parameter
@@ -176,9 +169,9 @@ class Model:
                     wanted, why, used[i] = name, worded_place(f"--impl {pattern}={name}"), True
             if id(layer) not in bound:
                 bound[id(layer)] = self._bind(layer, wanted, why)
-            own = [p for p in layer.parameters() if id(p) not in counted]
-            counted.update(map(id, own))
-            size = sum(p.nbytes(self.dtype) for p in own)
+            first_used = [p for p in layer.parameters() if id(p) not in counted]
+            counted.update(map(id, first_used))
+            size = sum(p.nbytes(self.dtype) for p in first_used)
             formats = tuple(sorted({weights.format.name for weights in layer.parameters() if weights.format}))
             capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
             rows.append(PlanRow(
@@ -186,18 +179,11 @@ class Model:
             ))  # fmt: skip
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
-                raise UnsupportedError(
-                    "matches no layer",
-                    where=f"--impl {pattern}={name}",
-                    expected="a name or glob such as 'layers.*.mlp'",
-                    found=some_names(list(self.unique_layers())),
-                )
-        chosen = self.formats
-        self.plan = Plan(
-            tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen.checkpoint if chosen else None,
-            chosen.notes if chosen else (),
-            self.config.model_type, self.num_parameters,
-        )  # fmt: skip
+                names, expected = some_names(list(self.unique_layers())), "a name or glob such as 'layers.*.mlp'"
+                raise UnsupportedError("matches no layer", where=f"--impl {pattern}={name}", expected=expected, found=names)
+        checkpoint, notes = (self.formats.checkpoint, self.formats.notes) if self.formats else (None, ())
+        device, size = str(self.device), self.num_parameters
+        self.plan = Plan(tuple(rows), device, not_capturable(rows, device), checkpoint, notes, self.config.model_type, size)
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
@@ -245,8 +231,8 @@ class Model:
         if self.draft_model is not None:
             tokens, rows, size = batch.num_tokens, len(batch.logits_indices), self.config.hidden_size
             hidden, taps = (torch.empty(n, size, dtype=self.dtype, device=self.device) for n in (tokens, rows))
-            own = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
-            self.draft_model.dry_run(own, cache)
+            drafting = replace(batch, hidden=hidden, taps=taps, logits=None, row_maxima=None)
+            self.draft_model.dry_run(drafting, cache)
         del logits  # as in a step, they are in memory while the draft model runs
 
     def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:
@@ -269,48 +255,43 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
     if not isinstance(layers, Iterable):
         raise ConfigError("a model needs layers", expected="a sequence of layers", found=type(layers).__name__)
     layers = list(layers)
-    for place, layer in enumerate(layers):
+    for number, layer in enumerate(layers):
         if not isinstance(layer, Layer) or not isinstance(getattr(layer, "kind", None), str):
-            found, expected = type(layer).__name__, "a minirt.layers.Layer with a kind"
-            raise ConfigError("not a layer", where=f"layers[{place}]", expected=expected, found=found)
+            expected = "a minirt.layers.Layer with a kind"
+            raise ConfigError("not a layer", where=f"layers[{number}]", expected=expected, found=type(layer).__name__)
+        place = f"layers[{number}], {layer.name}"
         if layer.cache_spec is not None:
-            _check_cache_spec(layer.cache_spec, f"layers[{place}], {layer.name}")
+            _check_cache_spec(layer.cache_spec, place)
         if layer.context.device.type != "meta":
-            what = "this layer already belongs to a model"
-            raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
+            raise ConfigError("this layer already belongs to a model", where=place, hint="make new layers for each model")
     ends = [(layer.reads_tokens, layer.makes_logits) for layer in layers]
     if len(layers) < 2 or ends != [(True, False), *[(False, False)] * (len(layers) - 2), (False, True)]:
-        raise ConfigError(
-            "a model needs one embedding first, then residual layers, at most one select after the last attention, one head last",
-            expected="reads_tokens is true of the first layer only, makes_logits of the last layer only",
-            found=", ".join(layer.kind for layer in layers) or "no layers",
-        )
-    behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or _needs_every_row(layer))
-    selects = [place for place, layer in enumerate(layers) if layer.selects_rows]
+        order = "one embedding first, then residual layers, at most one select after the last attention, one head last"
+        expected = "reads_tokens is true of the first layer only, makes_logits of the last layer only"
+        kinds = ", ".join(layer.kind for layer in layers) or "no layers"
+        raise ConfigError(f"a model needs {order}", expected=expected, found=kinds)
+    needing = [i for i, layer in enumerate(layers) if i == 0 or layer.cache_spec is not None or layer.needs_every_row]
+    selects, behind = [i for i, layer in enumerate(layers) if layer.selects_rows], needing[-1] + 1
     hint = "leave it out: the model inserts one after the last attention"
     if len(selects) > 1:
-        where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
-        raise ConfigError(f"there are two select layers; {first} is the first", where=where, hint=hint)
+        what = f"there are two select layers; layers[{selects[0]}] is the first"
+        raise ConfigError(what, where=f"layers[{selects[1]}]", hint=hint)
     if selects and selects[0] < behind:
         what = "attention or a tap after a select layer would lack rows"
         raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"a place after layers[{behind - 1}]", hint=hint)
     return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
 
 
-def _needs_every_row(layer: Layer) -> bool:
-    return layer.cache_spec is not None or layer.needs_every_row
-
-
-def _check_cache_spec(spec: object, where: str) -> None:
+def _check_cache_spec(spec: object, place: str) -> None:
     if isinstance(spec, type) or not isinstance(spec, CacheSpec):
-        found = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
+        kind = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
         expected = "a PagesSpec, StateSpec or CombinedSpec, or another CacheSpec"
-        raise ConfigError("not a cache spec", where=where, expected=expected, found=found)
+        raise ConfigError("not a cache spec", where=place, expected=expected, found=kind)
     try:
         hash(spec)
     except TypeError as error:
         expected = "a frozen dataclass or a named tuple, of values that can be hashed"
-        raise ConfigError("the cache spec cannot be hashed", where=where, expected=expected, found=str(error)) from error
+        raise ConfigError("the cache spec cannot be hashed", where=place, expected=expected, found=str(error)) from error
 
 
 def some_names(layers: Sequence[Layer]) -> str:

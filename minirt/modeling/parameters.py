@@ -32,23 +32,17 @@ class Interleaved:
         """Rows of the checkpoint's linear, of which this one has `rows`."""
         return rows // self.blocks[self.index] * sum(self.blocks)
 
-    def take(self, source: Tensor, rows: int, name: str) -> Tensor:
-        """The part of a tensor of the linear, which has `rows` rows. They are in one of its dimensions, alone or in groups."""
-        dimension = 1 if name.rpartition(".")[2] in _TRANSPOSED else 0
+    def take(self, source: Tensor, rows: int, dimension: int, name: str) -> Tensor:
+        """The part of a tensor of the linear, which has `rows` rows, alone or in groups in this dimension."""
         if source.numel() == 1:  # a scale of the whole weight
             return source
-        group = rows // source.shape[dimension]
-        if group * source.shape[dimension] != rows or gcd(*self.blocks) % group:
+        group, largest = rows // source.shape[dimension], gcd(*self.blocks)
+        if group * source.shape[dimension] != rows or largest % group:
             what = f"{rows} rows are stored in {source.shape[dimension]} groups, and each group must be of one head"
-            most = gcd(*self.blocks)
-            raise UnsupportedError(what, where=name, expected=f"groups of at most {most} rows, and a divisor of it")
-        start, own = sum(self.blocks[: self.index]) // group, self.blocks[self.index] // group
+            raise UnsupportedError(what, where=name, expected=f"groups of at most {largest} rows, and a divisor of it")
+        start, count = sum(self.blocks[: self.index]) // group, self.blocks[self.index] // group
         heads = source.unflatten(dimension, (-1, sum(self.blocks) // group))
-        return heads.narrow(dimension + 1, start, own).flatten(dimension, dimension + 1)
-
-
-_WHOLE = ("weight_shape", "g_idx")  # tensors that have no rows
-_TRANSPOSED = ("qweight", "scales", "qzeros")  # tensors of 4-bit weights whose rows are in the second dimension
+        return heads.narrow(dimension + 1, start, count).flatten(dimension, dimension + 1)
 
 
 @dataclass(frozen=True)
@@ -169,14 +163,15 @@ class PackedLinear(Parameter):
 
     def expected(self) -> Iterator[TensorSpec]:
         for part in {part.name: part for part in self.parts}.values():
-            rows, whole = part.stored_rows, part.of is not None  # blocks of rows are not taken from pieces
-            if self.format is None:
-                yield TensorSpec(f"{part.name}.weight", (rows, self.in_features), pieces=not whole)
-            else:
-                specs = self.format.tensors(part.name, rows, self.in_features)
-                yield from (spec._replace(pieces=False) for spec in specs) if whole else specs
+            specs = self._tensors(part.name, part.stored_rows)  # blocks of rows are not taken from pieces
+            yield from specs if part.of is None else (spec._replace(pieces=False) for spec in specs)
             if self.has_bias:
-                yield TensorSpec(f"{part.name}.bias", (rows,))
+                yield TensorSpec(f"{part.name}.bias", (part.stored_rows,))
+
+    def _tensors(self, name: str, rows: int) -> Iterator[TensorSpec]:
+        if self.format is not None:
+            return self.format.tensors(name, rows, self.in_features)
+        return iter((TensorSpec(f"{name}.weight", (rows, self.in_features), pieces=True),))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.format is None:
@@ -192,8 +187,9 @@ class PackedLinear(Parameter):
 
     def _load_part(self, i: int, start: int, name: str, what: str, source: Tensor, first: int) -> None:
         part = self.parts[i]
-        if part.of is not None and what not in _WHOLE:
-            source = part.of.take(source, part.stored_rows, name)
+        dimension = self.format.dimension_of_rows(what) if self.format and what != "bias" else 0
+        if part.of is not None and dimension is not None:
+            source = part.of.take(source, part.stored_rows, dimension, name)
         if what == "bias" and self.bias is not None:
             self.bias[start : start + self.rows[i]].copy_(source)
         elif self.format is None or self.scale is None or self.format.quantizes:
@@ -214,10 +210,10 @@ class PackedLinear(Parameter):
         if self.format is None or self.scale is None:
             self.weight.normal_(0.0, deviation, generator=generator)
         else:
-            for own, scales in self.format.chunks(0, self.out_features, self.rows, self.in_features):
-                values = torch.empty(own.stop - own.start, self.in_features, dtype=torch.float32, device=self.weight.device)
+            for rows, scales in self.format.chunks(0, self.out_features, self.rows, self.in_features):
+                values = torch.empty(rows.stop - rows.start, self.in_features, dtype=torch.float32, device=self.weight.device)
                 values.normal_(0.0, deviation, generator=generator)
-                self.format.store(values, self.weight, self.scale, own, scales)
+                self.format.store(values, self.weight, self.scale, rows, scales)
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
 
@@ -236,11 +232,7 @@ class SomeRows(PackedLinear):
         self._whole, self.ids = part.rows, torch.arange(count)
 
     def expected(self) -> Iterator[TensorSpec]:
-        name = self.parts[0].name
-        if self.format is None:
-            yield TensorSpec(f"{name}.weight", (self._whole, self.in_features), pieces=True)
-        else:
-            yield from self.format.tensors(name, self._whole, self.in_features)
+        return self._tensors(self.parts[0].name, self._whole)
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         start, stop = torch.searchsorted(self.ids, torch.tensor([first, first + source.shape[0]])).tolist()
@@ -300,34 +292,47 @@ class PackedExperts(PackedLinear):
             super().load(name, source, first)
 
 
-class NormWeight(Parameter):
+class Values(Parameter):
+    """One tensor, named in full: `weight`. Random values are uniform in `spread`. `dtype` None: the model's."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], spread: tuple[float, float], dtype: torch.dtype | None = None
+    ) -> None:
+        self.tensor, self.shape, self.spread, self.dtype = name, shape, spread, dtype
+        self.weight: Tensor = torch.empty(0)
+
+    @property
+    def num_parameters(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.num_parameters * (self.dtype or dtype).itemsize
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return self.shape, self.dtype
+
+    def expected(self) -> Iterator[TensorSpec]:
+        yield TensorSpec(self.tensor, self.shape)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
+
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        self.weight.copy_(source)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.uniform_(*self.spread, generator=generator)
+
+
+class NormWeight(Values):
     """The scale of one RMSNorm: `weight` [size]. `zero_centered`: the checkpoint stores it minus 1, and loading adds 1.
 
     The sum is rounded to the model's dtype, while transformers multiplies by 1 + weight in fp32.
     """
 
     def __init__(self, name: str, size: int, zero_centered: bool = False) -> None:
-        self.name, self.size, self.zero_centered = name, size, zero_centered
-        self.weight: Tensor = torch.empty(0)
-
-    @property
-    def num_parameters(self) -> int:
-        return self.size
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return self.size * dtype.itemsize
-
-    def compile_key(self) -> tuple[Hashable, ...]:
-        return (self.size,)
-
-    def expected(self) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{self.name}.weight", (self.size,))
-
-    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(self.size, device=device, dtype=dtype)
+        super().__init__(f"{name}.weight", (size,), (0.5, 1.5))
+        self.name, self.zero_centered = name, zero_centered
 
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         self.weight.copy_(source.float() + 1 if self.zero_centered else source)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        self.weight.uniform_(0.5, 1.5, generator=generator)

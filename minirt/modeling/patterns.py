@@ -68,7 +68,7 @@ def _known(nodes: Iterable[Any], depth: int, lookaheads: bool) -> bool:
     """Whether `_ends` knows all of these nodes."""
     for operation, argument in nodes:
         if operation is ops.IN:
-            known = all(kind in _CLASS_ITEMS or (kind is ops.CATEGORY and own in _CATEGORIES) for kind, own in argument)
+            known = all(kind in _CLASS_ITEMS or (kind is ops.CATEGORY and value in _CATEGORIES) for kind, value in argument)
         elif operation is ops.AT:
             known = argument in _ANCHORS
         elif operation is ops.SUBPATTERN:
@@ -134,13 +134,13 @@ def accepts(operation: Any, argument: Any, character: str) -> bool:
     if operation is not ops.IN:
         return (ord(character) == argument) == (operation is ops.LITERAL)
     negated = argument[0][0] is ops.NEGATE
-    return negated != any(_in_class(kind, own, character) for kind, own in argument[negated:])
+    return negated != any(_in_class(kind, item, character) for kind, item in argument[negated:])
 
 
-def _in_class(kind: Any, own: Any, character: str) -> bool:
+def _in_class(kind: Any, item: Any, character: str) -> bool:
     if kind is ops.CATEGORY:
-        return bool(_CATEGORIES[own](character))
-    low, high = own if kind is ops.RANGE else (own, own)
+        return bool(_CATEGORIES[item](character))
+    low, high = item if kind is ops.RANGE else (item, item)
     return low <= ord(character) <= high
 
 

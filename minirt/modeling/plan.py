@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
 
 from minirt.errors import UnsupportedError, printable
-from minirt.sizes import format_size
+from minirt.sizes import format_size, ranges
 from minirt.wording import worded
 
 _COLUMNS = ("layer", "impl", "why", "dtype", "weights")
@@ -93,7 +92,7 @@ class Plan:
             groups.setdefault((prefix, suffix, row.implementation, row.reason, row.dtypes, row.bytes), []).append(row)
         rows = []
         for (prefix, suffix, *cells, size), same in groups.items():
-            numbers = _ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
+            numbers = ranges([number for row in same if (number := _parts(row.layer)[1]) is not None])
             times = f" × {len(same)}" if len(same) > 1 else ""
             name = f"{prefix}{numbers}{suffix}"
             if len(name) > _SHORT:
@@ -149,21 +148,6 @@ def _parts(layer: str) -> tuple[str, int | None, str]:
     return (match[1] or "", int(match[2]), match[3] or "") if match else (layer, None, "")
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5". Of many equal runs at equal distances the first two and the last: "3,7,…,63"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    steps = {(later[0] - run[0], len(later) - len(run)) for run, later in pairwise(runs)}
-    if len(runs) > 3 and len(steps) == 1 and next(iter(steps))[1] == 0:
-        texts = [*texts[:2], "…", texts[-1]]
-    return ",".join(texts)
-
-
 def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
     """Why steps through these layers cannot run as CUDA graphs, or None if they can."""
     if not device.startswith("cuda"):
@@ -173,8 +157,8 @@ def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
         return None if any(row.implementation == "triton" for row in rows) else "no layer runs on Triton"
     if all(row.implementation == "eager" for row in rows):
         return "every layer is eager"
-    first, more = blocking[0], len(blocking) - 1
-    others = f" ({more} more layer{'s' * (more > 1)} like it)" if more else ""
+    first, count = blocking[0], len(blocking) - 1
+    others = f" ({count} more layer{'s' * (count > 1)} like it)" if count else ""
     if first.implementation == "eager":
         return f"{first.layer} is eager, and CUDA graphs hold no eager layers{others}"
     return f"{first.layer} runs as {first.implementation!r}, which is not registered as capturable{others}"
@@ -189,8 +173,7 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     Raises:
         UnsupportedError: a choice is malformed, or there are two different defaults.
     """
-    default, rules = "auto", []
-    chosen = False
+    default, rules, chosen = "auto", [], False
     items = [impl] if isinstance(impl, str) else list(impl) if isinstance(impl, Iterable) else [impl]
     for item in items:
         if not isinstance(item, str):
@@ -198,9 +181,7 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
             raise UnsupportedError("not an implementation choice", where="impl", expected=expected, found=type(item).__name__)
         pattern, equals, name = item.rpartition("=")
         if not name or (equals and not pattern):
-            raise UnsupportedError(
-                "not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME"
-            )
+            raise UnsupportedError("not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME")
         if equals:
             rules.append((pattern, name))
         elif chosen and name != default:

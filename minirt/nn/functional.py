@@ -21,6 +21,8 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.ops import call
 
+Tensors = Tensor | list[Tensor]
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension.
@@ -41,9 +43,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensors, bias: Tensors | None = None, scale: Tensors | None = None
 ) -> Tensor:
     """rms_norm(x) · weightᵀ + bias.
+
+    `weight`, `bias` and `scale` may be lists with the tensor of each of several linears (empty: these have none). The rows are
+    copied together unless they lie one after the other in memory.
 
     Args:
         x: [..., K].
@@ -57,29 +62,14 @@ def norm_linear(
     Returns:
         [..., N].
     """
-    return _like(call("norm_linear", _rows("x", x), norm_weight, eps, weight, bias, scale), x)
-
-
-def packed_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: list[Tensor], bias: list[Tensor], scale: list[Tensor]
-) -> Tensor:
-    """`norm_linear` with the rows of several weights. They are copied together unless they lie one after the other in memory.
-
-    Args:
-        weight, bias, scale: lists with the tensor of each linear; for all linears without bias or scale an empty list.
-    """
-    return _like(call("packed_norm_linear", _rows("x", x), norm_weight, eps, weight, bias, scale), x)
+    op = "packed_norm_linear" if isinstance(weight, list) else "norm_linear"
+    return _like(call(op, _rows("x", x), norm_weight, eps, weight, bias, scale), x)
 
 
 def norm_gate_up(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    activation: str,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensors, activation: str, bias: Tensors | None = None,
+    scale: Tensors | None = None,
+) -> Tensor:  # fmt: skip
     """act(gate) · up of rms_norm(x) (SwiGLU: Shazeer 2020).
 
     Args:
@@ -88,15 +78,8 @@ def norm_gate_up(
     Returns:
         [..., N].
     """
-    return _like(call("norm_gate_up", _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
-
-
-def packed_norm_gate_up(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: list[Tensor], activation: str, bias: list[Tensor],
-    scale: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """`norm_gate_up` with the weights of gate and up; arguments as those of `packed_norm_linear`."""
-    return _like(call("packed_norm_gate_up", _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
+    op = "packed_norm_gate_up" if isinstance(weight, list) else "norm_gate_up"
+    return _like(call(op, _rows("x", x), norm_weight, eps, weight, activation, bias, scale), x)
 
 
 def linear_residual(
@@ -125,15 +108,9 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 1e-6, unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`apply_rotary` of q and k whose heads are normalized first, as in Qwen3: RMSNorm and rotary embedding in one kernel.
 
     Args:
@@ -154,19 +131,9 @@ def fused_rmsnorm_rope(x: Tensor, norm_weight: Tensor | None, eps: float, cos: T
 
 
 def mixture_residual(
-    h: Tensor,
-    logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor,
-    top_k: int,
-    normalize: bool,
-    activation: str,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> Tensor:
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, normalize: bool, activation: str,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j(h), with the k best experts of each token (Shazeer et al. 2017).
 
     Args:
@@ -180,9 +147,10 @@ def mixture_residual(
     Returns:
         [..., H].
     """
-    rows = (_rows("h", h), _rows("logits", logits), gate_up, down, _rows("residual", residual))
-    rest = (top_k, normalize, activation, norm_weight, eps, gate_up_scale, down_scale)
-    return call("mixture_residual", *rows, *rest).view(residual.shape)
+    return call(
+        "mixture_residual", _rows("h", h), _rows("logits", logits), gate_up, down, _rows("residual", residual), top_k, normalize,
+        activation, norm_weight, eps, gate_up_scale, down_scale,
+    ).view(residual.shape)  # fmt: skip
 
 
 def _rows(name: str, x: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ class QuantizedLinear(nn.Module):
             InputError: the weight is not of bf16, fp16 or fp32.
             UnsupportedError: FP8 on a GPU with a compute capability below 8.9.
         """
-        own = cls(linear.in_features, linear.out_features, device="meta")
-        own._quantize(linear)
-        return own
+        quantized = cls(linear.in_features, linear.out_features, device="meta")
+        quantized._quantize(linear)
+        return quantized
 
     def _quantize(self, linear: nn.Linear) -> None:
         weight, scale = quantize_weight(linear.weight, self.format)
@@ -149,11 +149,7 @@ def pack_rows(tensors: Sequence[Tensor]) -> Tensor:
 
     Nothing is checked: shapes but for N, dtypes and devices must be equal, and no tensor may be given twice.
     """
-    packed = tensors[0].new_empty(sum(own.shape[0] for own in tensors), *tensors[0].shape[1:])
-    start = 0
-    for own in tensors:
-        view = packed[start : start + own.shape[0]]
-        view.copy_(own)
-        own.data = view
-        start += own.shape[0]
+    packed = torch.cat(list(tensors))
+    for tensor, view in zip(tensors, packed.split([len(tensor) for tensor in tensors]), strict=True):
+        tensor.data = view
     return packed

@@ -59,11 +59,10 @@ class GatedMLP(nn.Module):
             raise InputError("wrong number of rows", where="up.weight", expected=gate.out_features, found=up.out_features)
         _check(gate, down, gate.out_features, activation, norm)
         weight, bias = pack_linears([gate, up])
-        own = cls(gate.in_features, gate.out_features, activation, device="meta")
-        own.norm, own.down_weight, own.down_bias = norm, down.weight, down.bias
-        own.gate_up_weight = parameter(weight)
-        own.gate_up_bias = None if bias is None else parameter(bias)
-        return own
+        mlp = cls(gate.in_features, gate.out_features, activation, device="meta")
+        mlp.norm, mlp.down_weight, mlp.down_bias = norm, down.weight, down.bias
+        mlp.gate_up_weight, mlp.gate_up_bias = parameter(weight), None if bias is None else parameter(bias)
+        return mlp
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., K] of the weights' dtype → [..., H], plus `residual` [..., H] if given. Errors: see `minirt.nn.functional`."""

@@ -53,12 +53,12 @@ class RMSNorm(nn.Module):
         if not isinstance(eps, float | int):
             raise InputError("no epsilon", where="module", expected="variance_epsilon or eps", found=type(module).__name__)
         check_weight("module.weight", weight, (None,))
-        own = cls(weight.shape[0], eps, device="meta")
-        own.weight = parameter(weight)
-        if not weight.is_meta and not _agree(own, module):
+        norm = cls(weight.shape[0], eps, device="meta")
+        norm.weight = parameter(weight)
+        if not weight.is_meta and not _agree(norm, module):
             what = "not an RMSNorm: its output is not that of the normalized input times its weight"
             raise InputError(what, where="module", found=type(module).__name__)
-        return own
+        return norm
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] of the weight's dtype → [..., H]. Errors: see `minirt.nn.functional`."""
@@ -69,13 +69,13 @@ class RMSNorm(nn.Module):
 
 
 @torch.no_grad()
-def _agree(own: RMSNorm, module: nn.Module) -> bool:
+def _agree(norm: RMSNorm, module: nn.Module) -> bool:
     """Whether both compute the same for one row of values of both signs, with a mean that is not 0 (LayerNorm subtracts it)."""
-    like = own.weight
-    x = torch.linspace(-1.0, 2.0, like.shape[0], dtype=torch.float32, device=like.device).to(like.dtype).unsqueeze(0)
-    found, expected = module(x), reference.rms_norm(x, own.weight, own.eps)
+    weight = norm.weight
+    x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=torch.float32, device=weight.device).to(weight.dtype).unsqueeze(0)
+    output, expected = module(x), reference.rms_norm(x, weight, norm.eps)
     far = 4 * torch.finfo(x.dtype).eps * expected.abs().amax().float() + 1e-6
-    return found.shape == x.shape and bool((found.float() - expected.float()).abs().amax() <= far)
+    return output.shape == x.shape and bool((output.float() - expected.float()).abs().amax() <= far)
 
 
 class RMSNormLinear(nn.Module):
@@ -104,9 +104,9 @@ class RMSNormLinear(nn.Module):
         Raises:
             InputError: a parameter has another shape, dtype or device than the others.
         """
-        own = cls(linear.in_features, linear.out_features, device="meta")
-        own._share(RMSNorm.from_module(norm), linear)
-        return own
+        joined = cls(linear.in_features, linear.out_features, device="meta")
+        joined._share(RMSNorm.from_module(norm), linear)
+        return joined
 
     def _share(self, norm: RMSNorm, linear: nn.Linear) -> None:
         check_weight("weight", linear.weight, (None, None))

@@ -48,9 +48,9 @@ class RotaryEmbedding(nn.Module):
             raise UnsupportedError(what, where="module.rope_type", found=kind, hint="keep transformers' module")
         if not isinstance(inv_freq, Tensor) or inv_freq.ndim != 1:
             raise InputError("not a rotary embedding with inv_freq [D / 2]", where="module", found=type(module).__name__)
-        own = cls(2 * inv_freq.shape[0], device="meta")
-        own.inv_freq, own.attention_scaling = inv_freq.float(), float(getattr(module, "attention_scaling", 1.0))
-        return own
+        rotary = cls(2 * inv_freq.shape[0], device="meta")
+        rotary.inv_freq, rotary.attention_scaling = inv_freq.float(), float(getattr(module, "attention_scaling", 1.0))
+        return rotary
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, T, D] of x's dtype and device, for positions [B, T]. x's values are not used."""

@@ -44,8 +44,8 @@ def patch(
         UnsupportedError: nothing in the model can be replaced; the error says why.
     """
     _check(model, fp8, keep_original, parts)
-    uses = Counter(id(own) for _, own in model.named_parameters(remove_duplicate=False))
-    options = Options(fp8, keep_original, tuple(parts), frozenset(own for own, count in uses.items() if count > 1))
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    options = Options(fp8, keep_original, tuple(parts), frozenset(key for key, count in uses.items() if count > 1))
     changes: dict[str, Change] = {}
     covered: set[int] = set()
     try:
@@ -56,11 +56,10 @@ def patch(
             record = rule.record(module, options)
             if isinstance(record, Record):
                 _install(module, name, rule, record, options)
-                covered.update(id(own) for product in record.linears for own in product.values())
-                covered.update(id(own) for own in record.covers)
-                changes[name] = Change(name, type(module).__name__, True, record.how)
-            else:
-                changes[name] = Change(name, type(module).__name__, False, record)
+                covered.update(id(linear) for product in record.linears for linear in product.values())
+                covered.update(map(id, record.covers))
+            what = record if isinstance(record, str) else record.how
+            changes[name] = Change(name, type(module).__name__, isinstance(record, Record), what)
     except BaseException:
         _restore(model)
         raise
@@ -71,14 +70,14 @@ def patch(
         model._apply = partial(_check_and_apply, model)  # type: ignore[method-assign]
     linears = [linear for module, _ in _patched(model) for linear in _linears(module).values() if SCALE in linear._buffers]
     table = PatchTable(
-        tuple(changes[name] for name, own in model.named_modules() if name in changes and id(own) not in covered), fp8,
+        tuple(changes[name] for name, module in model.named_modules() if name in changes and id(module) not in covered), fp8,
         sum(linear.weight.nbytes + linear.get_buffer(SCALE).nbytes for linear in linears),
-        sum(original.nbytes for _, own in _patched(model) for original in own.originals.values() if original is not None),
+        sum(original.nbytes for _, patched in _patched(model) for original in patched.originals.values() if original is not None),
     )  # fmt: skip
     if not table.replaced:
         expected = f"modules of transformers' {', '.join(FAMILIES.values())}"
-        found = shortened("; ".join(dict.fromkeys(f"{change.kind}: {change.what}" for change in table.kept)), 600)
-        raise UnsupportedError("nothing in this model can be replaced", where="model", expected=expected, found=found)
+        kept = shortened("; ".join(dict.fromkeys(f"{change.kind}: {change.what}" for change in table.kept)), 600)
+        raise UnsupportedError("nothing in this model can be replaced", where="model", expected=expected, found=kept)
     return table
 
 
@@ -90,17 +89,17 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module) or not any(True for _ in _patched(model)):
         raise InputError("the model is not patched", where="model", found=type(model).__name__)
-    for module, own in _patched(model):
-        if not own.is_called():
+    for module, patched in _patched(model):
+        if not patched.is_called():
             what, hint = "another library has replaced the forward since minirt.patch", "undo that first"
-            raise InputError(what, where=own.name or "model", hint=hint)
-        for name, original in own.originals.items():
+            raise InputError(what, where=patched.name or "model", hint=hint)
+        for name, original in patched.originals.items():
             if original is None:
                 hint = "patch with keep_original=True, or load the model again"
                 raise InputError("the original weights were replaced by FP8 weights", where="model", hint=hint)
             if is_changed(_linears(module).get(name), original):
                 what, hint = "changed after minirt.patch, and the original weight did not", "load the model again"
-                raise InputError(what, where=f"{own.name}.{name}.weight", hint=hint)
+                raise InputError(what, where=f"{patched.name}.{name}.weight", hint=hint)
     _restore(model)
 
 
@@ -132,41 +131,40 @@ def _why(module: nn.Module) -> str | None:
 
 def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, Patched]]:
     for module in model.modules():
-        own = vars(module).get("_minirt")
-        if isinstance(own, Patched):
-            yield module, own
+        if isinstance(patched := vars(module).get("_minirt"), Patched):
+            yield module, patched
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     """The linears that a patched module has now."""
-    return {name: own for name, own in module.named_children() if isinstance(own, nn.Linear)}
+    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
 
 def _install(module: Any, name: str, rule: Rule, record: Record, options: Options) -> None:
     """Replace a module's forward; with FP8 weights also what casts and loads them."""
-    own = Patched(module, name, options)
+    patched = Patched(module, name, options)
     # Functions with the module as an argument can be pickled, and copied with the module. Bound methods cannot.
-    module._minirt, module.forward = own, partial(rule.forward, module)
+    module._minirt, module.forward = patched, partial(rule.forward, module)
     if options.fp8 and record.linears:
         for product in record.linears:
             for linear_name, linear in product.items():
                 original = quantize(linear)
-                own.originals[linear_name] = original if options.keep_original else None
+                patched.originals[linear_name] = original if options.keep_original else None
         module._apply = partial(_check_and_apply, module)
         module.register_load_state_dict_pre_hook(_before_load)
-    own.use(record)
-    own.renew()
+    patched.use(record)
+    patched.renew()
 
 
 def _restore(model: nn.Module) -> None:
     """Undo `_install` wherever the original weights are still there."""
     if getattr(vars(model).get("_apply"), "func", None) is _check_and_apply:
         del model._apply
-    for module, own in list(_patched(model)):
-        if any(original is None for original in own.originals.values()):
+    for module, patched in list(_patched(model)):
+        if any(original is None for original in patched.originals.values()):
             continue
         for name, linear in _linears(module).items():
-            restore(linear, own.originals.get(name))
+            restore(linear, patched.originals.get(name))
         for key, hook in list(module._load_state_dict_pre_hooks.items()):
             if getattr(hook, "hook", None) is _before_load:
                 del module._load_state_dict_pre_hooks[key]

@@ -122,10 +122,10 @@ class Patched:
             if kind.forward is not forward:
                 return False
         for modules, name, part, kind, forward, hooks in self.watched:
-            own = part.__dict__
-            if modules.get(name) is not part or part.__class__ is not kind or own.get("forward") is not forward:
+            attributes = part.__dict__
+            if modules.get(name) is not part or part.__class__ is not kind or attributes.get("forward") is not forward:
                 return False
-            if (hooks or own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(own) != hooks:
+            if (hooks or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) and _hooks(attributes) != hooks:
                 return False
         return self.record is not None
 
@@ -146,12 +146,12 @@ class Patched:
                 return record
             self.use(record)
         if not torch.compiler.is_exporting():  # an export replaces the parameters by fake ones
-            for own in self.record.weights:
-                own.pack()
+            for weights in self.record.weights:
+                weights.pack()
         return None
 
     def use(self, record: Record) -> None:
-        record.weights = tuple(Weights(own, self.options.fp8) for own in record.linears)
+        record.weights = tuple(Weights(product, self.options.fp8) for product in record.linears)
         self.record = record
         self.watched = [(parent._modules, name, *_seen(parent._modules[name])) for parent, name in record.watched]
         self.forwards |= {kind: kind.forward for _, _, _, kind, *_ in self.watched if kind not in self.forwards}
@@ -213,8 +213,7 @@ def _mlp(module: Any, options: Options) -> Record | str:
     products = _named(module, "gate_proj", "up_proj"), _named(module, "down_proj")
     if fault := _linears_fault(products, options):
         return fault
-    activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
-    if activation is None or _replaced(module.act_fn):
+    if (activation := _activation(module)) is None:
         return f"no kernel computes its activation {type(module.act_fn).__name__}"
     how = f"gate and up packed, {activation} in the same kernel{_fp8(options)}"
     watched = _watched(module, "gate_proj", "up_proj", "down_proj", "act_fn")
@@ -228,14 +227,11 @@ def _attention(module: Any, options: Options) -> Record | str:
     fused, normed = "rope" in options.parts, family_of(module).startswith("qwen3")
     if fused and normed:
         q, k = module.q_norm, module.k_norm
-        same = all(_dtype(module.q_proj) in (None, own.weight.dtype) for own in (q, k) if rule_of(own) is RULES[0])
+        same = all(_dtype(module.q_proj) in (None, norm.weight.dtype) for norm in (q, k) if rule_of(norm) is RULES[0])
         if not same or {rule_of(q), rule_of(k)} != {RULES[0]} or _hooked(q) or _hooked(k):
             return "q_norm and k_norm are no norms of this model, have hooks, or another dtype than the weights"
     source = vars(sys.modules[type(module).__module__])
     interfaces, eager = source["ALL_ATTENTION_FUNCTIONS"], source["eager_attention_forward"]
-
-    def interface(config: Any) -> Callable[..., Any]:
-        return interfaces.get_interface(config._attn_implementation, eager)
 
     covers = (module.q_norm, module.k_norm) if fused and normed else ()
     rope = ", q_norm, k_norm and rope in one kernel" if covers else ", rope kernel" if fused else ""
@@ -243,10 +239,15 @@ def _attention(module: Any, options: Options) -> Record | str:
     watched = _watched(module, "q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if covers else ()))
     return AttentionRecord(
         f"q, k and v packed{rope}{_fp8(options)}; the attention itself is transformers'", products, watched, covers,
-        cache=_cache(module), dtype=_dtype(module.q_proj), interface=interface,
-        options=_window(family_of(module)),
+        cache=_cache(module), dtype=_dtype(module.q_proj), options=_window(family_of(module)),
+        interface=lambda config: interfaces.get_interface(config._attn_implementation, eager),
         rotate=rotate if fused else _rotate_as(source["apply_rotary_pos_emb"], normed),
     )  # fmt: skip
+
+
+def _activation(module: Any) -> str | None:
+    """What the kernels call a module's activation; None: they have none like it."""
+    return None if _replaced(module.act_fn) else _ACTIVATIONS.get(type(module.act_fn).__name__)
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -260,11 +261,9 @@ def _cache(module: nn.Module) -> str:
 
 def _window(family: str) -> Callable[[Any], dict[str, Any]]:
     """How a family's attention gets its sliding window."""
-    if family == "llama":
-        return lambda module: {}
     if family == "mistral":
         return lambda module: {"sliding_window": getattr(module.config, "sliding_window", None)}
-    return lambda module: {"sliding_window": module.sliding_window}
+    return lambda module: {} if family == "llama" else {"sliding_window": module.sliding_window}
 
 
 def _rotate_as(apply_rotary: Callable[..., Any], normed: bool) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -287,8 +286,7 @@ def _mixture(module: Any, options: Options) -> Record | str:
     for name in ("gate_up_proj", "down_proj"):
         if fault := _weight_fault(f"experts.{name}", getattr(experts, name), options):
             return fault
-    activation = _ACTIVATIONS.get(type(experts.act_fn).__name__)
-    if activation is None or _replaced(experts.act_fn):
+    if (activation := _activation(experts)) is None:
         return f"no kernel computes its activation {type(experts.act_fn).__name__}"
     how = "experts in fused kernels" + (", not in FP8" if options.fp8 else "")
     watched = (*_watched(module, "experts", "gate"), *_watched(experts, "act_fn"))
@@ -300,7 +298,7 @@ def _layer(module: Any, options: Options) -> Record | str:
     fused = {}
     for half, names in halves.items():
         norm, inner = (getattr(module, name) for name in names)
-        fused[half] = all(_runs_kernels(own) and not _hooked(own) for own in (norm, inner))
+        fused[half] = all(_runs_kernels(part) and not _hooked(part) for part in (norm, inner))
         fused[half] = fused[half] and inner._minirt.record.dtype in (None, norm.weight.dtype)
     if not any(fused.values()) and not options.patched:
         return "neither its attention nor its MLP is replaced together with the norm before it, or they have hooks"
@@ -334,8 +332,8 @@ def _watched(module: nn.Module, *names: str) -> tuple[tuple[nn.Module, str], ...
 
 def _runs_kernels(module: nn.Module) -> bool:
     """Whether a module is patched, and nobody has replaced its forward since."""
-    own = vars(module).get("_minirt")
-    return own is not None and own.is_called() and own.renew() is None
+    patched = vars(module).get("_minirt")
+    return patched is not None and patched.is_called() and patched.renew() is None
 
 
 def _dtype(linear: Any) -> torch.dtype | None:
@@ -372,8 +370,8 @@ def _linears_fault(products: Sequence[dict[str, Any]], options: Options) -> str 
                 return f"{name} has hooks, or another library has replaced its forward"
             for what in ("weight", "bias"):
                 dtypes = (FP8,) if what == "weight" and options.fp8 and options.patched else DTYPES
-                own = getattr(linear, what)
-                if own is not None and (fault := _weight_fault(f"{name}.{what}", own, options, dtypes)):
+                tensor = getattr(linear, what)
+                if tensor is not None and (fault := _weight_fault(f"{name}.{what}", tensor, options, dtypes)):
                     return fault
             if (linear.weight.dtype, linear.weight.device) != (first.weight.dtype, first.weight.device):
                 return f"{name} has another dtype or device than the other weights"
@@ -390,7 +388,7 @@ def _weight_fault(name: str, weight: Any, options: Options, dtypes: Sequence[tor
     if id(weight) in options.shared:
         return f"{name} is shared by several modules"
     if weight.dtype not in dtypes:
-        return f"{name} is {weight.dtype}, not {' or '.join(str(own).removeprefix('torch.') for own in dtypes)}"
+        return f"{name} is {weight.dtype}, not {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
     return _device_fault(weight.device, options.fp8)
 
 
@@ -401,5 +399,5 @@ def _device_fault(device: torch.device, fp8: bool) -> str | None:
         return f"its weights are on {device}: the kernels are for NVIDIA GPUs, and run as PyTorch code on a CPU"
     if not triton_installed():
         return "Triton is not installed (pip install triton)"
-    lowest, found = (8, 9) if fp8 else (8, 0), compute_capability(device)
-    return None if found >= lowest else f"compute capability {found[0]}.{found[1]} is below {lowest[0]}.{lowest[1]}"
+    lowest, (major, minor) = (8, 9) if fp8 else (8, 0), compute_capability(device)
+    return None if (major, minor) >= lowest else f"compute capability {major}.{minor} is below {lowest[0]}.{lowest[1]}"

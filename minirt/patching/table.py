@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
-from minirt.sizes import format_size
+from minirt.sizes import format_size, ranges
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -75,16 +74,8 @@ class PatchTable:
         for (pattern, *_), changes in groups.items():
             numbers = [_NUMBER.findall(change.module) for change in changes]
             name = changes[0].module or "(the model)"
-            if len(changes) > 1 and all(len(own) == 1 for own in numbers):
-                name = pattern.replace("#", _ranges([int(own[0]) for own in numbers]))
+            if len(changes) > 1 and all(len(of_name) == 1 for of_name in numbers):
+                name = pattern.replace("#", ranges([int(number) for number, in numbers]))
             elif len(changes) > 1:
                 name = f"{pattern.replace('#', '*')} ({len(changes)})"
             yield name, changes[0]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5"."""
-    numbers = sorted(numbers)
-    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

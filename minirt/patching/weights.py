@@ -32,8 +32,7 @@ class Weights:
     def tensors(self, x: Tensor) -> list[Any]:
         """Weight, bias and scale for a product with x: tensors or None, or for a packed op lists of the linears' tensors."""
         if len(self.linears) == 1:
-            own = self.linears[0]._parameters
-            weight, bias = own.get("weight"), own.get("bias")
+            weight, bias = map(self.linears[0]._parameters.get, ("weight", "bias"))
             if type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter) and not self.fp8:
                 return [weight, bias, None]
             return [parts[0] if parts else None for parts in self._parts()]
@@ -67,10 +66,10 @@ class Weights:
     def _pack(self) -> bool:
         """Make the parts views of one storage, unless they are. False: they cannot become views."""
         for holder, what, part, pointer, stride, shape, dtype in self._places:  # each call of the module runs this
-            if (
-                holder.get(what) is not part
-                or (part is not None
-                and (part.data_ptr() != pointer or part.stride() != stride or part.shape != shape or part.dtype is not dtype))
+            if holder.get(what) is not part:
+                break
+            if part is not None and (
+                part.data_ptr() != pointer or part.stride() != stride or part.shape != shape or part.dtype is not dtype
             ):
                 break
         else:

@@ -1,7 +1,6 @@
 """What clients, routers and monitors ask about the server: models, health, metrics, versions."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import minirt
@@ -27,17 +26,10 @@ async def models(front: Front, exchange: Exchange) -> None:
     await exchange.answer({"object": "list", "data": [_card(front, name) for name in front.options.names]})
 
 
-def model_route(method: str, path: str) -> Callable[[Front, Exchange], Awaitable[None]] | None:
-    """The handler of GET /v1/models/{name}, whose name may contain slashes."""
-    if method != "GET" or not path.startswith(_MODELS):
-        return None
-
-    async def model(front: Front, exchange: Exchange) -> None:
-        name = path.removeprefix(_MODELS)
-        front.check_model(name)
-        await exchange.answer(_card(front, name))
-
-    return model
+async def model(front: Front, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix(_MODELS)  # it may contain slashes
+    front.check_model(name)
+    await exchange.answer(_card(front, name))
 
 
 async def health(front: Front, exchange: Exchange) -> None:
@@ -92,6 +84,7 @@ async def model_info(front: Front, exchange: Exchange) -> None:
 
 ROUTES = {
     "GET /v1/models": models,
+    f"GET {_MODELS}*": model,
     "GET /health": health,
     "GET /ping": health,
     "POST /ping": health,

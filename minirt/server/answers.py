@@ -1,168 +1,94 @@
-"""Answers, streamed or whole: what the APIs share.
+"""Answers, whole or streamed: what the APIs share.
 
-`stream` is for the APIs whose answers have choices: an event is three joined parts, which are a constant head, the new text as
-JSON, and a constant tail. `stream_reply` is for those that tell one reply in events of several types.
+`endpoint` makes the handler of an API from what prepares its answers. `ChoicesAnswer` is for the APIs whose answers have choices,
+`ReplyAnswer` for those that tell one reply in events of several types.
 """
 
 import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.processor import Call
+from minirt.server.conversation import Prepared
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
-from minirt.server.protocol import Sampling, usage
-from minirt.server.replies import ReplyPlan
+from minirt.server.protocol import Sampling
 from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
 
-_DONE = b"data: [DONE]\n\n"
 _LOWEST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
 
 
-class Format:
-    """The form of the events of a stream. Subclasses say what a choice looks like.
+class Answer:
+    """What a request is answered with; one subclass for each API. Events are bytes in the form of server-sent events.
 
-    Args:
-        fields: the first fields of every event: id, object, created, model.
-        tokenizer: None if the model has none. Its events have no text, but there are as many.
-        wants_logprobs: whether events have the log-probabilities of their tokens.
-        parses: whether `deltas` are sent instead of the text.
+    Attributes:
+        call: the engine's requests.
+        streams: whether the answer is a stream of events.
     """
 
-    def __init__(
-        self, fields: dict[str, Any], tokenizer: Tokenizer | None, wants_logprobs: bool, parses: bool = False
-    ) -> None:
-        self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
-        self.start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+    def __init__(self, call: Call, streams: bool | None) -> None:
+        self.call, self.streams = call, bool(streams)
 
-    def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What is before and after the text, or a delta, of a choice, up to its `logprobs`."""
+    def whole(self, completions: Sequence[Completion]) -> Any:
+        """The body of an answer that is no stream. `completions`: in the order of the call's streams."""
         raise NotImplementedError
 
-    def opening(self, choice: Choice) -> bytes:
-        """The events before the first text of a choice."""
+    def begin(self) -> bytes:
+        """The events before the first text."""
         return b""
 
-    def deltas(self, choice: Choice) -> list[bytes]:
-        """What a choice's new text adds to the answer: one JSON value for each event. Only if the form `parses`."""
+    def add(self, choice: Choice) -> Iterable[bytes]:
+        """Events with what a choice has that was not sent yet."""
         raise NotImplementedError
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """Why a choice has ended; None while it runs. Called after `deltas`."""
-        return choice.finish_reason
-
-    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
-        """The `logprobs` of the tokens `start` to `stop` of a choice."""
+    def end(self) -> bytes:
+        """The last events."""
         raise NotImplementedError
 
 
-async def stream(front: Front, exchange: Exchange, request: Sampling, call: Call, form: Format) -> None:
-    """Answer with server-sent events."""
-    with front.start(call, front.options.stream_interval, exchange.drop) as generation:
+def endpoint(prepare: Callable[[Front, Exchange], Awaitable[Answer]]) -> Callable[[Front, Exchange], Awaitable[None]]:
+    """The handler of an API that generates. `prepare` reads the request."""
+
+    async def handle(front: Front, exchange: Exchange) -> None:
+        answer = await prepare(front, exchange)
+        if answer.streams:
+            await _stream(front, exchange, answer)
+        else:
+            await exchange.answer(answer.whole(await _collect(front, exchange, answer.call)))
+
+    return handle
+
+
+async def _stream(front: Front, exchange: Exchange, answer: Answer) -> None:
+    with front.start(answer.call, front.options.stream_interval, exchange.drop) as generation:
         try:
-            await generation.wait()  # an error before the first token has a status of its own
+            await generation.wait()  # an error before the first token sets the status of the answer
             await exchange.begin_events()
-            await _send_all(exchange, request, call, form, generation)
-        finally:
-            exchange.log |= log_fields(call, generation)
-    await exchange.end_events()
-
-
-async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: Format, generation: Generation) -> None:
-    parts = [form.around_text(choice.index) for choice in generation.choices]
-    heads = [form.start + before for before, _ in parts]
-    tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for _, after in parts]
-    continuous, wants_logprobs = request.continuous_usage, form.wants_logprobs
-    without_text = form.tokenizer is None
-    num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
-    events: list[bytes] = []
-    while True:
-        await generation.wait()
-        for choice in generation.take():
-            index, text = choice.index, choice.text
-            if not choice.begun:
-                events.append(form.opening(choice))
-            plain = choice.finish_reason is None and not wants_logprobs and not continuous
-            last = b"{}"  # an event without a delta
-            if form.parses:
-                deltas = form.deltas(choice)
-                if not plain and deltas and choice.finish_reason is None:
-                    last = deltas.pop()
-                for delta in deltas:
-                    events += heads[index], delta, tails[index]
-            elif not plain:
-                last = encode_json(text)
-            elif text or without_text:  # else only part of a character, or of what may be a stop string, has come
-                events += heads[index], encode_json(text), tails[index]
-            if not plain:
-                logprobs = b"null"
-                if wants_logprobs:
-                    stop = len(choice.stream.completion.token_ids)
-                    logprobs = encode_json(form.logprobs(choice, num_sent[index], stop))
-                    num_sent[index] = stop
-                events += heads[index], last, parts[index][1], b',"logprobs":', logprobs
-                events += b',"finish_reason":', encode_json(form.finish_reason(choice)), b"}]"
-                if continuous:
-                    events += b',"usage":', encode_json(usage_of(call))
-                events.append(b"}\n\n")
-            generation.sent(choice)
-        if generation.done:
-            break
-        if events:
-            await exchange.send_events(b"".join(events))
-            events = []
-    if request.include_usage:
-        events += form.start, b'],"usage":', encode_json(usage_of(call)), b"}\n\n"
-    events.append(_DONE)
-    await exchange.send_events(b"".join(events))
-
-
-class ReplyEvents:
-    """The events of a stream that tells one reply. Subclasses make them, as bytes in the form of server-sent events."""
-
-    def begin(self, call: Call) -> bytes:
-        """The events before the first text."""
-        raise NotImplementedError
-
-    def more(self, events: Sequence[Event]) -> bytes:
-        """What `events` add. They may be none."""
-        raise NotImplementedError
-
-    def end(self, call: Call) -> bytes:
-        """The last events, after the whole reply."""
-        raise NotImplementedError
-
-
-async def stream_reply(front: Front, exchange: Exchange, call: Call, plan: ReplyPlan, form: ReplyEvents) -> None:
-    """Answer with the server-sent events of one reply. `exchange.error_event` says how an error after the first one looks."""
-    with front.start(call, front.options.stream_interval, exchange.drop) as generation:
-        try:
-            await generation.wait()  # an error before the first token has a status of its own
-            await exchange.begin_events()
-            reader, data = plan.reader(), [form.begin(call)]
+            events = [answer.begin()]
             while True:
                 await generation.wait()
                 for choice in generation.take():
-                    data.append(form.more(reader.read(choice.text, choice.finish_reason is not None)))
+                    events += answer.add(choice)
                     generation.sent(choice)
                 if generation.done:
                     break
-                if sent := b"".join(data):
-                    await exchange.send_events(sent)
-                data = []
-            await exchange.send_events(b"".join([*data, form.end(call)]))
+                if data := b"".join(events):
+                    await exchange.send_events(data)
+                events = []
+            await exchange.send_events(b"".join([*events, answer.end()]))
         finally:
-            exchange.log |= log_fields(call, generation)
+            exchange.log |= log_fields(answer.call, generation)
     await exchange.end_events()
 
 
-async def collect(front: Front, exchange: Exchange, call: Call) -> list[Completion]:
-    """Run a call to its end. Returns its completions, in the order of the response's choices."""
+async def _collect(front: Front, exchange: Exchange, call: Call) -> list[Completion]:
+    """Run a call to its end."""
     with front.start(call, None) as generation:
         unread: int | None = 0
         try:
@@ -175,18 +101,146 @@ async def collect(front: Front, exchange: Exchange, call: Call) -> list[Completi
     return [choice.stream.completion for choice in generation.choices]
 
 
-def usage_of(call: Call, without_tokens: bool = False) -> dict[str, Any]:
-    """The `usage` of a call so far. `without_tokens`: the generated tokens are not part of the answer."""
+class ChoicesAnswer(Answer):
+    """An answer with choices. An event is three joined parts: a constant head, the new text as JSON, and a constant tail.
+
+    Attributes:
+        only_echo: the answer is about the prompts alone, without the generated tokens.
+
+    Args:
+        fields: the first fields of the answer.
+        chunk: the `object` of an event, unless it is that of the answer.
+        tokenizer: None if the model has none. Its events have no text, but there are as many.
+        wants_logprobs: whether events have the log-probabilities of their tokens.
+        parses: whether `deltas` are sent instead of the text.
+    """
+
+    only_echo = False
+
+    def __init__(
+        self, front: Front, call: Call, request: Sampling, fields: dict[str, Any], chunk: str, tokenizer: Tokenizer | None, *,
+        wants_logprobs: bool, parses: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(call, request.stream)
+        self.fields = fields | {"created": int(time.time()), "model": front.options.names[0]}
+        self.tokenizer, self.wants_logprobs, self.parses, self._options = tokenizer, wants_logprobs, parses, request
+        self.start = b"data: " + encode_json(self.fields | {"object": chunk})[:-1] + b',"choices":['
+        parts = [self.around_text(index) for index in range(len(call.streams) if self.streams else 0)]
+        self._heads, self._ends = [self.start + before for before, _ in parts], [after for _, after in parts]
+        self._tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for after in self._ends]
+        self._continuous = request.continuous_usage
+        self._is_plain, self._without_text = not (wants_logprobs or self._continuous), tokenizer is None
+        self._num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
+        return self.fields | {"choices": choices, "usage": usage_of(self.call, self.only_echo)}
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A choice that has ended."""
+        raise NotImplementedError
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and after the text, or a delta, of a choice, up to its `logprobs`."""
+        raise NotImplementedError
+
+    def opening(self, choice: Choice) -> bytes:
+        """The events before the first text of a choice."""
+        return b""
+
+    def deltas(self, choice: Choice) -> list[bytes]:
+        """What a choice's new text adds to the answer: one JSON value for each event. Only if the answer `parses`."""
+        raise NotImplementedError
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why a choice has ended; None while it runs. Called after `deltas`."""
+        return choice.finish_reason
+
+    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
+        """The `logprobs` of the tokens `start` to `stop` of a choice."""
+        raise NotImplementedError
+
+    def add(self, choice: Choice) -> list[bytes]:
+        index, text = choice.index, choice.text
+        head, tail = self._heads[index], self._tails[index]
+        events = [] if choice.begun else [self.opening(choice)]
+        is_plain = self._is_plain and choice.finish_reason is None
+        last = b"{}"  # an event without a delta
+        if self.parses:
+            deltas = self.deltas(choice)
+            if not is_plain and deltas and choice.finish_reason is None:
+                last = deltas.pop()
+            for delta in deltas:
+                events += head, delta, tail
+        elif not is_plain:
+            last = encode_json(text)
+        elif text or self._without_text:  # else only part of a character, or of what may be a stop string, has come
+            events += head, encode_json(text), tail
+        if is_plain:
+            return events
+        logprobs = b"null"
+        if self.wants_logprobs:
+            stop = len(choice.stream.completion.token_ids)
+            logprobs = encode_json(self.logprobs(choice, self._num_sent[index], stop))
+            self._num_sent[index] = stop
+        events += head, last, self._ends[index], b',"logprobs":', logprobs
+        events += b',"finish_reason":', encode_json(self.finish_reason(choice)), b"}]"
+        if self._continuous:
+            events += b',"usage":', encode_json(usage_of(self.call))
+        events.append(b"}\n\n")
+        return events
+
+    def end(self) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if not self._options.include_usage:
+            return done
+        return b"".join((self.start, b'],"usage":', encode_json(usage_of(self.call)), b"}\n\n", done))
+
+
+class ReplyAnswer(Answer):
+    """An answer that tells one reply."""
+
+    def __init__(self, prepared: Prepared, streams: bool | None) -> None:
+        super().__init__(prepared.call, streams)
+        self._reader = prepared.plan.reader()
+
+    @property
+    def completion(self) -> Completion:
+        return self.call.streams[0].completion
+
+    def whole_reply(self) -> list[Event]:
+        """The events of a reply that has ended."""
+        return self._reader.read(self.completion.text, ended=True)
+
+    def add(self, choice: Choice) -> list[bytes]:
+        return self.tell(self._reader.read(choice.text, choice.finish_reason is not None))
+
+    def tell(self, events: Sequence[Event]) -> list[bytes]:
+        """The stream's events for events of the reply. There may be none."""
+        raise NotImplementedError
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """A server-sent event with its type."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+
+
+def usage_of(call: Call, only_prompts: bool = False) -> dict[str, Any]:
+    """The `usage` of a call so far. `only_prompts`: the generated tokens are not part of the answer."""
     firsts = [stream.completion for stream in call.streams if stream.sample == 0]
-    generated = 0 if without_tokens else sum(len(stream.completion.token_ids) for stream in call.streams)
-    return usage([len(first.prompt_token_ids) for first in firsts], generated, sum(first.cached_tokens for first in firsts))
+    prompt = sum(len(first.prompt_token_ids) for first in firsts)
+    generated = 0 if only_prompts else sum(len(stream.completion.token_ids) for stream in call.streams)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(first.cached_tokens for first in firsts)},
+    }  # fmt: skip
 
 
 def log_fields(call: Call, generation: Generation, unread: int | None = 0) -> dict[str, Any]:
     """What the log says about a call. `unread`: tokens that were made and did not come; None: it is not known how many."""
     counts = usage_of(call)
     reasons = [stream.completion.finish_reason or generation.reason for stream in call.streams]
-    first = min((own.token_times_s[0] for s in call.streams if (own := s.completion).token_times_s), default=None)
+    first = min((times[0] for stream in call.streams if (times := stream.completion.token_times_s)), default=None)
     queue = generation.queue_time_s
     return {
         "prompt_tokens": counts["prompt_tokens"], "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
@@ -208,3 +262,16 @@ def finite(logprob: float) -> float:
 def top_of(row: TokenLogprobs, count: int) -> list[tuple[int, float]]:
     """The most probable tokens that an answer lists."""
     return [(token, finite(logprob)) for token, logprob in row.top[:count]]
+
+
+def prompt_rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's form of the log-probabilities of a prompt's tokens: token id → value, rank and text."""
+    return [None if row is None else _by_id(tokenizer, row) for row in rows]
+
+
+def _by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
+    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)} | {row.token_id: (row.rank, row.logprob)}
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+        for token, (rank, logprob) in ranks.items()
+    }

@@ -18,9 +18,10 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-# "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
+# "METHOD path" → handler; "*" at the end stands for any rest. Each module of an API has its own. Those that generate have a
+# time limit.
 _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
-ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
+ROUTES: Mapping[str, Handler] = {**_GENERATE, **responses.STORED, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
 # First words of paths of OpenAI and vLLM that do something else than generate text, though some are spelled like a path here.
 _NOT_TEXT = ("audio", "batches", "classify", "embeddings", "files", "images", "moderations", "pooling", "rerank", "score")
 _PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
@@ -32,7 +33,9 @@ class App:
 
     def __init__(self, front: Front) -> None:
         self._front, self._options = front, front.options
-        self._routes = {tuple(key.split(" ", 1)): handler for key, handler in ROUTES.items()}
+        routes = {tuple(key.split(" ", 1)): handler for key, handler in ROUTES.items()}
+        self._prefixes = {(method, path[:-1]): handler for (method, path), handler in routes.items() if path.endswith("*")}
+        self._routes = {key: handler for key, handler in routes.items() if not key[1].endswith("*")}
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
             self._methods.setdefault(path, []).append(method)
@@ -57,8 +60,8 @@ class App:
         except asyncio.CancelledError:
             if not exchange.disconnected:
                 raise
-        except MinirtError as own:
-            error = exchange.named(own)
+        except MinirtError as named:
+            error = exchange.named(named)
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
         except RecursionError:  # parsing it did not recurse too deeply, but its handling did
@@ -85,8 +88,8 @@ class App:
         if exchange.path not in self._public:
             self._check_key(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
-        handler = self._routes.get((method, exchange.path)) or admin.model_route(method, exchange.path)
-        handler = handler or responses.stored_route(exchange.path)
+        starts = (key for key in self._prefixes if key[0] == method and exchange.path.startswith(key[1]))
+        handler = self._routes.get((method, exchange.path)) or self._prefixes.get(next(starts, ("", "")))
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
@@ -113,8 +116,8 @@ class App:
         scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
         given = [key.strip()] if scheme.lower() == b"bearer" else []
         given += [key] if (key := exchange.header(b"x-api-key") or b"") else []
-        found = [hmac.compare_digest(own, key) for own in self._keys for key in given]
-        if not any(found):
+        same = [hmac.compare_digest(accepted, key) for accepted in self._keys for key in given]
+        if not any(same):
             hint = "send Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint=hint)
 

@@ -1,14 +1,12 @@
 """`Application`: the server as one ASGI application, for a host other than `minirt serve`, such as Ray Serve."""
 
-import time
 from typing import Any
 
 from minirt.errors import MinirtError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
-from minirt.server.metrics import Metrics
-from minirt.server.remote_engine import RemoteEngine
+from minirt.server.front import Front
+from minirt.server.options import ServerOptions
 from minirt.server.run import drain
 
 __all__ = ["Application", "ServerOptions"]
@@ -54,8 +52,7 @@ class Application:
         Raises:
             MinirtError: it cannot be loaded.
         """
-        engine = await RemoteEngine.start(self._options.start_message(self._load_options))
-        self._front = Front(self._options, engine, Metrics(self._options.names[0]), int(time.time()))
+        self._front = await Front.start_engine(self._options, self._load_options)
         self._app = App(self._front)
         try:
             await self._front.load()
@@ -69,8 +66,7 @@ class Application:
         if front is not None:
             if not front.engine.ended.done():
                 await drain(front)
-            await front.engine.stop()
-            front.close()
+            await front.close()
 
     async def _live(self, receive: Any, send: Any) -> None:
         await receive()

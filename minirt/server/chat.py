@@ -1,25 +1,22 @@
 """/v1/chat/completions: conversations through the model's chat template."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.sampling_params import MAX_LOGPROBS
-from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
+from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
 from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
 from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
-from minirt.server.protocol import Int, Sampling, check_nesting, decode, structured_outputs
-from minirt.server.replies import ReplyPlan, ReplyReader
+from minirt.server.protocol import Listed, Positive, Sampling, decode, structured_outputs
+from minirt.server.replies import ReplyReader
 from minirt.text.messages import MESSAGE_FIELDS
 from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
-from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, read_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,9 +26,10 @@ class ChatRequest(Sampling, kw_only=True):
     """The fields of a request for the next message of a conversation."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Listed | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -43,27 +41,8 @@ class ChatRequest(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
-async def chat_completions(front: Front, exchange: Exchange) -> None:
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
-    request, ready = await front.in_thread(_prepare, front, exchange, body)
-    fields = {
-        "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()), "model": front.options.names[0]
-    }  # fmt: skip
-    prefix = ready.prompt.last if request.echo else ""
-    if request.stream:
-        form = _Events(fields | {"object": "chat.completion.chunk"}, ready.tokenizer, request, ready.plan, prefix)
-        await stream(front, exchange, request, ready.call, form)
-        return
-    done = await collect(front, exchange, ready.call)
-    choices = [_choice(ready.tokenizer, i, own, request, ready.plan, prefix) for i, own in enumerate(done)]
-    await exchange.answer(fields | {"choices": choices, "usage": usage_of(ready.call)})
-
-
-def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ChatRequest, Prepared]:
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     request = decode(front, body, ChatRequest)
-    front.check_model(request.model)
     exchange.prompt_field = "messages"
     _check(request)
     if front.options.log_prompts:
@@ -72,34 +51,23 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ChatRequest
     parallel = request.parallel_tool_calls is not False
     conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
     newer = request.max_completion_tokens
-    ready = prepare(
+    prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
         max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
         prompt_logprobs=request.prompt_logprobs,
     )  # fmt: skip
-    return request, ready
+    return _ChatAnswer(front, exchange, request, prepared)
 
 
 def _check(request: ChatRequest) -> None:
-    for name in ("chat_template_kwargs", "tools", "tool_choice"):
-        check_nesting(name, getattr(request, name))
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
         what = "max_tokens and max_completion_tokens are the same limit, and differ"
         raise bad_field("max_completion_tokens", what, expected=request.max_tokens, found=request.max_completion_tokens)
-    for name in ("max_tokens", "max_completion_tokens"):
-        if (value := getattr(request, name)) is not None and value < 1:
-            raise bad_field(name, "not an acceptable value", expected="an integer >= 1", found=value)
-    if request.top_logprobs:
-        if not request.logprobs:
-            raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
-        if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
-            expected = f"an integer from 0 to {MAX_LOGPROBS}"
-            raise bad_field("top_logprobs", "not an acceptable value", expected=expected, found=request.top_logprobs)
+    if request.top_logprobs and not request.logprobs:
+        raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
     if request.continue_final_message and request.add_generation_prompt:
         raise bad_field("continue_final_message", "excludes add_generation_prompt: true")
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
 
 
 def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
@@ -118,52 +86,37 @@ def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conver
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
-    """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
+    """Messages without unknown fields. "developer" is OpenAI's newer name of the role "system"."""
     if not messages:
         raise bad_field("messages", "is empty", expected="at least one message")
-    own = []
+    known = []
     for i, message in enumerate(messages):
         if message.get("role") not in _ROLES:
-            expected, found = ", ".join(_ROLES), shown(message.get("role"))
-            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
+            expected, shown_role = ", ".join(_ROLES), shown(message.get("role"))
+            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=shown_role)
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
-        own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
+        known.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         _check_arguments(message.get("tool_calls"), f"messages[{i}].tool_calls")
-        if own[-1].get("role") == "developer":
-            own[-1]["role"] = "system"
-    return own
+        if known[-1].get("role") == "developer":
+            known[-1]["role"] = "system"
+    return known
 
 
-def _check_arguments(calls: Any, where: str) -> None:
+def _check_arguments(calls: Any, place: str) -> None:
     """Check the size of the arguments of tool calls, which are texts with JSON."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
-            check_text(arguments, f"{where}[{i}].function.arguments")
-
-
-def _choice(
-    tokenizer: Tokenizer, index: int, done: Completion, request: ChatRequest, plan: ReplyPlan, prefix: str
-) -> dict[str, Any]:
-    count = request.top_logprobs or 0
-    logprobs = None if done.logprobs is None else {"content": _rows(tokenizer, done.logprobs, count), "refusal": None}
-    message = {"role": "assistant", "refusal": None} | _message(plan.read(done.text), prefix)
-    choice = {
-        "index": index, "message": message, "logprobs": logprobs,
-        "finish_reason": _finish_reason(done.finish_reason, "tool_calls" in message),
-    }  # fmt: skip
-    if done.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = [None if row is None else row_by_id(tokenizer, row) for row in done.prompt_logprobs]
-    return choice
+            check_text(arguments, f"{place}[{i}].function.arguments")
 
 
 def _message(reply: Reply, prefix: str) -> dict[str, Any]:
     """The fields of a message with a whole reply. `prefix`: stands before its content."""
     calls, content = reply.tool_calls, prefix + reply.content
-    found: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
+    message: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
     if reply.reasoning:
-        found |= _reasoning(reply.reasoning)
-    return found | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+        message |= _reasoning(reply.reasoning)
+    return message | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
 
 
 def _delta(event: Event) -> dict[str, Any]:
@@ -191,34 +144,26 @@ def _finish_reason(reason: str | None, calls: bool) -> str | None:
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def row_by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
-    """vLLM's form of a prompt token's log-probabilities: token id → value, rank and text."""
-    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)} | {row.token_id: (row.rank, row.logprob)}
-    return {
-        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
-        for token, (rank, logprob) in ranks.items()
-    }
-
-
-def _rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs], count: int) -> list[dict[str, Any]]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        own = token_text(tokenizer, token)
-        data = list(own.encode() if tokenizer is None else tokenizer.token_bytes(token))
-        return {"token": own, "logprob": finite(logprob), "bytes": data}
-
-    return [
-        entry(row.token_id, row.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in top_of(row, count)]}
-        for row in rows
-    ]
-
-
-class _Events(Format):
-    def __init__(
-        self, fields: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest, plan: ReplyPlan, prefix: str
-    ) -> None:
-        super().__init__(fields, tokenizer, bool(request.logprobs), parses=plan.parser() is not None)
-        self._count, self._plan, self._prefix = request.top_logprobs or 0, plan, prefix
+class _ChatAnswer(ChoicesAnswer):
+    def __init__(self, front: Front, exchange: Exchange, request: ChatRequest, prepared: Prepared) -> None:
+        self._count, self._plan = request.top_logprobs or 0, prepared.plan
+        self._prefix = prepared.prompt.last if request.echo else ""
         self._readers: dict[int, ReplyReader] = {}
+        fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
+        super().__init__(
+            front, prepared.call, request, fields, "chat.completion.chunk", prepared.tokenizer,
+            wants_logprobs=bool(request.logprobs), parses=prepared.plan.parser() is not None,
+        )  # fmt: skip
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message = {"role": "assistant", "refusal": None} | _message(self._plan.read(completion.text), self._prefix)
+        choice = {
+            "index": index, "message": message, "logprobs": self._logprobs(completion.logprobs),
+            "finish_reason": _finish_reason(completion.finish_reason, "tool_calls" in message),
+        }  # fmt: skip
+        if completion.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_rows(self.tokenizer, completion.prompt_logprobs)
+        return choice
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         if self.parses:
@@ -240,8 +185,19 @@ class _Events(Format):
         return _finish_reason(choice.finish_reason, reader is not None and reader.calls)
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
-        rows = choice.stream.completion.logprobs or []
-        return {"content": _rows(self.tokenizer, rows[start:stop], self._count), "refusal": None}
+        return self._logprobs((choice.stream.completion.logprobs or [])[start:stop])
+
+    def _logprobs(self, rows: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return None if rows is None else {"content": [self._row(row) for row in rows], "refusal": None}
+
+    def _row(self, row: TokenLogprobs) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in top_of(row, self._count)]
+        return self._token(row.token_id, row.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(self.tokenizer, token)
+        data = list(text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token))
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
-ROUTES = {"POST /v1/chat/completions": chat_completions}
+ROUTES = {"POST /v1/chat/completions": endpoint(lambda front, exchange: front.read(exchange, _prepare))}

@@ -1,6 +1,5 @@
 """/v1/completions: prompts as texts or token ids, one or many, with the prompt's log-probabilities on request."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +7,7 @@ from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.processor import Call, decoder_after
 from minirt.sampling_params import MAX_LOGPROBS
-from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
-from minirt.server.chat import row_by_id
+from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
 from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
@@ -21,19 +19,18 @@ from minirt.server.protocol import (
     Refused,
     Sampling,
     check_copies,
+    check_range,
     decode,
     sampling_params,
     structured_outputs,
 )
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
-from minirt.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one more choice takes to make
 _CHATS = "is for chats"
 _REFUSED: Refused = {
     **REFUSED,
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
     "top_logprobs": "is named logprobs here",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
     **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _CHATS),
@@ -50,31 +47,17 @@ class CompletionRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-async def completions(front: Front, exchange: Exchange) -> None:
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
+async def _prepare(front: Front, exchange: Exchange) -> Answer:
+    body = await front.body(exchange)
     request, prompts = await front.aside(len(body), _read, front, exchange, body)
-    # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
-    only_echo = request.max_tokens == 0
     size = len(body) + _CHOICE_BYTES * len(prompts) * (request.n or 1)
-    call = await front.aside(size, _prepare, front, request, prompts, only_echo)
-    fields = {
-        "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": front.options.names[0]
-    }  # fmt: skip
-    answer = _Answer(front.tokenizer, request, call, prompts)
-    if request.stream:
-        await stream(front, exchange, request, call, _Events(fields, answer))
-        return
-    done = await collect(front, exchange, call)
-    choices = [answer.choice(i, own, only_echo) for i, own in enumerate(done)]
-    await exchange.answer(fields | {"choices": choices, "usage": usage_of(call, without_tokens=only_echo)})
+    call = await front.aside(size, _call, front, request, prompts)
+    return _CompletionAnswer(front, exchange, request, call, prompts)
 
 
 def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
     """A request and its prompts."""
     request = decode(front, body, CompletionRequest, _REFUSED)
-    front.check_model(request.model)
     exchange.prompt_field = "prompt"
     prompts = _prompts(request.prompt)
     _check(request, len(prompts))
@@ -84,19 +67,18 @@ def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequ
     return request, prompts
 
 
-def _prepare(front: Front, request: CompletionRequest, prompts: list[str | list[int]], only_echo: bool) -> Call:
-    """The requests of all choices. `only_echo`: only the prompts and their log-probabilities are asked for."""
+def _call(front: Front, request: CompletionRequest, prompts: list[str | list[int]]) -> Call:
+    """The engine's requests for all choices."""
     processor, _ = front.check_ready()
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = sampling_params(
-        request, {"max_tokens": "max_tokens"},
-        max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        logprobs=request.logprobs,
+        request, {"max_tokens": "max_tokens"}, max_tokens=max(limit, 1), logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
         n=request.n or 1, structured_outputs=structured_outputs(request),
     )  # fmt: skip
     if request.add_special_tokens is False:
-        tokenizer, limit = processor.text(), processor.limit(params)
-        prompts = [tokenizer.encode_plain(own, limit) if isinstance(own, str) else own for own in prompts]
+        tokenizer, most = processor.text(), processor.limit(params)
+        prompts = [tokenizer.encode_plain(prompt, most) if isinstance(prompt, str) else prompt for prompt in prompts]
     return processor.prepare(prompts, params, request.priority or 0, single=False, cache_salt=request.cache_salt)
 
 
@@ -110,14 +92,14 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if not types or not types <= {str, list}:
         expected = "a string, a list of token ids, or a list of these"
         raise bad_field("prompt", "not an acceptable prompt", expected=expected, found=shown(value))
-    return [own if isinstance(own, str) else _ids(own, i) for i, own in enumerate(value)]
+    return [prompt if isinstance(prompt, str) else _ids(prompt, i) for i, prompt in enumerate(value)]
 
 
 def _ids(prompt: list[Any], place: int) -> list[int]:
     if set(map(type, prompt)) == {int} and max(prompt) < 2**53 and min(prompt) > -(2**53):
         return prompt
-    if prompt and all(type(own) in (int, float) and float(own).is_integer() and abs(own) < 2**53 for own in prompt):
-        return [int(own) for own in prompt]
+    if prompt and all(type(token) in (int, float) and float(token).is_integer() and abs(token) < 2**53 for token in prompt):
+        return [int(token) for token in prompt]
     raise bad_field(f"prompt[{place}]", "not token ids", expected="a list of integers", found=shown(prompt))
 
 
@@ -130,112 +112,95 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
     if request.logprobs is False:
         request.logprobs = None
-    if request.logprobs is True or (request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS):
-        expected = f"an integer from 0 to {MAX_LOGPROBS}"
-        raise bad_field("logprobs", "not an acceptable value", expected=expected, found=request.logprobs)
+    check_range("logprobs", -1 if request.logprobs is True else request.logprobs, 0, MAX_LOGPROBS)
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
         expected = "an integer >= 1, or 0 with echo"
         raise bad_field("max_tokens", "not an acceptable value", expected=expected, found=request.max_tokens)
     if request.max_tokens == 0 and request.stream:
         raise bad_field("max_tokens", "0 is not for streams", expected="stream: false")
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
 
 
-class _Answer:
-    """The choices of a response."""
-
+class _CompletionAnswer(ChoicesAnswer):
     def __init__(
-        self, tokenizer: Tokenizer | None, request: CompletionRequest, call: Call, prompts: Sequence[str | list[int]]
+        self, front: Front, exchange: Exchange, request: CompletionRequest, call: Call, prompts: Sequence[str | list[int]]
     ) -> None:
-        self.tokenizer, self.request, self._call, self._prompts = tokenizer, request, call, prompts
+        fields = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
+        super().__init__(
+            front, call, request, fields, "text_completion", front.tokenizer, wants_logprobs=request.logprobs is not None
+        )  # fmt: skip
+        # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
+        self.only_echo = request.max_tokens == 0
+        self._request, self._prompts, self._offsets = request, prompts, dict[int, _Offsets]()
 
-    def echoed(self, index: int) -> str:
-        """The text of a choice's prompt, if the request asks for it."""
-        if not self.request.echo:
-            return ""
-        prompt = self._prompts[self._call.streams[index].prompt]
-        if isinstance(prompt, str):
-            return prompt
-        skips = self._call.streams[index].completion.sampling.skip_special_tokens
-        return "" if self.tokenizer is None else prompt_text(self.tokenizer, prompt, skips)
-
-    def first_sample(self, index: int) -> Completion:
-        """The first sample of a choice's prompt, which has the prompt's log-probabilities."""
-        return self._call.streams[index - self._call.streams[index].sample].completion
-
-    def choice(self, index: int, done: Completion, only_echo: bool) -> dict[str, Any]:
-        """A finished choice. `only_echo`: without the generated token."""
-        first = self.first_sample(index)
-        echoed, rows = self.echoed(index), [] if only_echo else list[TokenLogprobs | None](done.logprobs or ())
-        scores = first.prompt_logprobs
-        tokens = [] if only_echo else done.token_ids
-        logprobs = None
-        if self.request.logprobs is not None:
-            if self.request.echo and scores is not None:
-                rows, tokens = [*scores, *rows], [*first.prompt_token_ids, *tokens]
-            logprobs = self.logprobs(tokens, rows, self.offsets(index))
-        choice = {
-            "index": index, "text": echoed + ("" if only_echo else done.text), "logprobs": logprobs,
-            "finish_reason": "length" if only_echo else done.finish_reason,
-        }  # fmt: skip
-        if self.request.prompt_logprobs is not None and scores is not None:
-            choice["prompt_logprobs"] = [None if row is None else row_by_id(self.tokenizer, row) for row in scores]
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        scores = self._scores(index)
+        rows, tokens = list[TokenLogprobs | None](completion.logprobs or ()), list(completion.token_ids)
+        text, reason = completion.text, completion.finish_reason
+        if self.only_echo:
+            rows, tokens, text, reason = [], [], "", "length"
+        if self._request.echo and scores is not None:
+            rows, tokens = [*scores, *rows], [*completion.prompt_token_ids, *tokens]
+        logprobs = self._logprobs(index, tokens, rows) if self.wants_logprobs else None
+        choice = {"index": index, "text": self._echoed(index) + text, "logprobs": logprobs, "finish_reason": reason}
+        if self._request.prompt_logprobs is not None and scores is not None:
+            choice["prompt_logprobs"] = prompt_rows(self.tokenizer, scores)
         return choice
-
-    def offsets(self, index: int) -> "_Offsets":
-        """Where the tokens of a choice begin in its text: those of the prompt, too, if it is echoed with its scores."""
-        first = self.first_sample(index)
-        scored = self.request.echo and first.prompt_logprobs is not None
-        decoder = None
-        if self.tokenizer is not None and scored:
-            decoder = incremental_decoder(self.tokenizer, first.sampling.skip_special_tokens)
-        elif self.tokenizer is not None:
-            decoder = decoder_after(self.tokenizer, first.sampling, first.prompt_token_ids)
-        return _Offsets(decoder, 0 if scored else len(self.echoed(index)))
-
-    def logprobs(self, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None], offsets: "_Offsets") -> dict[str, Any]:
-        """OpenAI's form: parallel lists."""
-        count = self.request.logprobs or 0
-        return {
-            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": offsets.of(tokens),
-            "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
-            "top_logprobs": [None if row is None else self._top(row, count) for row in rows],
-        }  # fmt: skip
-
-    def _top(self, row: TokenLogprobs, count: int) -> dict[str, float]:
-        """The most probable tokens by their text, and the token itself."""
-        own = {token_text(self.tokenizer, row.token_id): finite(row.logprob)}
-        return own | {token_text(self.tokenizer, token): logprob for token, logprob in reversed(top_of(row, count))}
-
-
-class _Events(Format):
-    def __init__(self, fields: dict[str, Any], answer: _Answer) -> None:
-        super().__init__(fields, answer.tokenizer, answer.request.logprobs is not None)
-        self._answer, self._offsets = answer, dict[int, _Offsets]()
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":' % index, b""
 
     def opening(self, choice: Choice) -> bytes:
-        if not self._answer.request.echo:
+        if not self._request.echo:
             return b""
-        echoed, logprobs = self._answer.echoed(choice.index), None
-        scores = self._answer.first_sample(choice.index).prompt_logprobs
+        index, scores, logprobs = choice.index, self._scores(choice.index), None
         if self.wants_logprobs and scores is not None:
-            logprobs = self._answer.logprobs(choice.stream.completion.prompt_token_ids, scores, self._offsets_of(choice))
-        fields = (choice.index, encode_json(echoed), encode_json(logprobs))
+            logprobs = self._logprobs(index, choice.stream.completion.prompt_token_ids, scores)
+        fields = index, encode_json(self._echoed(index)), encode_json(logprobs)
         return self.start + b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]}\n\n' % fields
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
-        done = choice.stream.completion
-        tokens, rows = done.token_ids[start:stop], (done.logprobs or [])[start:stop]
-        return self._answer.logprobs(tokens, rows, self._offsets_of(choice))
+        completion = choice.stream.completion
+        return self._logprobs(choice.index, completion.token_ids[start:stop], (completion.logprobs or [])[start:stop])
 
-    def _offsets_of(self, choice: Choice) -> "_Offsets":
-        if choice.index not in self._offsets:
-            self._offsets[choice.index] = self._answer.offsets(choice.index)
-        return self._offsets[choice.index]
+    def _echoed(self, index: int) -> str:
+        """The text of a choice's prompt, if the request asks for it."""
+        if not self._request.echo:
+            return ""
+        prompt = self._prompts[self.call.streams[index].prompt]
+        if isinstance(prompt, str):
+            return prompt
+        skips = self.call.streams[index].completion.sampling.skip_special_tokens
+        return "" if self.tokenizer is None else prompt_text(self.tokenizer, prompt, skips)
+
+    def _scores(self, index: int) -> Sequence[TokenLogprobs | None] | None:
+        """The prompt's log-probabilities, which the first sample of each prompt has."""
+        return self.call.streams[index - self.call.streams[index].sample].completion.prompt_logprobs
+
+    def _logprobs(self, index: int, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The next tokens of a choice in OpenAI's form: parallel lists."""
+        if index not in self._offsets:
+            self._offsets[index] = self._begin_offsets(index)
+        return {
+            "tokens": [token_text(self.tokenizer, token) for token in tokens], "text_offset": self._offsets[index].of(tokens),
+            "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
+            "top_logprobs": [None if row is None else self._top(row) for row in rows],
+        }  # fmt: skip
+
+    def _begin_offsets(self, index: int) -> "_Offsets":
+        """The offsets of a choice's tokens. The prompt's tokens come first if the prompt is echoed with its scores."""
+        completion, decoder = self.call.streams[index].completion, None
+        with_prompt = self._request.echo and self._scores(index) is not None
+        if self.tokenizer is not None and with_prompt:
+            decoder = incremental_decoder(self.tokenizer, completion.sampling.skip_special_tokens)
+        elif self.tokenizer is not None:
+            decoder = decoder_after(self.tokenizer, completion.sampling, completion.prompt_token_ids)
+        return _Offsets(decoder, 0 if with_prompt else len(self._echoed(index)))
+
+    def _top(self, row: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens by their text, and the token itself."""
+        top = reversed(top_of(row, int(self._request.logprobs or 0)))
+        texts = {token_text(self.tokenizer, row.token_id): finite(row.logprob)}
+        return texts | {token_text(self.tokenizer, token): logprob for token, logprob in top}
 
 
 class _Offsets:
@@ -251,11 +216,11 @@ class _Offsets:
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """The offsets of the next tokens."""
-        found = []
+        offsets = []
         for token in tokens:
-            found.append(self._end)
+            offsets.append(self._end)
             self._end += 0 if self._decoder is None else len(self._decoder.push(token))
-        return found
+        return offsets
 
 
-ROUTES = {"POST /v1/completions": completions}
+ROUTES = {"POST /v1/completions": endpoint(_prepare)}

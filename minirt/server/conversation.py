@@ -99,18 +99,18 @@ def template_variables(
 def render(front: Front, conversation: Conversation) -> Prompt:
     """The prompt of a conversation. Not for the event loop's thread."""
     processor, _ = front.check_ready()
-    tokenizer, own = processor.text(), conversation
+    tokenizer, messages = processor.text(), conversation.messages
     if not tokenizer.has_chat_template:
-        checked_messages(own.messages)
+        checked_messages(messages)
         raise InputError("the model has no chat template", where="messages", hint="send a prompt to /v1/completions")
-    limit = None if own.truncates else processor.limit(None)
+    limit = None if conversation.truncates else processor.limit(None)
     options: dict[str, Any] = {
-        "tools": [tool.value for tool in own.tools] or None, "add_generation_prompt": own.opens_answer,
-        "continue_final_message": own.continues, "variables": own.variables,
+        "tools": [tool.value for tool in conversation.tools] or None, "add_generation_prompt": conversation.opens_answer,
+        "continue_final_message": conversation.continues, "variables": conversation.variables,
     }  # fmt: skip
-    text = tokenizer.render_chat(own.messages, **options)
-    tokens = tokenizer.encode_rendered(text, own.messages, limit, processor.keeps_states, **options)
-    return Prompt(tokens, text, checked_messages(own.messages[-1:])[0]["content"])
+    text = tokenizer.render_chat(messages, **options)
+    tokens = tokenizer.encode_rendered(text, messages, limit, processor.keeps_states, **options)
+    return Prompt(tokens, text, checked_messages(messages[-1:])[0]["content"])
 
 
 def prepare(
@@ -128,14 +128,14 @@ def prepare(
         params: more parameters of `SamplingParams`.
     """
     processor, _ = front.check_ready()
-    tokenizer, own = processor.text(), conversation
-    check_tools(front.reply_format, tokenizer, own.tools, own.tool_choice)
-    prompt = render(front, own)
-    continued = prompt.last if own.continues else ""
-    plan = ReplyPlan.of(front.reply_format, own.tools, own.tool_choice, prompt.text, continued, own.parallel, grammar)
+    tokenizer, tools, choice = processor.text(), conversation.tools, conversation.tool_choice
+    check_tools(front.reply_format, tokenizer, tools, choice)
+    prompt = render(front, conversation)
+    continued = prompt.last if conversation.continues else ""
+    plan = ReplyPlan.of(front.reply_format, tools, choice, prompt.text, continued, conversation.parallel, grammar)
     if plan.forces:
         if request.structured_outputs:
-            raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(own.tool_choice))
+            raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(choice))
         grammar_field = "tools"
     exchange.grammar_field = None if request.structured_outputs not in (None, {}) else grammar_field
     if max_tokens is None:

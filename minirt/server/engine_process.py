@@ -20,24 +20,7 @@ from minirt.generator import Generator
 from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
-from minirt.server.wire import (
-    SWITCH_SECONDS,
-    TO_ENGINE,
-    Abort,
-    AskStats,
-    AskTokens,
-    Failed,
-    Found,
-    Frames,
-    Ready,
-    Start,
-    Stats,
-    Step,
-    Submit,
-    ToFront,
-    Tokens,
-    frame,
-)
+from minirt.server import wire
 from minirt.sizes import format_size
 from minirt.user_code import import_file
 from minirt.wording import command_line
@@ -50,17 +33,17 @@ class _Connection:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._frames, self._lock = Frames(), threading.Lock()
+        self._frames, self._lock = wire.Frames(), threading.Lock()
 
-    def send(self, message: ToFront) -> None:
-        data = frame(message)
+    def send(self, message: wire.ToFront) -> None:
+        data = wire.frame(message)
         with self._lock:
             self._socket.sendall(data)
 
     def receive(self) -> list[Any]:
         """The next messages. Empty if the front has closed the connection."""
         while data := self._socket.recv(_READ):
-            if messages := [TO_ENGINE.decode(body) for body in self._frames.feed(data)]:
+            if messages := [wire.TO_ENGINE.decode(body) for body in self._frames.feed(data)]:
                 return messages
         return []
 
@@ -75,19 +58,19 @@ def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     warnings.showwarning = lambda message, *_, **__: _print_warning(printable(message))
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(wire.SWITCH_SECONDS)
     connection = _Connection(descriptor)
     messages = connection.receive()
     if not messages:
         return 1
-    start: Start = messages[0]
+    start: wire.Start = messages[0]
     try:
         generator = _load(connection, start)
     except MinirtError as error:
-        connection.send(Failed(error))
+        connection.send(wire.Failed(error))
         return 1
     except Exception as error:
-        connection.send(Failed(MinirtError(f"the model cannot be loaded: {type(error).__name__}: {error}")))
+        connection.send(wire.Failed(MinirtError(f"the model cannot be loaded: {type(error).__name__}: {error}")))
         return 1
     server = _Server(connection, generator)
     try:
@@ -100,12 +83,12 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _load(connection: _Connection, start: Start) -> Generator:
+def _load(connection: _Connection, start: wire.Start) -> Generator:
     for file in start.imports:
         import_file(file)
     options = LoadOptions(**start.options)
-    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress)
-    connection.send(Found(str(found.files.folder) if found.files else None))
+    files = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress).files
+    connection.send(wire.Found(str(files.folder) if files else None))
     with load_bars(start.progress) as progress:
         generator = Generator.from_pretrained(options, progress=progress)
     kept = {}
@@ -120,7 +103,7 @@ def _load(connection: _Connection, start: Start) -> Generator:
         "warm_up_time_s": round(generator.warm_up_time_s, 3), "warm_prompts": kept,
     }  # fmt: skip
     connection.send(
-        Ready(
+        wire.Ready(
             generator.max_len, generator.config.vocab_size, generator.max_num_seqs, generator.eos_token_ids,
             generator.generation_config, facts, generator._engine.keeps_states,
         )
@@ -134,16 +117,16 @@ class _Server:
     def __init__(self, connection: _Connection, generator: Generator) -> None:
         self._connection, self._thread, self._sender = connection, generator._engine, _Sender(connection)
 
-    def handle(self, message: Submit | Abort | AskStats | AskTokens) -> None:
+    def handle(self, message: wire.Submit | wire.Abort | wire.AskStats | wire.AskTokens) -> None:
         match message:
-            case Submit():
+            case wire.Submit():
                 self._submit(message.whole())
-            case Abort(request_ids=request_ids):
+            case wire.Abort(request_ids=request_ids):
                 self._thread.abort(request_ids)
-            case AskStats():
-                self._thread.ask(lambda engine: Stats(engine.stats), self._connection.send)
-            case AskTokens(request_ids=request_ids):
-                self._thread.ask(lambda engine: Tokens([engine.num_tokens(own) for own in request_ids]), self._connection.send)
+            case wire.AskStats():
+                self._thread.ask(lambda engine: wire.Stats(engine.stats), self._connection.send)
+            case wire.AskTokens(request_ids=request_ids):
+                self._thread.ask(lambda engine: wire.Tokens(list(map(engine.num_tokens, request_ids))), self._connection.send)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
@@ -157,18 +140,18 @@ class _Server:
             self._refuse(requests, MinirtError(f"the request cannot be checked: {type(error).__name__}: {error}"))
 
     def _refuse(self, requests: Sequence[Request], error: MinirtError) -> None:
-        self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
+        self._connection.send(wire.Step([TokenOutput(request.id, (), "error", error) for request in requests]))
 
 
 class _Sender:
-    """The sink of all requests: sends their outputs to the front. Ends the process if nobody can use it any more."""
+    """The sink of all requests: sends outputs to the front. Ends the process after the front has ended or the GPU has failed."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
 
     def put(self, outputs: list[TokenOutput]) -> None:
         try:
-            self._connection.send(Step(outputs))
+            self._connection.send(wire.Step(outputs))
         except OSError:  # the front has ended
             os._exit(1)
         for output in outputs:

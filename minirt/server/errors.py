@@ -86,11 +86,11 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
     if isinstance(error, TokenizerError):
         return prompt_field
     field = str(error.where or "").partition(", /")[0]  # without the place in a schema
-    where = field.rpartition(", ")[2].removeprefix("SamplingParams.")
-    if not isinstance(error, InputError) and not where.startswith("structured_outputs"):
+    name = field.rpartition(", ")[2].removeprefix("SamplingParams.")
+    if not isinstance(error, InputError) and not name.startswith("structured_outputs"):
         return None
-    named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", where) and not where.startswith("prompts[")
-    return where if named else prompt_field
+    named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", name) and not name.startswith("prompts[")
+    return name if named else prompt_field
 
 
 def retry_after(error: MinirtError) -> int | None:

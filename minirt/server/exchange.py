@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -61,44 +60,40 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self._scope["headers"] if key == name), None)
 
-    @property
-    def query(self) -> dict[str, str]:
-        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
-
     async def body(self, limit: int) -> bytes:
-        """The body of the request.
+        """The body of the request. From here on, the running task is cancelled when the client goes.
 
         Raises:
             HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 415 if it is compressed, 499 if the client goes,
                 400 if it has too many JSON values.
         """
         if (coding := self.header(b"content-encoding") or b"identity").lower() != b"identity":
-            what, found = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
-            raise HTTPError(415, what, param="content-encoding", found=found)
+            what, shown = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
+            raise HTTPError(415, what, param="content-encoding", found=shown)
         stated = self.header(b"content-length") or b"0"
         size, parts = int(stated) if stated.isdigit() else 0, []
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                more = size <= limit
-                size = size if not more else 0
-                while more and size <= limit:
+                goes_on = size <= limit
+                size = size if not goes_on else 0
+                while goes_on and size <= limit:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         self.disconnected = True
                         raise HTTPError(499, "the client has gone")
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    more = message.get("more_body", False)
+                    goes_on = message.get("more_body", False)
         except TimeoutError:
             raise HTTPError(408, "the body did not arrive in time", expected=f"{BODY_SECONDS} s") from None
         if size > limit:
             raise HTTPError(413, "the body is too large", expected=f"at most {limit:,} bytes", found=f"{size:,} or more")
         body = b"".join(parts)
         await check_size(body)
+        self._cancel_on_disconnect()
         return body
 
-    def cancel_on_disconnect(self) -> None:
-        """From here on, cancel the running task when the client goes. Call it after `body`."""
+    def _cancel_on_disconnect(self) -> None:
         task = asyncio.current_task()
 
         async def watch() -> None:
@@ -127,8 +122,8 @@ class Exchange:
 
     def named(self, error: MinirtError) -> MinirtError:
         """An error of a grammar as one of the request's own field. Other errors are returned unchanged."""
-        where, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
-        if self.grammar_field is None or isinstance(error, HTTPError) or not where.startswith("structured_outputs"):
+        name, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
+        if self.grammar_field is None or isinstance(error, HTTPError) or not name.startswith("structured_outputs"):
             return error
         what = f"{place}: {error.what}" if place else error.what
         return HTTPError(

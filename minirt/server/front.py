@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
 from minirt.server.generation import Generation
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import Ready, Start
-from minirt.text.reply_format import AUTO, ReplyFormat
+from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -27,40 +29,9 @@ _MAX_NOTED = 1000  # names of unknown fields that are remembered
 _MAX_NAME = 80  # characters of each
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """The options of `minirt serve` that are about neither loading nor the address; docs/serving.md describes them."""
-
-    model: str
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    metrics_need_key: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""  # the path under which a proxy serves the server
-    request_timeout: float | None = None
-    drain_timeout: float = 60.0
-    stream_interval: int = 1
-    max_body_size: int = 32 << 20
-    log_prompts: bool = False
-    tool_call_parser: str = AUTO
-    warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
-    imports: tuple[str, ...] = ()  # Python files that the engine's process runs before it loads the model
-    quiet: bool = False
-
-    @property
-    def model_id(self) -> str:
-        """The model as answers name it: of a folder its name, without the path."""
-        path = os.path.expanduser(self.model)
-        return os.path.basename(os.path.abspath(path)) if os.path.isdir(path) else self.model
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which clients may ask for the model. The first one is in the answers."""
-        return self.served_model_names or (self.model_id,)
-
-    def start_message(self, load_options: dict[str, Any]) -> Start:
-        """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
-        return Start(load_options, not self.quiet, list(self.warm_prompts), list(self.imports))
+def start_message(options: ServerOptions, load_options: dict[str, Any]) -> Start:
+    """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
+    return Start(load_options, not options.quiet, list(options.warm_prompts), list(options.imports))
 
 
 @dataclass(eq=False)
@@ -92,6 +63,12 @@ class Front:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "minirt-encode"))
     _noted: set[str] = field(default_factory=set)
 
+    @classmethod
+    async def start_engine(cls, options: ServerOptions, load_options: dict[str, Any]) -> "Front":
+        """A front whose engine's process has begun. `load_options`: the fields of `LoadOptions`."""
+        engine = await RemoteEngine.start(start_message(options, load_options))
+        return cls(options, engine, Metrics(options.names[0]), int(time.time()))
+
     async def load(self) -> None:
         """Load the tokenizer while the engine's process loads the weights, then wait for it.
 
@@ -113,8 +90,8 @@ class Front:
                 sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
 
     def _choose_reply_format(self) -> None:
-        own = self.tokenizer
-        template, declared = (None, None) if own is None else (own.tool_template, own.response_template)
+        tokenizer = self.tokenizer
+        template, declared = (None, None) if tokenizer is None else (tokenizer.tool_template, tokenizer.response_template)
         try:
             self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
         except MinirtError as error:
@@ -160,6 +137,15 @@ class Front:
                 setattr(public, name, str(value).replace(f"{self.folder}{os.sep}", ""))
         return public
 
+    async def body(self, exchange: Exchange) -> bytes:
+        """The body of a request that needs the model."""
+        self.check_ready()
+        return await exchange.body(self.options.max_body_size)
+
+    async def read(self, exchange: Exchange, function: "Callable[[Front, Exchange, bytes], T]") -> T:
+        """What a function makes of the body of a request, in another thread."""
+        return await self.in_thread(function, self, exchange, await self.body(exchange))
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
@@ -180,5 +166,7 @@ class Front:
             shown = ", ".join(map(printable, new))
             sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the engine's process."""
+        await self.engine.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)

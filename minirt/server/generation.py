@@ -184,6 +184,6 @@ class Generation:
 
 
 def _unforeseen(error: Exception) -> MinirtError:
-    own = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
-    own.__cause__ = error
-    return own
+    unforeseen = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
+    unforeseen.__cause__ = error
+    return unforeseen

@@ -1,7 +1,6 @@
 """`HTTPProtocol`: one connection of a client. uvicorn's protocol, with bounds for the heads of requests."""
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -36,10 +35,6 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
-        # names its protocol.
-        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,10 +108,10 @@ class HTTPProtocol(HttpToolsProtocol):
             self._begin_head()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        async def own(scope: Any, receive: Any, send: Any) -> None:
+        async def wrapped(scope: Any, receive: Any, send: Any) -> None:
             await app(scope, receive, self._sender(cycle))
 
-        super()._start_asgi_task(cycle, own)
+        super()._start_asgi_task(cycle, wrapped)
 
     def _sender(self, cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
         """What sends an answer's messages."""
@@ -154,7 +149,7 @@ class HTTPProtocol(HttpToolsProtocol):
         """Go on after a head that asks for another protocol, which a server may ignore (RFC 9110, 7.8).
 
         Clients in Java ask for HTTP/2 with each request. The parser ends there, before the body, so a new one reads on. It gets a
-        head of its own, which says how long the body is.
+        made-up head, which says how long the body is.
         """
         framing = [f"{name.decode()}: {value.decode('latin-1')}\r\n" for name, value in self.headers if name in _FRAMING]
         self.parser = httptools.HttpRequestParser(self)

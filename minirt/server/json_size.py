@@ -36,7 +36,7 @@ def _count(body: bytes, param: str) -> Iterator[None]:
     for start in range(0, len(body) if len(body) > _PIECE else 0, _PIECE):
         piece = (rest + body[start : start + _PIECE]).replace(rb"\\", b"").replace(rb"\"", b"")
         rest = b"\\" if piece.endswith(b"\\") else b""
-        parts = piece.split(b'"')  # texts and what is between them, in turn
+        parts = piece.split(b'"')  # strings and the text between them, alternating
         between = b"".join(parts[inside::2])
         inside ^= len(parts) % 2 == 0
         nodes += between.count(b"[") + between.count(b"{") + between.count(b":")

@@ -1,13 +1,13 @@
 """/v1/messages: Anthropic's Messages API, whole or streamed, and its count of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from minirt.errors import MinirtError
-from minirt.processor import Call
-from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
+from minirt.outputs import Completion
+from minirt.server.answers import Answer, ReplyAnswer, endpoint, named_event, usage_of
 from minirt.server.conversation import Prepared, Prompt, prepare, render
 from minirt.server.errors import param_of, status_of
 from minirt.server.exchange import Exchange, encode_json
@@ -31,29 +31,11 @@ _ERROR_TYPES = {
 }  # fmt: skip
 _SIGNATURE = "unsigned"  # of reasoning: clients send it back, and drop reasoning that has none
 
-Own = TypeVar("Own", bound=CountTokensRequest)
-T = TypeVar("T")
-
-
-async def messages(front: Front, exchange: Exchange) -> None:
-    request, ready = await _in_thread(front, exchange, _prepare)
-    answer = _Answer(f"msg_{exchange.id}", front.options.names[0], request)
-    if request.stream:
-        await stream_reply(front, exchange, ready.call, ready.plan, _Events(answer))
-        return
-    (done,) = await collect(front, exchange, ready.call)
-    content = _content(ready.plan.reader().read(done.text, ended=True))
-    called = any(block["type"] == "tool_use" for block in content)
-    await exchange.answer(answer.message(ready.call, content) | answer.ending(ready.call, called))
-
-
-async def count_tokens(front: Front, exchange: Exchange) -> None:
-    """The number of tokens of a prompt, which may be longer than the model can take."""
-    await exchange.answer({"input_tokens": len((await _in_thread(front, exchange, _render)).tokens)})
+Body = TypeVar("Body", bound=CountTokensRequest)
 
 
 def adopt(exchange: Exchange) -> None:
-    """Give the exchanges of this API its form of errors, also of those that come before a handler, and its header with the id."""
+    """Use this API's form of errors for its exchanges, also before a handler runs, and add its header with the id."""
     if exchange.path != _PATH and not exchange.path.startswith(f"{_PATH}/"):
         return
 
@@ -71,23 +53,19 @@ def adopt(exchange: Exchange) -> None:
     exchange.headers.append((b"request-id", exchange.id.encode()))
 
 
-async def _in_thread(front: Front, exchange: Exchange, function: Callable[[Front, Exchange, bytes], T]) -> T:
-    """Read the body, and run a function with it in another thread."""
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
-    return await front.in_thread(function, front, exchange, body)
-
-
-def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[MessagesRequest, Prepared]:
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     request = _read(front, exchange, body, MessagesRequest)
-    conversation = conversation_of(front, request)
-    names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
-    ready = prepare(
-        front, exchange, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request),
-        grammar_field="output_config.format",
+    renamed = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
+    prepared = prepare(
+        front, exchange, conversation_of(front, request), request, renamed, max_tokens=request.max_tokens,
+        grammar=grammar_of(request), grammar_field="output_config.format",
     )  # fmt: skip
-    return request, ready
+    return _MessageAnswer(front, exchange, request, prepared)
+
+
+async def _count_tokens(front: Front, exchange: Exchange) -> None:
+    """The number of tokens of a prompt, which may be longer than the model can take."""
+    await exchange.answer({"input_tokens": len((await front.read(exchange, _render)).tokens)})
 
 
 def _render(front: Front, exchange: Exchange, body: bytes) -> Prompt:
@@ -95,9 +73,8 @@ def _render(front: Front, exchange: Exchange, body: bytes) -> Prompt:
     return render(front, conversation_of(front, request, truncates=True))
 
 
-def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Own]) -> Own:
+def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Body]) -> Body:
     request = decode(front, body, kind, UNSUPPORTED)
-    front.check_model(request.model)
     exchange.prompt_field = "messages"
     check_request(request)
     if front.options.log_prompts:
@@ -105,36 +82,50 @@ def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Own]) -> Own
     return request
 
 
-class _Answer:
-    """The parts of a message around its content."""
-
-    def __init__(self, message_id: str, model: str, request: MessagesRequest) -> None:
-        self._fields = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+class _MessageAnswer(ReplyAnswer):
+    def __init__(self, front: Front, exchange: Exchange, request: MessagesRequest, prepared: Prepared) -> None:
+        super().__init__(prepared, request.stream)
+        model = front.options.names[0]
+        self._fields = {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": model}
         self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        self._max_tokens = request.max_tokens
+        self._max_tokens, self._blocks = request.max_tokens, _Blocks()
 
-    def message(self, call: Call, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._fields | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _usage(call)}
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        events = self.whole_reply()
+        content = _content([*(event for reply in events for event in self._blocks.add(reply)), *self._blocks.stop()])
+        return self._message(content) | self._ending()
 
-    def ending(self, call: Call, called: bool) -> dict[str, str | None]:
-        """Why an answer has ended. `called`: it has calls of tools."""
-        (stream,) = call.streams
-        if stream.completion.finish_reason == "length":
-            full = len(stream.completion.token_ids) < self._max_tokens
+    def begin(self) -> bytes:
+        return named_event({"type": "message_start", "message": self._message([])})
+
+    def tell(self, events: Sequence[Event]) -> list[bytes]:
+        return [named_event(event) for reply in events for event in self._blocks.add(reply)]
+
+    def end(self) -> bytes:
+        last = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}, {"type": "message_stop"}
+        return b"".join(map(named_event, [*self._blocks.stop(), *last]))
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._fields | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+
+    def _ending(self) -> dict[str, str | None]:
+        """Why the answer has ended."""
+        stop = self.call.streams[0].stops.found
+        if self.completion.finish_reason == "length":
+            full = len(self.completion.token_ids) < self._max_tokens
             return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
-        if stream.stops.found in self._stops:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stream.stops.found}
-        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+        if stop in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": "tool_use" if self._blocks.called else "end_turn", "stop_sequence": None}
 
-
-def _usage(call: Call) -> dict[str, int]:
-    """Tokens so far. Anthropic counts those of the prompt that were in the cache apart from the others."""
-    counts = usage_of(call)
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": counts["prompt_tokens"] - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
-        "output_tokens": counts["completion_tokens"],
-    }  # fmt: skip
+    def _usage(self) -> dict[str, int]:
+        """Tokens so far. Cached prompt tokens are counted apart from the other ones, as in Anthropic's API."""
+        counts = usage_of(self.call)
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached, "output_tokens": counts["completion_tokens"],
+        }  # fmt: skip
 
 
 class _Blocks:
@@ -178,42 +169,25 @@ class _Blocks:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
 
 
-def _content(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The content blocks of a whole reply: those of its stream, added up."""
-    blocks, found, inputs = _Blocks(), list[dict[str, Any]](), dict[int, str]()
-    for own in [*(own for event in events for own in blocks.add(event)), *blocks.stop()]:
-        if own["type"] == "content_block_start":
-            found.append(own["content_block"])
-        elif own["type"] == "content_block_delta":
-            delta, index = own["delta"], own["index"]
+def _content(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content blocks that a stream's events add up to."""
+    blocks, inputs = list[dict[str, Any]](), dict[int, str]()
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta, index = event["delta"], event["index"]
             if delta["type"] == "input_json_delta":
                 inputs[index] = inputs.get(index, "") + delta["partial_json"]
             else:
                 name = delta["type"].removesuffix("_delta")
-                found[index][name] += delta[name]
+                blocks[index][name] += delta[name]
     for index, text in inputs.items():
-        found[index]["input"] = msgspec.Raw(completed(text).encode())
-    return found
+        blocks[index]["input"] = msgspec.Raw(completed(text).encode())
+    return blocks
 
 
-class _Events(ReplyEvents):
-    def __init__(self, answer: _Answer) -> None:
-        self._answer, self._blocks = answer, _Blocks()
-
-    def begin(self, call: Call) -> bytes:
-        return _events([{"type": "message_start", "message": self._answer.message(call, [])}])
-
-    def more(self, events: Sequence[Event]) -> bytes:
-        return _events([own for event in events for own in self._blocks.add(event)])
-
-    def end(self, call: Call) -> bytes:
-        ending = self._answer.ending(call, self._blocks.called)
-        last: list[dict[str, Any]] = [{"type": "message_delta", "delta": ending, "usage": _usage(call)}, {"type": "message_stop"}]
-        return _events(self._blocks.stop() + last)
-
-
-def _events(events: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(b"event: %b\ndata: %b\n\n" % (own["type"].encode(), encode_json(own)) for own in events)
-
-
-ROUTES = {"POST /v1/messages": messages, "POST /v1/messages/count_tokens": count_tokens}
+ROUTES = {
+    "POST /v1/messages": endpoint(lambda front, exchange: front.read(exchange, _prepare)),
+    "POST /v1/messages/count_tokens": _count_tokens,
+}

@@ -5,9 +5,10 @@ an error unless its value is neutral (`NEUTRAL`); or unknown, which is ignored a
 fields of their own.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence, Sized
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -16,18 +17,31 @@ from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
 from minirt.server.errors import HTTPError, bad_field, shown
 from minirt.server.front import Front
+from minirt.settings import settings_of
 
 MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
-MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_STOP_LENGTH = 1000
 MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
 MAX_COPIES = 16 << 20  # bytes of what every completion of a request gets a copy of
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Listed = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+# The settings of `SamplingParams` that are fields of every API under the same name, and the types of their values.
+SETTINGS = {name: record for name, record in settings_of(SamplingParams).items() if record.request}
+_TYPES_OF: dict[Any, Any] = {
+    int | None: Int | None, float | None: float | None, bool: bool | None, Sequence[int] | None: list[Int] | None,
+    str | Sequence[str] | None: str | list[str] | None,
+    Mapping[int, float] | Mapping[str, float] | None: dict[str, float] | None,
+}  # fmt: skip
+_FIELDS: Any = msgspec.defstruct(
+    "SettingsFields", [(name, _TYPES_OF[record.type], None) for name, record in SETTINGS.items()], kw_only=True
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -36,29 +50,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
 
 
-class Common(msgspec.Struct, kw_only=True):
+class Common(_FIELDS, msgspec.Struct, kw_only=True):
     """The fields that mean the same in every API that generates."""
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
     seed: int | None = None  # see `_seed`; `SamplingParams` checks the upper limit
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: str | list[str] | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
@@ -78,8 +75,8 @@ class Sampling(Common, kw_only=True):
 
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
-    n: Int | None = None
-    prompt_logprobs: Int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    prompt_logprobs: Listed | None = None
     response_format: Any = None
 
     @property
@@ -134,13 +131,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning_effort": ("none",),
 }
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_PROMPTS = ("prompt", "input")  # are checked as what they are
+_LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Whether a value of an unsupported field asks for nothing. `false` is not 0, although they are equal in Python."""
-    same = (own for own in NEUTRAL.get(name, ()) if isinstance(own, bool) == isinstance(value, bool))
-    return value is None or any(own == value for own in same)
+    neutral = NEUTRAL.get(name, ())
+    return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
 def _decode_json(body: bytes) -> dict[str, Any]:
@@ -161,33 +159,37 @@ def _decode_json(body: bytes) -> dict[str, Any]:
 
 
 def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
-    """A body as a request of this kind, with checked types and limits. `refused`: the fields that are refused."""
+    """A body as a request of this kind for this model, with checked types and limits. `refused`: the fields that are refused."""
     value = _decode_json(body)
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():
         if name not in refused:
             unknown.append(name)
-        elif not _is_neutral(name, found := value[name]):
-            raise bad_field(name, refused[name], found=shown(found))
+        elif not _is_neutral(name, value[name]):
+            raise bad_field(name, refused[name], found=shown(value[name]))
     front.note_unknown(unknown)
+    for name in known.keys() & _LIMITS & value.keys():
+        if value[name] == -1:  # no limit, as for other servers
+            value[name] = front.check_ready()[1].max_len
     request = convert(value, kind)
-    for name in _LIMITS:
-        if getattr(request, name, None) == -1:  # no limit, as for other servers
-            setattr(request, name, front.check_ready()[1].max_len)
+    for name, form in known.items():
+        if form.is_free and name not in _PROMPTS:
+            check_nesting(name, getattr(request, name))
     if isinstance(request, Common):
         _check_limits(request)
+    front.check_model(value.get("model"))
     return request
 
 
 def convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
-    for name, (integer, integers) in _fields(kind).items():
-        found = value.get(name)
-        if integer and type(found) is float and found.is_integer():
-            value[name] = int(found)
-        elif integers and type(found) is list and float in set(map(type, found)):
-            value[name] = [int(own) if type(own) is float and own.is_integer() else own for own in found]
+    for name, form in _fields(kind).items():
+        given = value.get(name)
+        if form.is_integer:
+            value |= {} if given is None else {name: _as_integer(given)}
+        elif form.is_integers and type(given) is list and float in set(map(type, given)):
+            value[name] = list(map(_as_integer, given))
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -198,9 +200,16 @@ def convert(value: dict[str, Any], kind: type[Body]) -> Body:
             raise bad_field(field[:100], "is missing") from None
         if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
             raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
+        if "`int`" in what and (limits := _limits(kind, field)) is not None:
+            expected = f"an integer >= {limits.ge}" if limits.le == 2**53 else f"an integer from {limits.ge} to {limits.le}"
+            raise bad_field(field, "not an acceptable value", expected=expected, found=shown(value[field])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
     except RecursionError:
         raise HTTPError(400, "the body is nested too deeply", param="body") from None
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 _TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
@@ -208,51 +217,52 @@ _TYPES |= {"array": "a list", "object": "an object"}
 
 
 def _in_words(types: str) -> str:
-    """msgspec's names of types, "float | null", as those of JSON."""
+    """msgspec's names of types, such as "float | null", in the words of JSON."""
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
-_KINDS: dict[type, dict[str, tuple[bool, bool]]] = {}
+class _Form(NamedTuple):
+    """What a field may be. `is_free`: any JSON value, object or list."""
+
+    is_integer: bool
+    is_integers: bool
+    is_free: bool
 
 
-def _fields(kind: type) -> dict[str, tuple[bool, bool]]:
-    """Field → (whether it is an integer, whether it is a list of integers)."""
-    if kind not in _KINDS:
-        _KINDS[kind] = {name: (_takes(hint, int), _takes(hint, list)) for name, hint in get_type_hints(kind).items()}
-    return _KINDS[kind]
+@functools.cache
+def _fields(kind: type) -> dict[str, _Form]:
+    fields = {}
+    for name, hint in get_type_hints(kind).items():
+        options = {hint, *(() if get_origin(hint) is list else get_args(hint))}
+        is_free = not options.isdisjoint((Any, list[Any], dict[str, Any]))
+        fields[name] = _Form(int in options and float not in options, list[int] in options, is_free)
+    return fields
 
 
-def _takes(hint: Any, wanted: type) -> bool:
-    options = get_args(hint) if get_origin(hint) is not list else (hint,)
-    if int in (hint, *options) and wanted is int:
-        return float not in options
-    return wanted is list and any(get_origin(option) is list and get_args(option)[0] is int for option in (hint, *options))
+def _limits(kind: type, name: str) -> Meta | None:
+    """The range of a field of integers; None: it is no such field, or any integer will do."""
+    hint = get_type_hints(kind, include_extras=True).get(name)
+    limits = [limit for option in (hint, *get_args(hint)) for limit in getattr(option, "__metadata__", ())]
+    return next((limit for limit in limits if limit.ge >= 0), None)
 
 
 def _check_limits(request: Common) -> None:
-    check_texts("stop", request.stop, MAX_STOPS)
-    check_texts("bad_words", request.bad_words, MAX_IDS)
-    _check_count("stop_token_ids", request.stop_token_ids or (), MAX_IDS)
-    _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
-    check_nesting("metadata", request.metadata)
-    check_nesting("structured_outputs", request.structured_outputs)
+    for name, record in SETTINGS.items():
+        if record.most is not None and (entries := getattr(request, name)):
+            check_texts(name, entries, record.most)
     _check_grammar("structured_outputs", request.structured_outputs)
     if isinstance(request, Sampling):
         _check_choices(request)
 
 
-def check_texts(name: str, texts: str | Sequence[str] | None, limit: int) -> None:
-    """Raise 400 if a field has more texts than `limit`, or one that is too long."""
-    own = [texts] if isinstance(texts, str) else texts or []
-    _check_count(name, own, limit)
-    longest = max(map(len, own), default=0)
+def check_texts(name: str, entries: str | Collection[Any], limit: int) -> None:
+    """Raise 400 if a field has more entries than `limit`, or a text that is too long."""
+    entries = [entries] if isinstance(entries, str) else entries
+    if len(entries) > limit:
+        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(entries))
+    longest = max((len(text) for text in entries if isinstance(text, str)), default=0)
     if longest > MAX_STOP_LENGTH:
         raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
-
-
-def _check_count(name: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
 
 
 def _check_grammar(name: str, value: Any) -> None:
@@ -261,47 +271,36 @@ def _check_grammar(name: str, value: Any) -> None:
 
 
 def _check_choices(request: Sampling) -> None:
-    if request.n is not None and not 1 <= request.n <= MAX_N:
-        raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
-    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
-        expected = f"an integer from 0 to {MAX_LOGPROBS}"
-        raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
-    check_nesting("response_format", request.response_format)
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
     _check_grammar("response_format", request.response_format)
     check_copies(request, request.n or 1)
 
 
 def check_copies(request: Sampling, completions: int) -> None:
     """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
-    lists = {name: 8 * len(getattr(request, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
-    texts = {name: len(msgspec.json.encode(getattr(request, name))) for name in _TEXTS}
-    sizes = lists | texts
+    sizes = {name: _size(getattr(request, name)) for name in (*SETTINGS, "structured_outputs", "response_format")}
     if sum(sizes.values()) * completions > MAX_COPIES:
         expected = f"at most {MAX_COPIES // completions:,} bytes of lists, texts and grammars for {completions} completions"
         largest = max(sizes, key=sizes.__getitem__)
         raise bad_field(largest, "is too large for so many completions", expected=expected, found=f"{sum(sizes.values()):,}")
 
 
-_TEXTS = ("stop", "bad_words", "structured_outputs", "response_format")
+def _size(value: Any) -> int:
+    """The bytes of a list of numbers, a text, or any other JSON value."""
+    numbers = isinstance(value, list | dict) and not any(isinstance(entry, str | list | dict) for entry in value)
+    return 8 * len(value) if numbers else len(msgspec.json.encode(value))
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
     """Raise 400 if a JSON value has more levels than `limit`."""
     level = [value]
     for _ in range(limit + 1):
-        level = [
-            child for own in level if isinstance(own, dict | list) for child in (own.values() if isinstance(own, dict) else own)
-        ]
+        nested = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [child for children in nested for child in children]
         if not level:
             return
     raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
-
-
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
-_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
@@ -311,8 +310,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         renamed: names of parameters → names of the fields that they come from, for messages.
         changes: more parameters, which replace those of the request.
     """
-    given = {name: getattr(request, name) for name in _SAME} | {"seed": _seed(request.seed)}
-    given |= {name: own for name in _SWITCHES if (own := getattr(request, name)) is not None}
+    given = {name: value for name in SETTINGS if (value := getattr(request, name)) is not None} | {"seed": _seed(request.seed)}
     try:
         return SamplingParams(**given | changes)
     except InputError as error:
@@ -327,40 +325,46 @@ def _seed(seed: int | None) -> int | None:
     return seed % 2**64 if -(2**63) <= seed < 0 else seed
 
 
-def structured_outputs(request: Sampling) -> Any:
-    """`response_format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text.
+def check_range(name: str, value: int | None, low: int, high: int | None = None) -> None:
+    """Raise 400 if a number is out of its range. `high`: None if there is no upper limit."""
+    if value is not None and not (low <= value and (high is None or value <= high)):
+        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise bad_field(name, "not an acceptable value", expected=expected, found=value)
 
-    `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
+
+_KINDS = ("text", "json_object", "json_schema")
+
+
+def answer_form(form: Any, stated: Any, name: str, *, schema_field: str = "schema", kinds: Sequence[str] = _KINDS) -> Any:
+    """The form of answers that a request asks for, as `structured_outputs` of `SamplingParams`; None: any text.
+
+    Args:
+        form: OpenAI's: an object of one of `kinds`.
+        stated: `structured_outputs` of the request, which is vLLM's.
+        name: of the field that has the form.
+        schema_field: of the form, where the JSON schema is.
     """
-    form, own = request.response_format, request.structured_outputs
     if form is not None and not isinstance(form, dict):
-        raise bad_field("response_format", "not an object", found=shown(form))
-    kind = form.get("type") if form else "text"
-    if own in (None, {}):
-        own = None
-        if kind == "json_object":
-            own = {"json_object": True}
-            if form and form.get("schema") is not None:  # of other servers
-                expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
-                raise bad_field("response_format.schema", "not a field of json_object", expected=expected)
-        elif kind == "json_schema":
-            schema = form.get("json_schema") if form else None
-            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-                expected = '{"name": …, "schema": a JSON schema}'
-                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=shown(schema))
-            own = {"json": schema["schema"]}
-        elif kind != "text":
-            expected = "text, json_object or json_schema"
-            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=shown(kind))
-    elif kind != "text":
-        raise bad_field("structured_outputs", "excludes response_format", found=shown(own))
-    return own
+        raise bad_field(name, "not an object", found=shown(form))
+    kind = form.get("type") if form else None
+    if kind not in kinds and form:
+        raise bad_field(f"{name}.type", "not an acceptable value", expected=" or ".join(kinds), found=shown(kind))
+    if kind in (None, "text"):
+        return None if stated == {} else stated
+    if stated not in (None, {}):
+        raise bad_field("structured_outputs", f"excludes {name}", found=shown(stated))
+    if kind == "json_object":
+        if form and form.get("schema") is not None:  # of other servers
+            raise bad_field(f"{name}.schema", "not a field of json_object", expected=f'"type": "json_schema", and {schema_field}')
+        return {"json_object": True}
+    schema: Any = form
+    for part in schema_field.split("."):
+        schema = schema.get(part) if isinstance(schema, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise bad_field(f"{name}.{schema_field}", "not a JSON schema", expected="an object", found=shown(schema))
+    return {"json": schema}
 
 
-def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """The `usage` of a response. `prompt_tokens`: of each prompt."""
-    total = sum(prompt_tokens)
-    return {
-        "prompt_tokens": total, "completion_tokens": completion_tokens, "total_tokens": total + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }  # fmt: skip
+def structured_outputs(request: Sampling) -> Any:
+    """The form of a request's answers; see `answer_form`."""
+    return answer_form(request.response_format, request.structured_outputs, "response_format", schema_field="json_schema.schema")

@@ -13,23 +13,7 @@ from typing import Any
 from minirt.engine.request import EngineStats, Request
 from minirt.engine.sinks import Sink, Sinks
 from minirt.errors import EngineError, MinirtError
-from minirt.server.wire import (
-    TO_FRONT,
-    Abort,
-    AskStats,
-    AskTokens,
-    Failed,
-    Found,
-    Frames,
-    Ready,
-    Start,
-    Stats,
-    Step,
-    Submit,
-    ToEngine,
-    Tokens,
-    frame,
-)
+from minirt.server import wire
 
 _END_SECONDS = 10  # how long the process may take to end after its connection was closed
 
@@ -46,34 +30,34 @@ class RemoteEngine(asyncio.Protocol):
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.found: asyncio.Future[str | None] = loop.create_future()
-        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[MinirtError] = loop.create_future()
         self._failure: MinirtError | None = None
         self._sinks = Sinks()
         self._ids = itertools.count()
-        self._frames = Frames()
+        self._frames = wire.Frames()
         self._asking: list[asyncio.Future[Any]] = []  # answers come in the order of the questions
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen | None = None
 
     @classmethod
-    async def start(cls, start: Start) -> "RemoteEngine":
+    async def start(cls, start: wire.Start) -> "RemoteEngine":
         """Start the process, with this first message."""
-        own, other = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "minirt.server.engine_process", str(other.fileno())]
+        here, there = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "minirt.server.engine_process", str(there.fileno())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with other:
-            try:  # in a session of its own, a Ctrl-C on the terminal does not reach it
+        with there:
+            try:  # in a new session, a Ctrl-C on the terminal does not reach it
                 process = subprocess.Popen(
-                    command, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                    command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
                 )
             except OSError as error:
-                own.close()
+                here.close()
                 raise EngineError(f"the engine's process cannot be started: {error}") from error
-        return await cls.connect(own, process, start)
+        return await cls.connect(here, process, start)
 
     @classmethod
-    async def connect(cls, connection: socket.socket, process: subprocess.Popen | None, start: Start) -> "RemoteEngine":
+    async def connect(cls, connection: socket.socket, process: subprocess.Popen | None, start: wire.Start) -> "RemoteEngine":
         """Use an engine at the other end of a connection."""
         engine = cls()
         engine._process = process
@@ -106,23 +90,23 @@ class RemoteEngine(asyncio.Protocol):
         """See `Port`. The sink's `put` runs in the event loop's thread."""
         if self._failure is not None:
             raise self._failure.copy()
-        self._send(Submit.of(requests))
+        self._send(wire.Submit.of(requests))
         for request in requests:
             self._sinks.add(request.id, sink)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         if (known := self._sinks.drop(request_ids)) and self._failure is None:
-            self._send(Abort(known))
+            self._send(wire.Abort(known))
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's state. It answers between two steps."""
-        return await self._ask(AskStats())
+        return await self._ask(wire.AskStats())
 
     async def num_tokens(self, request_ids: list[int]) -> list[int]:
-        """Ask how many tokens requests have generated; 0 of those that have ended. It answers between two steps."""
-        return await self._ask(AskTokens(request_ids))
+        """Ask how many tokens requests have generated; 0 if a request has ended. The engine answers between two steps."""
+        return await self._ask(wire.AskTokens(request_ids))
 
-    async def _ask(self, question: AskStats | AskTokens) -> Any:
+    async def _ask(self, question: wire.AskStats | wire.AskTokens) -> Any:
         if self._failure is not None:
             raise self._failure.copy()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -148,9 +132,9 @@ class RemoteEngine(asyncio.Protocol):
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: wire.ToEngine) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+            self._transport.write(wire.frame(message))
 
     # ── asyncio.Protocol ──
 
@@ -159,21 +143,21 @@ class RemoteEngine(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
-            self._receive(TO_FRONT.decode(body))
+            self._receive(wire.TO_FRONT.decode(body))
 
     def _receive(self, message: Any) -> None:
         match message:
-            case Step(outputs=outputs):
+            case wire.Step(outputs=outputs):
                 self._sinks.deliver(outputs)
-            case Stats(stats=found) | Tokens(counts=found):
-                answer = self._asking.pop(0)
-                if not answer.done():
-                    answer.set_result(found)
-            case Found(folder=folder) if not self.found.done():  # else nobody waits any more
+            case wire.Stats(stats=answer) | wire.Tokens(counts=answer):
+                question = self._asking.pop(0)
+                if not question.done():
+                    question.set_result(answer)
+            case wire.Found(folder=folder) if not self.found.done():  # else nobody waits any more
                 self.found.set_result(folder)
-            case Ready() if not self.ready.done():
+            case wire.Ready() if not self.ready.done():
                 self.ready.set_result(message)
-            case Failed(error=error):
+            case wire.Failed(error=error):
                 self._failure = error
 
     def connection_lost(self, exception: Exception | None) -> None:

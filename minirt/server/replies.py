@@ -1,11 +1,11 @@
 """How the answers to a conversation are read: `ReplyPlan`, and `ReplyReader` for streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from minirt.server.errors import bad_field
-from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, Reply, ReplyParser, parse
+from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, Reply, ReplyParser, collect
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, call_schema, chosen
@@ -61,7 +61,7 @@ class ReplyPlan:
         Nothing but the reasoning and forced calls is looked for in such an answer.
 
         Args:
-            grammar: what the request's content must be; None: any text. Calls that are forced have a grammar of their own.
+            grammar: what the request's content must be; None: any text. Forced calls have another grammar.
         """
         forces = choice not in (None, "none", "auto")
         if forces:
@@ -85,18 +85,14 @@ class ReplyPlan:
 
     def sampling(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Parameters of `SamplingParams` that the plan needs."""
-        found: dict[str, Any] = {} if self.grammar is None else {"structured_outputs": self.grammar}
+        params: dict[str, Any] = {} if self.grammar is None else {"structured_outputs": self.grammar}
         if self.parser() is not None and self.form.needs_special_tokens(tokenizer.special_tokens):
-            found["skip_special_tokens"] = False
-        return found
+            params["skip_special_tokens"] = False
+        return params
 
     def read(self, text: str) -> Reply:
         """A whole answer."""
-        if (parser := self.parser()) is None:
-            return Reply(text, "", ())
-        reply = parse(parser, text)
-        calls = reply.tool_calls if self.parallel else reply.tool_calls[:1]
-        return replace(reply, content="" if self.forces else reply.content, tool_calls=calls)
+        return collect(self.reader().read(text, ended=True))
 
 
 class ReplyReader:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 from minirt.errors import quoted
 from minirt.server.errors import bad_field
 from minirt.server.json_size import check_text
+from minirt.text.messages import text_at
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -32,43 +32,43 @@ def read_input(value: Any, instructions: str | None, ignored: dict[str, None]) -
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        expected, found = "a text, or a non-empty list of items", quoted(value, 80)
-        raise bad_field("input", "not an input", expected=expected, found=found)
+        expected, shown = "a text, or a non-empty list of items", quoted(value, 80)
+        raise bad_field("input", "not an input", expected=expected, found=shown)
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for i, item in enumerate(value):
-        where = f"input[{i}]"
+        place = f"input[{i}]"
         if not isinstance(item, dict):
-            raise bad_field(where, "not an item", expected="an object", found=type(item).__name__)
+            raise bad_field(place, "not an item", expected="an object", found=type(item).__name__)
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
-            _add_message(messages, item, where)
+            _add_message(messages, item, place)
         elif kind == "function_call":
-            own = _assistant(messages, "tool_calls")
-            own.setdefault("tool_calls", []).append(_call(item, where))
+            message = _assistant(messages, "tool_calls")
+            message.setdefault("tool_calls", []).append(_call(item, place))
         elif kind == "function_call_output":
-            output = _text_of(item.get("output"), f"{where}.output", _TEXTS)
-            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+            output = _text_of(item.get("output"), f"{place}.output", _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": text_at(item.get("call_id"), f"{place}.call_id"), "content": output})
         elif kind == "reasoning":
-            texts = [_text_of(item.get(name) or [], f"{where}.{name}", _REASONING) for name in ("content", "summary")]
+            texts = [_text_of(item.get(name) or [], f"{place}.{name}", _REASONING) for name in ("content", "summary")]
             if reasoning := texts[0] or texts[1]:
-                own = _assistant(messages, "reasoning_content")
-                own["reasoning_content"] = "\n".join(filter(None, [own.get("reasoning_content"), reasoning]))
+                message = _assistant(messages, "reasoning_content")
+                message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), reasoning]))
             else:
                 ignored["input[reasoning without a text]"] = None
         elif kind == "item_reference":
-            raise bad_field(f"{where}.type", "answers are not stored: send the item itself", expected=_ITEMS, found=kind)
+            raise bad_field(f"{place}.type", "answers are not stored: send the item itself", expected=_ITEMS, found=kind)
         else:
-            raise bad_field(f"{where}.type", "not an acceptable item", expected=_ITEMS, found=quoted(kind, 80))
+            raise bad_field(f"{place}.type", "not an acceptable item", expected=_ITEMS, found=quoted(kind, 80))
     if not messages:
         raise bad_field("input", "has no message", expected="at least one message")
     return messages
 
 
-def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    role, text = item.get("role"), _text_of(item.get("content"), f"{where}.content", _TEXTS)
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+    role, text = item.get("role"), _text_of(item.get("content"), f"{place}.content", _TEXTS)
     if role not in _ROLES:
-        found = quoted(role, 80)
-        raise bad_field(f"{where}.role", "not an acceptable role", expected=", ".join(_ROLES), found=found)
+        shown = quoted(role, 80)
+        raise bad_field(f"{place}.role", "not an acceptable role", expected=", ".join(_ROLES), found=shown)
     if role == "assistant":
         _assistant(messages, "content")["content"] = text
         return
@@ -90,33 +90,27 @@ def _assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    arguments = "{}" if item.get("arguments") is None else _text(item, "arguments", where)
-    check_text(arguments, f"{where}.arguments")
-    function = {"name": _text(item, "name", where), "arguments": arguments}
-    return {"id": _text(item, "call_id", where), "type": "function", "function": function}
+def _call(item: dict[str, Any], place: str) -> dict[str, Any]:
+    arguments = "{}" if item.get("arguments") is None else text_at(item.get("arguments"), f"{place}.arguments")
+    check_text(arguments, f"{place}.arguments")
+    function = {"name": text_at(item.get("name"), f"{place}.name"), "arguments": arguments}
+    return {"id": text_at(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
 
 
-def _text(item: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(value := item.get(name), str):
-        raise bad_field(f"{where}.{name}", "not a text", expected="a text", found=type(value).__name__)
-    return value
-
-
-def _text_of(content: Any, where: str, kinds: dict[str, str]) -> str:
+def _text_of(content: Any, place: str, kinds: dict[str, str]) -> str:
     """The text of a content: a text, or parts of these types, which are joined with newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_field(where, "not a content", expected="a text, or a list of parts", found=type(content).__name__)
+        raise bad_field(place, "not a content", expected="a text, or a list of parts", found=type(content).__name__)
     texts = []
     for i, part in enumerate(content):
         if not isinstance(part, dict):
-            raise bad_field(f"{where}[{i}]", "not a part of a content", expected="an object", found=type(part).__name__)
+            raise bad_field(f"{place}[{i}]", "not a part of a content", expected="an object", found=type(part).__name__)
         if not isinstance(kind := part.get("type"), str) or kind not in kinds:
-            expected, found, hint = " or ".join(kinds), quoted(kind, 80), "minirt's models read text only"
-            raise bad_field(f"{where}[{i}].type", "a part of another type", expected=expected, found=found, hint=hint)
-        texts.append(_text(part, kinds[kind], f"{where}[{i}]"))
+            expected, shown, hint = " or ".join(kinds), quoted(kind, 80), "minirt's models read text only"
+            raise bad_field(f"{place}[{i}].type", "a part of another type", expected=expected, found=shown, hint=hint)
+        texts.append(text_at(part.get(kinds[kind]), f"{place}[{i}].{kinds[kind]}"))
     return "\n".join(texts)
 
 
@@ -124,16 +118,6 @@ def _text_of(content: Any, where: str, kinds: dict[str, str]) -> str:
 
 StreamEvent = dict[str, Any]  # without its sequence_number
 _TEXT, _THOUGHT, _CALL = "output_text", "reasoning_text", "function_call_arguments"  # what grows, as events name it
-
-
-@dataclass
-class _Open:
-    """The item that grows. `place`: the fields of its events that say which it is. `texts`: what it has got so far."""
-
-    grows: str
-    item: dict[str, Any]
-    place: dict[str, Any]
-    texts: list[str] = field(default_factory=list)
 
 
 class Output:
@@ -149,7 +133,7 @@ class Output:
     def __init__(self, new_id: Callable[[str], str]) -> None:
         self.items: list[dict[str, Any]] = []
         self._new_id = new_id
-        self._open: _Open | None = None
+        self._grows, self._texts = "", list[str]()  # what of the last item grows ("": it has ended), and what came of it
 
     @property
     def reasoning(self) -> str:
@@ -160,50 +144,46 @@ class Output:
         """Add what an event of the reply says."""
         if isinstance(event, ToolCallStart):
             return self._begin(_CALL, "fc", type="function_call", call_id=event.id, name=event.name, arguments="")
-        found: list[StreamEvent] = []
-        if isinstance(event, ContentDelta):
-            if self._open is None or self._open.grows != _TEXT:
-                found = self._begin(_TEXT, "msg", type="message", role="assistant", content=[])
-        elif isinstance(event, ReasoningDelta) and (self._open is None or self._open.grows != _THOUGHT):
-            found = self._begin(_THOUGHT, "rs", type="reasoning", summary=[], content=[], encrypted_content=None)
-        if (own := self._open) is None:
-            return found
-        own.texts.append(event.text)
-        return [*found, self._event(f"{own.grows}.delta", delta=event.text, **_logprobs(own.grows))]
+        events: list[StreamEvent] = []
+        if isinstance(event, ContentDelta) and self._grows != _TEXT:
+            events = self._begin(_TEXT, "msg", type="message", role="assistant", content=[])
+        elif isinstance(event, ReasoningDelta) and self._grows != _THOUGHT:
+            events = self._begin(_THOUGHT, "rs", type="reasoning", summary=[], content=[], encrypted_content=None)
+        self._texts.append(event.text)
+        return [*events, self._event(f"{self._grows}.delta", delta=event.text, **_logprobs(self._grows))]
 
     def end(self, complete: bool) -> list[StreamEvent]:
         """The reply has ended. A reply of nothing is an empty message. `complete`: it was not cut off."""
-        found = [] if self.items else self.add(ContentDelta(""))
-        return found + self._end_item("completed" if complete else "incomplete")
+        events = [] if self.items else self.add(ContentDelta(""))
+        return events + self._end_item("completed" if complete else "incomplete")
 
     def _begin(self, grows: str, prefix: str, **fields: Any) -> list[StreamEvent]:
         """Begin an item, and end the one before. `prefix`: of its id."""
-        found, index = self._end_item("completed"), len(self.items)
-        item = {"id": self._new_id(prefix), "status": "in_progress"} | fields
-        self.items.append(item)
-        place = {"item_id": item["id"], "output_index": index}
-        self._open = _Open(grows, item, place if grows == _CALL else place | {"content_index": 0})
-        found.append({"type": "response.output_item.added", "output_index": index, "item": copy(item)})
-        return found if grows == _CALL else [*found, self._event("content_part.added", part=_part(grows, ""))]
+        events, index = self._end_item("completed"), len(self.items)
+        self.items.append({"id": self._new_id(prefix), "status": "in_progress"} | fields)
+        self._grows, self._texts = grows, []
+        events.append({"type": "response.output_item.added", "output_index": index, "item": copy(self.items[-1])})
+        return events if grows == _CALL else [*events, self._event("content_part.added", part=_part(grows, ""))]
 
     def _end_item(self, status: str) -> list[StreamEvent]:
-        if (own := self._open) is None:
+        if not self._grows:
             return []
-        text, item, found = "".join(own.texts), own.item, list[StreamEvent]()
-        if own.grows == _CALL:
+        text, item = "".join(self._texts), self.items[-1]
+        if self._grows == _CALL:
             item["arguments"] = text
-            found.append(self._event(f"{own.grows}.done", name=item["name"], arguments=text))
+            events = [self._event(f"{self._grows}.done", name=item["name"], arguments=text)]
         else:
-            part = _part(own.grows, text)
+            part = _part(self._grows, text)
             item["content"] = [part]
-            found.append(self._event(f"{own.grows}.done", text=text, **_logprobs(own.grows)))
-            found.append(self._event("content_part.done", part=part))
-        item["status"], self._open = status, None
-        return [*found, {"type": "response.output_item.done", "output_index": own.place["output_index"], "item": item}]
+            done = self._event(f"{self._grows}.done", text=text, **_logprobs(self._grows))
+            events = [done, self._event("content_part.done", part=part)]
+        item["status"], self._grows = status, ""
+        return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
         """An event about the item that grows."""
-        return {"type": f"response.{kind}", **({} if self._open is None else self._open.place), **fields}
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": f"response.{kind}"} | place | ({} if self._grows == _CALL else {"content_index": 0}) | fields
 
 
 def _part(grows: str, text: str) -> dict[str, Any]:

@@ -7,19 +7,19 @@ from typing import Any
 
 from minirt.errors import MinirtError, quoted, shortened
 from minirt.outputs import Completion
-from minirt.processor import Call
-from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
+from minirt.server.answers import Answer, ReplyAnswer, endpoint, named_event, usage_of
 from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
 from minirt.server.errors import HTTPError, bad_field, error_fields
-from minirt.server.exchange import Exchange, encode_json
+from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import REFUSED, Common, Int, Refused, StreamOptions, check_nesting, decode
+from minirt.server.protocol import REFUSED, Common, Int, Positive, Refused, StreamOptions, answer_form, decode
 from minirt.server.response_items import Output, StreamEvent, read_input
+from minirt.text.messages import text_at
 from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
-from minirt.text.tools import Tool, check_names, checked_list, checked_tool
+from minirt.text.tools import Tool, read_tools
 
-PATH = "/v1/responses"
+_PATH = "/v1/responses"
 
 
 class ResponsesRequest(Common, kw_only=True):
@@ -27,7 +27,7 @@ class ResponsesRequest(Common, kw_only=True):
 
     input: Any
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Positive | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -62,27 +62,8 @@ _INCLUDE = (
 )  # fmt: skip
 
 
-async def responses(front: Front, exchange: Exchange) -> None:
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
-    request, tools, ready = await front.in_thread(_prepare, front, exchange, body)
-    answer = _Answer(front, exchange.id, request, tools, ready.call, ready.tokenizer)
-    if request.stream:
-        events = _Events(answer)
-        exchange.error_event = events.failed
-        await stream_reply(front, exchange, ready.call, ready.plan, events)
-        return
-    (done,) = await collect(front, exchange, ready.call)
-    for event in ready.plan.reader().read(done.text, True):
-        answer.output.add(event)
-    answer.end()
-    await exchange.answer(answer.response())
-
-
-def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRequest, Sequence[Tool], Prepared]:
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> Answer:
     request = decode(front, body, ResponsesRequest, _REFUSED)
-    front.check_model(request.model)
     exchange.prompt_field = "input"
     _check(front, request)
     if front.options.log_prompts:
@@ -95,44 +76,41 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRe
         request.parallel_tool_calls is not False, _variables(front, request),
         truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
-    ready = prepare(
+    grammar = answer_form((request.text or {}).get("format"), request.structured_outputs, "text.format")
+    prepared = prepare(
         front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
-        grammar=_grammar(request), grammar_field="text.format",
+        grammar=grammar, grammar_field="text.format",
     )  # fmt: skip
-    return request, tools, ready
+    answer = _ResponseAnswer(front, exchange, request, tools, prepared)
+    exchange.error_event = answer.failed
+    return answer
 
 
 def _check(front: Front, request: ResponsesRequest) -> None:
-    for name in ("tools", "tool_choice", "text", "reasoning", "chat_template_kwargs"):
-        check_nesting(name, getattr(request, name))
-    if (limit := request.max_output_tokens) is not None and limit < 1:
-        raise bad_field("max_output_tokens", "not an acceptable value", expected="an integer >= 1", found=limit)
     if request.metadata is not None and not isinstance(request.metadata, dict):
         raise bad_field("metadata", "not an object", found=type(request.metadata).__name__)
     if "message.output_text.logprobs" in (include := request.include or ()):
         raise bad_field("include", _NO_LOGPROBS, found="message.output_text.logprobs")
     front.note_unknown([f"include: {name}" for name in include if name not in _INCLUDE])
     for name, known in (("text", ("format", "verbosity")), ("reasoning", ("effort", "summary", "generate_summary"))):
-        front.note_unknown([f"{name}.{own}" for own in getattr(request, name) or () if own not in known])
+        front.note_unknown([f"{name}.{part}" for part in getattr(request, name) or () if part not in known])
 
 
 def _read_tools(front: Front, values: list[Any]) -> list[Tool]:
     """The functions of a request's `tools`: {"type": "function", "name", "description", "parameters"}. Others are ignored."""
-    tools, places = [], []
-    for i, value in enumerate(checked_list(values)):
-        where = f"tools[{i}]"
+
+    def read(value: object, place: str) -> dict[str, Any] | None:
         if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str):
-            raise bad_field(where, "not a tool", expected='{"type": "function", "name": …}', found=quoted(value, 80))
+            raise bad_field(place, "not a tool", expected='{"type": "function", "name": …}', found=quoted(value, 80))
         if kind != "function":
             front.note_unknown([kind], "tools that are no functions")
-            continue
-        if not isinstance(text := value.get("description"), str | None):
-            raise bad_field(f"{where}.description", "not a text", found=type(text).__name__)
+            return None
+        if value.get("description") is not None:
+            text_at(value["description"], f"{place}.description")
         function = {name: value[name] for name in ("name", "description", "parameters") if value.get(name) is not None}
-        tools.append(checked_tool({"type": "function", "function": function}, f"{where}.name", f"{where}.parameters"))
-        places.append(f"{where}.name")
-    check_names(tools, places)
-    return tools
+        return {"type": "function", "function": function}
+
+    return read_tools(values, read, "name", "parameters")
 
 
 def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
@@ -151,48 +129,22 @@ def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
     hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
     fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
     for name, hint in hints.items():
-        if not isinstance(hint, str | None):
-            raise bad_field(fields[name], "not a text", found=type(hint).__name__)
+        if hint is not None:
+            text_at(hint, fields[name])
     return template_variables(front, request.chat_template_kwargs, hints, fields)
 
 
-def _grammar(request: ResponsesRequest) -> Any:
-    """`text.format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text."""
-    form, own = (request.text or {}).get("format"), request.structured_outputs
-    if not isinstance(form, dict | None):
-        raise bad_field("text.format", "not an object", found=quoted(form, 80))
-    kind = form.get("type") if form else "text"
-    if own not in (None, {}):
-        if kind != "text":
-            raise bad_field("structured_outputs", "excludes text.format", found=quoted(own, 80))
-        return own
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "json_schema":
-        schema = form.get("schema") if form else None
-        if not isinstance(schema, dict | bool):
-            raise bad_field("text.format.schema", "not a JSON schema", found=quoted(schema, 80))
-        return {"json": schema}
-    if kind != "text":
-        expected = "text, json_object or json_schema"
-        raise bad_field("text.format.type", "not an acceptable value", expected=expected, found=quoted(kind, 80))
-    return None
-
-
-class _Answer:
-    """The response to a request, as it stands.
-
-    Attributes:
-        output: its items.
-    """
+class _ResponseAnswer(ReplyAnswer):
+    """The response to a request, as it stands."""
 
     def __init__(
-        self, front: Front, exchange_id: str, request: ResponsesRequest, tools: Sequence[Tool], call: Call, tokenizer: Tokenizer
+        self, front: Front, exchange: Exchange, request: ResponsesRequest, tools: Sequence[Tool], prepared: Prepared
     ) -> None:
-        self.output = Output(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
-        self._call, self._tokenizer, self._status = call, tokenizer, "in_progress"
-        self._id, self._created = f"resp_{exchange_id}", int(time.time())
-        sampling, reasoning = self._done.sampling, request.reasoning or {}
+        super().__init__(prepared, request.stream)
+        self._output = Output(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
+        self._tokenizer, self._status, self._num_events = prepared.tokenizer, "in_progress", 0
+        self._id, self._created = f"resp_{exchange.id}", int(time.time())
+        sampling, reasoning = self.completion.sampling, request.reasoning or {}
         self._said = {
             "background": False, "conversation": None, "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens, "max_tool_calls": request.max_tool_calls,
@@ -205,30 +157,49 @@ class _Answer:
             "top_p": sampling.top_p, "truncation": "disabled", "user": request.user,
         }  # fmt: skip
 
-    @property
-    def _done(self) -> Completion:
-        return self._call.streams[0].completion
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        for event in self.whole_reply():
+            self._output.add(event)
+        self._end()
+        return self._response()
 
-    def end(self) -> list[StreamEvent]:
+    def begin(self) -> bytes:
+        return self._about("created") + self._about("in_progress")
+
+    def tell(self, events: Sequence[Event]) -> list[bytes]:
+        return [self._encode(event) for reply in events for event in self._output.add(reply)]
+
+    def end(self) -> bytes:
+        return b"".join(map(self._encode, self._end())) + self._about(self._status)
+
+    def failed(self, error: MinirtError) -> bytes:
+        """What tells that the reply has failed: an event with the error, and one with the response."""
+        fields = error_fields(error)
+        message, code = fields["message"], fields["code"] or fields["type"]
+        self._end()
+        event = self._encode({"type": "error", "code": code, "message": message, "param": fields["param"]})
+        return event + self._about("failed", {"code": "server_error", "message": message})
+
+    def _end(self) -> list[StreamEvent]:
         """The reply has ended, or is complete up to an error. Returns the last events of its items."""
-        complete = self._done.finish_reason == "stop"
+        complete = self.completion.finish_reason == "stop"
         self._status = "completed" if complete else "incomplete"
-        return self.output.end(complete)
+        return self._output.end(complete)
 
-    def response(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _response(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The object that clients get. `error`: what it has failed with."""
         status = self._status if error is None else "failed"
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": error,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [] if status == "in_progress" else self.output.items,
+            "output": [] if status == "in_progress" else self._output.items,
             "usage": None if status == "in_progress" else self._usage(),
         } | self._said  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        counts = usage_of(self._call)
-        reasoning = _reasoning_tokens(self._tokenizer, self._done, self.output.reasoning)
+        counts = usage_of(self.call)
+        reasoning = _reasoning_tokens(self._tokenizer, self.completion, self._output.reasoning)
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counts["prompt_tokens"],
@@ -236,6 +207,13 @@ class _Answer:
             "output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": counts["total_tokens"],
         }  # fmt: skip
+
+    def _about(self, kind: str, error: Mapping[str, Any] | None = None) -> bytes:
+        return self._encode({"type": f"response.{kind}", "response": self._response(error)})
+
+    def _encode(self, event: StreamEvent) -> bytes:
+        self._num_events += 1
+        return named_event(event | {"sequence_number": self._num_events - 1})
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -252,46 +230,10 @@ def _reasoning_tokens(tokenizer: Tokenizer, done: Completion, reasoning: str) ->
     return count
 
 
-class _Events(ReplyEvents):
-    def __init__(self, answer: _Answer) -> None:
-        self._answer, self._count = answer, 0
-
-    def begin(self, call: Call) -> bytes:
-        return self._about("created") + self._about("in_progress")
-
-    def more(self, events: Sequence[Event]) -> bytes:
-        return b"".join(self._encode(own) for event in events for own in self._answer.output.add(event))
-
-    def end(self, call: Call) -> bytes:
-        last = b"".join(map(self._encode, self._answer.end()))
-        return last + self._about(self._answer.response()["status"])
-
-    def failed(self, error: MinirtError) -> bytes:
-        """What tells that the reply has failed: an event with the error, and one with the response."""
-        fields = error_fields(error)
-        message, code = fields["message"], fields["code"] or fields["type"]
-        self._answer.end()
-        event = self._encode({"type": "error", "code": code, "message": message, "param": fields["param"]})
-        return event + self._about("failed", {"code": "server_error", "message": message})
-
-    def _about(self, kind: str, error: Mapping[str, Any] | None = None) -> bytes:
-        return self._encode({"type": f"response.{kind}", "response": self._answer.response(error)})
-
-    def _encode(self, event: StreamEvent) -> bytes:
-        data = encode_json(event | {"sequence_number": self._count})
-        self._count += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+async def _stored(front: Front, exchange: Exchange) -> None:
+    """Refuse the paths of stored responses: no response is stored."""
+    raise HTTPError(404, _STATELESS, param="store", found=exchange.path[:200])
 
 
-def stored_route(path: str) -> Any:
-    """The handler of a path that belongs to a stored response: there is none."""
-    if not path.startswith(f"{PATH}/"):
-        return None
-
-    async def stored(front: Front, exchange: Exchange) -> None:
-        raise HTTPError(404, _STATELESS, param="store", found=path[:200])
-
-    return stored
-
-
-ROUTES = {f"POST {PATH}": responses}
+ROUTES = {f"POST {_PATH}": endpoint(lambda front, exchange: front.read(exchange, _prepare))}
+STORED = {f"{method} {_PATH}/*": _stored for method in ("GET", "POST", "DELETE")}

@@ -16,9 +16,9 @@ import uvicorn
 from minirt.errors import InputError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
-from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import SWITCH_SECONDS
 
@@ -35,17 +35,18 @@ def serve(options: ServerOptions, load_options: dict[str, Any], host: str, port:
     Raises:
         MinirtError: the address cannot be used, the model cannot be loaded, or the engine has failed.
     """
-    listening = _listen(host, port)
+    listening = listen(host, port)
     try:
         asyncio.run(_serve(options, load_options, listening))
     finally:
         listening.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol stated, asyncio sets TCP_NODELAY: a token must not wait until the client has acknowledged the last.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(2048)
@@ -58,7 +59,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class FrontServer(uvicorn.Server):
-    """uvicorn's server, without its own handling of signals."""
+    """uvicorn's server, without its handling of signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,8 +86,8 @@ class _Signals:
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     signals = _Signals()  # before the engine's process, which a signal to this one must end
-    engine = signals.engine = await RemoteEngine.start(options.start_message(load_options))
-    front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
+    front = await Front.start_engine(options, load_options)
+    signals.engine = front.engine
     server = FrontServer(
         uvicorn.Config(
             App(front), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -100,8 +101,7 @@ async def _serve(options: ServerOptions, load_options: dict[str, Any], listening
     finally:
         server.should_exit = True
         await serving
-        await engine.stop()
-        front.close()
+        await front.close()
 
 
 async def _until_end(front: Front, signals: _Signals, listening: socket.socket) -> None:

@@ -11,7 +11,7 @@ from minirt.server.conversation import render
 from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import Int, check_nesting, decode
+from minirt.server.protocol import Int, decode
 from minirt.text.tools import read_tools
 
 
@@ -39,19 +39,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
-    await exchange.answer(await front.in_thread(_tokenize, front, exchange, body))
+    await exchange.answer(await front.read(exchange, _tokenize))
 
 
 def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     processor, info = front.check_ready()
     request = decode(front, body, TokenizeRequest)
-    front.check_model(request.model)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
-    check_nesting("chat_template_kwargs", request.chat_template_kwargs)
-    check_nesting("tools", request.tools)
     tokenizer = processor.text()
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
@@ -68,16 +62,13 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
-    front.check_ready()
-    body = await exchange.body(front.options.max_body_size)
-    exchange.cancel_on_disconnect()
+    body = await front.body(exchange)
     await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, body)})
 
 
 def _detokenize(front: Front, body: bytes) -> str:
     processor, info = front.check_ready()
     request = decode(front, body, DetokenizeRequest)
-    front.check_model(request.model)
     for i, token in enumerate(request.tokens):
         if not 0 <= token < info.vocab_size:
             expected = f"an integer from 0 to {info.vocab_size - 1}"

@@ -50,14 +50,19 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Submit":
-        return cls([own if own.group in (None, own.id) else replace(own, prompt_token_ids=()) for own in requests])
+        return cls([replace(request, prompt_token_ids=()) if _is_other_sample(request) else request for request in requests])
 
     def whole(self) -> list[Request]:
         """The requests, each with its prompt."""
-        prompts = {own.id: own.prompt_token_ids for own in self.requests}
+        prompts: dict[int | None, Any] = {request.id: request.prompt_token_ids for request in self.requests}
         return [
-            own if own.group in (None, own.id) else replace(own, prompt_token_ids=prompts[own.group]) for own in self.requests
+            replace(request, prompt_token_ids=prompts[request.group]) if _is_other_sample(request) else request
+            for request in self.requests
         ]
+
+
+def _is_other_sample(request: Request) -> bool:
+    return request.group not in (None, request.id)
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -126,17 +131,19 @@ ToEngine = Start | Submit | Abort | AskStats | AskTokens
 ToFront = Found | Ready | Failed | Step | Stats | Tokens
 
 
+_DETAILS = ("where", "expected", "found", "hint")
+
+
 def _encode_error(value: Any) -> Any:
     if isinstance(value, MinirtError):
-        texts = (None if text is None else str(text) for text in (value.where, value.expected, value.found))
-        return [type(value).__name__, value.what, *texts, value.hint]
+        texts = (None if (detail := getattr(value, name)) is None else str(detail) for name in _DETAILS)
+        return [type(value).__name__, value.what, *texts]
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
 def _decode_error(_: type, value: Any) -> MinirtError:
-    name, what, where, expected, found, hint = value
-    known = getattr(errors, name, MinirtError)
-    return known(what, where=where, expected=expected, found=found, hint=hint)
+    name, what, *details = value
+    return getattr(errors, name, MinirtError)(what, **dict(zip(_DETAILS, details, strict=True)))
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_error)

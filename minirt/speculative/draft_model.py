@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DraftModelProposer:
-    """Proposes what the draft model of a model finds most probable, or at a temperature draws.
+    """Proposes the most probable tokens of a draft model, or tokens drawn from it at a temperature.
 
     Args:
         model: with a `draft_model`, whose weights are loaded.
@@ -85,10 +85,10 @@ class DraftModelProposer:
         count, lens = len(kept), tuple(out.seq_lens[kept].tolist())
         splits = [-(-length // KV_SPLIT) for length in lens]
         starts = torch.tensor([0, *accumulate(splits)], dtype=torch.int32, device=kept.device)
-        own = DraftTokens(out.tokens[kept], out.positions[kept], out.slots[kept], out.seq_lens[kept], starts)
+        drafts = DraftTokens(out.tokens[kept], out.positions[kept], out.slots[kept], out.seq_lens[kept], starts)
         hidden = None if step.taps is None else step.taps[kept]
         slots, tables = step.seq_slots[kept], step.block_tables[kept]
-        return self._pass(own, slots, tables, lens, max(lens), sum(splits), hidden=hidden, count=count)
+        return self._pass(drafts, slots, tables, lens, max(lens), sum(splits), hidden=hidden, count=count)
 
     def _all(self, step: Batch, out: DraftTokens, rows: Rows, batch: Batch) -> Batch:
         """The next pass of all sequences, in bounds of their lengths. No row begins a page, so they grow to whole pages."""

@@ -1,4 +1,4 @@
-"""`draft_ids`: which ids drafts may have, so that their head is small (a reduced draft vocabulary, as in EAGLE-3 and FR-Spec).
+"""`draft_ids`: the ids that drafts may have, so that their head is small (a reduced draft vocabulary, as in EAGLE-3 and FR-Spec).
 
 The head of a vocabulary of 248,320 ids takes most of the time of a draft, and few ids make up most text. A token outside them is
 never a draft, so the step that yields it yields no more.
@@ -64,7 +64,7 @@ def _counts(tokenizer: Tokenizer, path: Path, vocab: int) -> Tensor:
 
 
 def _stored(file: Path, vocab: int) -> Tensor | None:
-    """Counts of an earlier load; None: there are none, or the file is damaged, and then it is made again."""
+    """Counts of an earlier load; None: there are none, or the file is damaged."""
     try:
         counts = np.load(io.BytesIO(read_bytes(file, limit=_MAX_FILE, error=ConfigError)), allow_pickle=False)
     except (ConfigError, ValueError, EOFError):

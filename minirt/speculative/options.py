@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.errors import ConfigError, MinirtError, UnsupportedError, quoted, shortened
-from minirt.foreign_names import check_names
 from minirt.kernels.speculative.limits import LONGEST
+from minirt.settings import Integer, Settings, documented, setting, settings_of, switch
 
 METHODS = {"ngram": 4, "mtp": 3}  # with the default of num_speculative_tokens
 MAX_DRAFTS = 7  # a step verifies 8 tokens of a sequence, at most
 DRAFT_VOCAB = 32768  # the default of draft_vocab_size
 # Fields that one method alone has.
-_OWN = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draft_vocab_size", "draft_vocab_text")}
+_OF_METHOD = {"ngram": ("prompt_lookup_min", "prompt_lookup_max"), "mtp": ("draft_vocab_size", "draft_vocab_text")}
 # vLLM's names of the methods.
 _ALSO = {"ngram_gpu": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
 
@@ -42,73 +42,64 @@ _REFUSED = {
     ),
     "enforce_eager": "not supported for drafts alone: --no-cuda-graphs is for the whole model",
 }  # fmt: skip
-_LOOKUP = _OWN["ngram"]
+_LOOKUP = _OF_METHOD["ngram"]
 _KEYS = ("method", "num_speculative_tokens", *_LOOKUP)  # those of vLLM's that are taken
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeOptions:
+class SpeculativeOptions(Settings):
     """How drafts are proposed. Drafts change no distribution of tokens, only how many tokens a step yields.
 
-    Args:
-        method: "ngram": what followed the last tokens where they occurred before (prompt lookup decoding). "mtp": the layers of
-            multi-token prediction that the checkpoint has beside the decoder.
-        num_speculative_tokens: drafts of a sequence in a step, at most; 1 to 7. None: 4 with "ngram", 3 with "mtp".
-        prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must match, at least and at most; 1 to 16.
-        draft_vocab_size: of "mtp": drafts are among so many ids, so that their head is small; 0: all.
-        draft_vocab_text: of "mtp": a text file whose most frequent tokens these ids are. None: the first ids of the tokenizer,
-            which are those of its first merges, and its special tokens.
-        adaptive: fewer drafts, or none, where measured step times say that they do not pay.
     Raises:
         ConfigError: a value is out of range, or of the wrong type.
         UnsupportedError: minirt does not have the method.
     """
 
-    method: str = "ngram"
-    num_speculative_tokens: int = None  # type: ignore[assignment]  # it is a number from __post_init__ on
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    draft_vocab_size: int = DRAFT_VOCAB
-    draft_vocab_text: str | None = None
-    adaptive: bool = True
+    _error = _name_error = ConfigError
+    _elsewhere = _REFUSED
 
-    def __new__(cls, *unnamed: Any, **given: Any) -> "SpeculativeOptions":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, ConfigError, _REFUSED, unnamed=unnamed)
-        return super().__new__(cls)
+    # fmt: off
+    method: str = setting(
+        '"ngram": what followed the last tokens where they occurred before (prompt lookup decoding). "mtp": the layers of '
+        "multi-token prediction that the checkpoint has beside the decoder.", "ngram")
+    num_speculative_tokens: int = setting(
+        'Drafts of a sequence in a step, at most; 1 to 7. None: 4 with "ngram", 3 with "mtp".', check=Integer(1, MAX_DRAFTS))
+    prompt_lookup_min: int = setting('Of "ngram": tokens that must match, at least; 1 to 16.', 2, check=Integer(1, LONGEST))
+    prompt_lookup_max: int = setting('Of "ngram": tokens that must match, at most; 1 to 16.', 4, check=Integer(1, LONGEST))
+    draft_vocab_size: int = setting(
+        'Of "mtp": drafts are among so many ids, so that their head is small; 0: all.', DRAFT_VOCAB,
+        check=Integer(0, (1 << 31) - 1, text="a number of ids, or 0 for all"))
+    draft_vocab_text: str | None = setting(
+        'Of "mtp": a text file whose most frequent tokens these ids are.',
+        details="None: the first ids of the tokenizer, which are those of its first merges, and its special tokens.")
+    adaptive: bool = setting("Fewer drafts, or none, where measured step times say that they do not pay.", True, check=switch)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
-            what, found = "minirt does not have this method of speculative decoding", quoted(self.method, 80)
-            raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=found)
+            what, shown = "minirt does not have this method of speculative decoding", quoted(self.method, 80)
+            raise UnsupportedError(what, where="method", expected=" or ".join(METHODS), found=shown)
         if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", METHODS[self.method])
-        for method, names in _OWN.items():
+            self._set("num_speculative_tokens", METHODS[self.method])
+        for method, names in _OF_METHOD.items():
             for name in names if method != self.method else ():
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if getattr(self, name) != settings_of(type(self))[name].default:
                     what, hint = f"only method {method!r} has this option", f"leave it out, or use {method!r}"
                     raise ConfigError(what, where=name, found=quoted(getattr(self, name), 80), hint=hint)
-        size, text = self.draft_vocab_size, self.draft_vocab_text
-        if type(size) is not int or not 0 <= size < 1 << 31:
-            expected, found = "a number of ids, or 0 for all", quoted(size, 80)
-            raise ConfigError("not an acceptable value", where="draft_vocab_size", expected=expected, found=found)
+        super().__post_init__()
+        text, size = self.draft_vocab_text, self.draft_vocab_size
         if text is not None and (not isinstance(text, str) or not text or size == 0):
             expected = "the name of a text file" + ", with a draft_vocab_size other than 0" * (size == 0)
-            found = quoted(text, 80)
-            raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=found)
-        for name, most in (
-            ("num_speculative_tokens", MAX_DRAFTS), ("prompt_lookup_min", LONGEST), ("prompt_lookup_max", LONGEST)
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                expected, found = f"an integer from 1 to {most}", quoted(value, 80)
-                raise ConfigError("not an acceptable value", where=name, expected=expected, found=found)
+            shown = quoted(text, 80)
+            raise ConfigError("not an acceptable value", where="draft_vocab_text", expected=expected, found=shown)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             expected = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
             what, least = "is larger than the maximum", self.prompt_lookup_min
             raise ConfigError(what, where="prompt_lookup_min", expected=expected, found=least, hint="give both")
-        if type(self.adaptive) is not bool:
-            found = quoted(self.adaptive, 80)
-            raise ConfigError("not an acceptable value", where="adaptive", expected="True or False", found=found)
+
+    @classmethod
+    def _place(cls, name: str) -> str:
+        return name
 
     @property
     def has_draft_model(self) -> bool:
@@ -120,7 +111,7 @@ class SpeculativeOptions:
         return self.draft_vocab_size if 0 < self.draft_vocab_size < vocab else None
 
     @classmethod
-    def parse(cls, text: str, where: str = "--speculate") -> "SpeculativeOptions":
+    def parse(cls, text: str, place: str = "--speculate") -> "SpeculativeOptions":
         """The options that a short text states: a method, or "ngram:k" or "mtp:k" with k drafts.
 
         Raises as the constructor does.
@@ -128,14 +119,14 @@ class SpeculativeOptions:
         method, colon, count = text.partition(":")
         given: dict[str, Any] = {"method": method}
         if colon:
-            given["num_speculative_tokens"] = int(count) if re.fullmatch("[0-9]{1,4}", count) else count
+            given["num_speculative_tokens"] = int(count) if re.fullmatch("[0-9]{1,4}", count) else shortened(count, 80)
         try:
             return cls(**given)
         except MinirtError as error:  # it names a field, which nobody has typed
-            raise error.at(f"{where} {shortened(text, 80)}") from None
+            raise error.at(f"{place} {shortened(text, 80)}") from None
 
     @classmethod
-    def from_config(cls, text: str, where: str = "--speculative-config") -> "SpeculativeOptions":
+    def from_config(cls, text: str, place: str = "--speculative-config") -> "SpeculativeOptions":
         """The options that vLLM's `--speculative-config` states: a JSON object with "method". "ngram_gpu" is "ngram",
         "qwen3_5_mtp" and "qwen3_next_mtp" are "mtp". "draft_vocab_size" and "draft_vocab_text" are keys of minirt alone.
 
@@ -147,48 +138,48 @@ class SpeculativeOptions:
             UnsupportedError: a key or a method of vLLM that minirt does not have.
         """
         given: dict[str, Any] = {}
-        for key, value in _json_object(text, where):
+        for key, value in _json_object(text, place):
             if key in given:
-                raise ConfigError("a key is repeated", where=where, found=shortened(key, 80))
+                raise ConfigError("a key is repeated", where=place, found=shortened(key, 80))
             if key in _REFUSED:
-                raise UnsupportedError("minirt does not have this key of vLLM", where=where, found=key, hint=_REFUSED[key])
-            if key not in (known := (*_KEYS, *_OWN["mtp"])):
-                raise ConfigError("unknown key", where=where, expected=", ".join(known), found=shortened(key, 80))
+                raise UnsupportedError("minirt does not have this key of vLLM", where=place, found=key, hint=_REFUSED[key])
+            if key not in (known := (*_KEYS, *_OF_METHOD["mtp"])):
+                raise ConfigError("unknown key", where=place, expected=", ".join(known), found=shortened(key, 80))
             given[key] = value
         given = {key: value for key, value in given.items() if value is not None}  # as in vLLM, null is not given
         if "method" not in given:
-            raise ConfigError("the method is missing", where=where, expected='"method": "ngram" or "mtp"')
+            raise ConfigError("the method is missing", where=place, expected='"method": "ngram" or "mtp"')
         if isinstance(given["method"], str):
             given["method"] = _ALSO.get(given["method"], given["method"])
         for one, other in (_LOOKUP, _LOOKUP[::-1]):
             value = given.get(one)
             if other not in given and type(value) is int and 1 <= value <= LONGEST:  # another value is refused by its own name
                 given[other] = value
-        return _made(given, where)
+        return _made(given, place)
 
 
-def _made(given: dict[str, Any], where: str) -> SpeculativeOptions:
+def _made(given: dict[str, Any], place: str) -> SpeculativeOptions:
     try:
         return SpeculativeOptions(**given)
     except MinirtError as error:
-        raise error.at(f"{where}, {error.where}") from None
+        raise error.at(f"{place}, {error.where}") from None
 
 
-def _json_object(text: str, where: str) -> list[tuple[str, Any]]:
+def _json_object(text: str, place: str) -> list[tuple[str, Any]]:
     """The keys and values of a JSON object, in order."""
 
     class Pairs(list[tuple[str, Any]]):
         """Those of an object, whereas a list is an array."""
 
     try:
-        found = json.loads(text, object_pairs_hook=Pairs)
+        content = json.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
         example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"is not readable JSON: {what}", where=where, expected=f"an object such as {example}") from None
-    if not isinstance(found, Pairs):
-        raise ConfigError("is not a JSON object", where=where, found=type(found).__name__)
-    return found
+        raise ConfigError(f"is not readable JSON: {what}", where=place, expected=f"an object such as {example}") from None
+    if not isinstance(content, Pairs):
+        raise ConfigError("is not a JSON object", where=place, found=type(content).__name__)
+    return content
 
 
 def drafts_of(speculative: Any) -> tuple[int, bool]:
@@ -204,8 +195,8 @@ def drafts_of(speculative: Any) -> tuple[int, bool]:
     drafts, history = getattr(speculative, "max_drafts", None), getattr(speculative, "needs_history", None)
     if not callable(getattr(speculative, "propose", None)) or type(history) is not bool or type(drafts) is not int:
         expected = "SpeculativeOptions, or a proposer: propose(table, columns, rows, batch, wanted), max_drafts, needs_history"
-        found = quoted(speculative, 80)
-        raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=found)
+        shown = quoted(speculative, 80)
+        raise ConfigError("not options of speculative decoding", where="speculative", expected=expected, found=shown)
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError("too many drafts", where="speculative.max_drafts", expected=f"0 to {MAX_DRAFTS}", found=drafts)
     return drafts, history

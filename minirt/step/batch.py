@@ -51,7 +51,7 @@ class Batch:
         every_row: whether logits_indices is 0 … T − 1.
         logits: [R, V], the tensor that the head writes to; None: a new one.
         row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
-        taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: nobody reads what it would write.
+        taps: [T, H] or [R, H], the tensor that a `Tap` writes to; None: it writes nothing.
         hidden: [T, H], the hidden states from which a draft model continues; None: it has none.
         snapshots: [B, 2, 2] int32, of each snapshot that recurrent layers store within the step (`StateSpec.snapshot_tokens`):
             the row of the states, and how many of the sequence's new tokens it has. In order; −1: no more of them. None or empty:
@@ -127,12 +127,12 @@ class Batch:
     @classmethod
     def of(
         cls, step: StepTensors, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int, max_splits: int,
-        every_row: bool, group: int = 0,
+        every_row: bool,
     ) -> "Batch":  # fmt: skip
-        """The batch of a step's tensors, as `derive` fills them. `group`: of the page tables."""
+        """The batch of a step's tensors, as `derive` fills them."""
         return cls(
             step.tokens, step.positions, step.slots, step.logits_indices, step.query_starts, step.seq_lens, step.split_starts,
-            step.seq_slots, step.block_tables[group], query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            step.seq_slots, step.block_tables[0], query_lens, seq_lens, max_seq_len, max_splits, every_row,
             snapshots=step.snapshots,
         )  # fmt: skip
 

@@ -90,9 +90,9 @@ class StateSpec:
     """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor.
 
     Args:
-        undoable: the layer can go on from any new token of a step that has at most so many of the sequence (drafts).
-        snapshot_tokens: the layer stores snapshots within a step (`Batch.snapshot_rows`), after a multiple of so many of the
-            sequence's new tokens. 0: it does not, so a step ends where a state is to be kept.
+        undoable: most new tokens of a step after which the layer can go back to any of them (drafts).
+        snapshot_tokens: the layer stores snapshots within a step (`Batch.snapshots`), after multiples of this number of the
+            sequence's new tokens. 0: it does not, so a step ends at a state that is to be kept.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -163,17 +163,18 @@ class CombinedCache(tuple[LayerCache, ...]):
 
 
 def undoable(specs: Sequence[CacheSpec]) -> int:
-    """How many new tokens of a sequence a step may have if some of them are taken back afterwards; without states, any number."""
+    """Most new tokens of a sequence in a step, if some of them are taken back afterwards; without states, any number."""
     return min([getattr(spec, "undoable", 0) for spec in _with_states(specs)], default=2**31)
 
 
 def snapshot_tokens(specs: Sequence[CacheSpec]) -> int:
-    """After a multiple of how many new tokens of a sequence all layers store a snapshot within a step; 0: not all do."""
+    """All layers store snapshots within a step after multiples of this number of a sequence's new tokens; 0: not all do."""
     return math.lcm(*[getattr(spec, "snapshot_tokens", 0) for spec in _with_states(specs)])
 
 
 def _with_states(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    return [own for spec in specs for own in (spec.specs if isinstance(spec, CombinedSpec) else (spec,)) if own.state_bytes]
+    parts = [part for spec in specs for part in (spec.specs if isinstance(spec, CombinedSpec) else (spec,))]
+    return [part for part in parts if part.state_bytes]
 
 
 def _parts(specs: Sequence[CacheSpec], layers: Sequence[LayerCache]) -> Iterator[tuple[CacheSpec, LayerCache]]:
@@ -219,15 +220,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        num_pages: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        page_size: int = PAGE_SIZE,
-        num_slots: int = 0,
-        num_snapshots: int = 0,
-    ) -> None:
+        self, specs: Sequence[CacheSpec], num_pages: int, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, page_size: int = PAGE_SIZE, num_slots: int = 0, num_snapshots: int = 0,
+    ) -> None:  # fmt: skip
         self.page_size, self.num_pages, self.num_slots, self.num_snapshots = page_size, num_pages, num_slots, num_snapshots
         self.has_states, self.undoable = state_bytes(specs) > 0, undoable(specs)
         self.snapshot_tokens = snapshot_tokens(specs)

@@ -24,7 +24,7 @@ class Edit(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What is copied in the cache before a step, in order: (source, target) of each copy.
+    """The copies in the cache before a step, in order: (source, target) of each.
 
     Args:
         states: rows of states, those of slots and of snapshots (`KVCache.num_slots` and more).
@@ -57,14 +57,14 @@ class PlannedSequences:
     """The sequences of a step, in order.
 
     Args:
-        values: [6, B] int32, one row for each property:
+        values: [6, B] int64, with which NumPy indexes fastest; one row for each property:
             slots: the row of the table.
             starts: position of the first new token, whose tokens the plan has; −1: it goes on with the next tokens of its slot.
             num_tokens: number of new tokens; with next tokens, the maximum.
             num_logits: number of the last new tokens that need logits.
             num_draws: how many of these, the last ones, a token is drawn from.
             seq_lens: cached tokens after the step, at most.
-        sums: of `num_tokens`, `num_logits` and `num_draws`. Whoever makes a plan knows them: NumPy takes long for a few numbers.
+        sums: of `num_tokens`, `num_logits` and `num_draws`, which the scheduler knows: NumPy is slow for a few numbers.
     """
 
     values: np.ndarray
@@ -73,7 +73,7 @@ class PlannedSequences:
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int, int, int, int, int]]) -> "PlannedSequences":
         """From one tuple of these values for each sequence."""
-        values = np.array(list(sequences), np.int32).reshape(-1, 6).T
+        values = np.array(list(sequences), np.int64).reshape(-1, 6).T
         return cls(values, values[2:5].sum(1).tolist())
 
     def __len__(self) -> int:
@@ -130,13 +130,13 @@ class Scored(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """What the draws of a step need. What no draw needs launches no work.
+    """What the draws of a step need. Stages that no row uses are not launched.
 
     Args:
         all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`.
         any_rules, any_bias, any_ban: whether a sequence has rules for its logits; biases; forbidden tokens.
         masked: masks of the draws follow, see `Runner.draw`.
-        logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: nobody asks.
+        logprobs: for each draw, the number of most probable tokens to list, −1 for no log-probabilities. Empty: no request asks.
     """
 
     all_greedy: bool = True

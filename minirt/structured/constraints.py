@@ -15,7 +15,6 @@ from minirt.errors import InputError, MinirtError, shortened
 from minirt.structured.grammar import FORCED_TOO_LONG, Grammar, GrammarTokenizer
 from minirt.structured.limits import COMPILE_STACK, reached
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.reasoning import bits
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
 
@@ -26,7 +25,6 @@ MAX_GRAMMARS = 128  # compiled grammars that are kept
 _COMPILERS = 4  # threads that compile, at most
 _STARTING = threading.Lock()  # the size of new threads' stacks is one setting of the process
 _T = TypeVar("_T")
-_MASKERS = 16  # threads that compute masks, at most
 
 
 class Constraint:
@@ -37,19 +35,21 @@ class Constraint:
         min_tokens: before so many tokens, none of these is allowed, unless the grammar allows no other token.
     """
 
-    def __init__(self, tools: "_Tools", grammar: Grammar, matcher: Any, ends: frozenset[int], min_tokens: int) -> None:
-        self._tools, self.matcher, self.ends, self._min_tokens = tools, matcher, ends, min_tokens
+    def __init__(
+        self, tokenizer: GrammarTokenizer, grammar: Grammar, matcher: Any, ends: frozenset[int], min_tokens: int
+    ) -> None:
+        self._tokenizer, self.matcher, self.ends, self._min_tokens = tokenizer, matcher, ends, min_tokens
         # Whether all masks of llguidance need a change.
-        self._unlike = grammar.tokens_named or ends != grammar.end_ids or bool(tools.tokenizer.text_ends)
+        self._unlike = grammar.tokens_named or ends != grammar.end_ids or bool(tokenizer.text_ends)
         self._reasoning_end, self._tail = grammar.reasoning_end, b""
         if self._reasoning_end is not None:
-            self._before = tools.known & ~self.end_bits & self._reasoning_end.within
+            self._before = tokenizer.known & ~self.end_bits & self._reasoning_end.within
         self._count = 0  # of accepted tokens
 
     @cached_property
     def end_bits(self) -> Tensor:
         """A row of a mask in which only `ends` are allowed."""
-        return self._tools.bits(self.ends)
+        return self._tokenizer.bits(self.ends)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """The next tokens of the sequence. Those up to the end of the reasoning block are no part of the grammar."""
@@ -58,7 +58,7 @@ class Constraint:
             if self._reasoning_end is None:
                 self.matcher.consume_token(token)  # if it fails, the next mask does, too
             else:
-                text = self._tail + self._tools.tokenizer.text(token)
+                text = self._tail + self._tokenizer.text(token)
                 self._tail = self._reasoning_end.tail(text)
                 if self._reasoning_end.ends(text):
                     self._reasoning_end = None
@@ -96,23 +96,23 @@ class Constraint:
 
     def adjust(self, mask: Tensor) -> None:
         """Unknown ids out; where the text may end, its ends in, elsewhere the model's out; ends out before `min_tokens`."""
-        mask &= self._tools.known
+        mask &= self._tokenizer.known
         if self.matcher.is_accepting():
             mask |= self.end_bits
-        elif self._tools.tokenizer.text_ends:
-            mask &= self._tools.no_text_ends
+        elif self._tokenizer.text_ends:
+            mask &= self._tokenizer.no_text_ends
         if self._count < self._min_tokens and bool((mask & ~self.end_bits).any()):
             mask &= ~self.end_bits
 
     def error(self) -> InputError:
         """Why there is no mask."""
-        text, where = self.matcher.get_error().partition("<")[0].strip(), f"generated token {self._count}"
+        text, place = self.matcher.get_error().partition("<")[0].strip(), f"generated token {self._count}"
         what, hint = "the grammar cannot go on", "simplify the grammar"
         if FORCED_TOO_LONG in text:
             what, hint = f"{what}: it allows only one text from here, which is endless or too long", "let the text end"
-        elif (error := reached(text, where)) is not None:
+        elif (error := reached(text, place)) is not None:
             return error
-        return InputError(what, where=where, found=shortened(text), hint=hint)
+        return InputError(what, where=place, found=shortened(text), hint=hint)
 
 
 class Constraints:
@@ -125,7 +125,7 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
         self._made_of = tokenizer, vocab, end_ids
         self._lock = threading.Lock()
-        self._tools: _Tools | None = None
+        self._tokenizer: GrammarTokenizer | None = None
         self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._pool = ThreadPoolExecutor(min(_COMPILERS, usable_cpus()), thread_name_prefix="minirt-grammar")
 
@@ -163,13 +163,13 @@ class Constraints:
         return self._constraint(grammar, grammar.compile() if matcher is None else matcher, ends, min_tokens)
 
     def _constraint(self, grammar: Grammar, matcher: Any, ends: Sequence[int], min_tokens: int) -> Constraint:
-        tools = self._need_tools()
-        return Constraint(tools, grammar, matcher, tools.tokenizer.known_ids.intersection(ends), min_tokens)
+        tokenizer = self._need_tokenizer()
+        return Constraint(tokenizer, grammar, matcher, tokenizer.known_ids.intersection(ends), min_tokens)
 
     def _grammar(self, spec: StructuredOutputsParams) -> Grammar:
         grammar = self._find(spec)
         if grammar is None:
-            grammar = Grammar(spec, self._need_tools().tokenizer)
+            grammar = Grammar(spec, self._need_tokenizer())
             with self._lock:
                 self._grammars[spec] = grammar
                 while len(self._grammars) > MAX_GRAMMARS:
@@ -182,11 +182,11 @@ class Constraints:
                 self._grammars.move_to_end(spec)
             return self._grammars.get(spec)
 
-    def _need_tools(self) -> "_Tools":
+    def _need_tokenizer(self) -> GrammarTokenizer:
         with self._lock:
-            if self._tools is None:
-                self._tools = _Tools(*self._made_of)
-            return self._tools
+            if self._tokenizer is None:
+                self._tokenizer = GrammarTokenizer(*self._made_of)
+            return self._tokenizer
 
     def fill(self, masks: Tensor, rows: "Sequence[ConstrainedRows]") -> dict[int, MinirtError]:
         """Write the masks of a step. See `TokenConstraints.fill`.
@@ -196,30 +196,30 @@ class Constraints:
         """
         free, bound, places, first = list[int](), list[tuple[int, Constraint]](), dict[int, int](), 0
         walks = list[tuple[int, int, Constraint, Iterator[int]]]()  # the row with the last mask, the end of the rows, the state
-        for place, (own, num_rows, drafts) in enumerate(rows):
-            if own is None:
+        for place, (constraint, num_rows, drafts) in enumerate(rows):
+            if constraint is None:
                 free += range(first, first + num_rows)
             else:
-                bound.append((first, own))
+                bound.append((first, constraint))
                 places[first] = place
                 if num_rows > 1:
-                    walks.append((first, first + num_rows, own, iter(drafts)))
+                    walks.append((first, first + num_rows, constraint, iter(drafts)))
             first += num_rows
         errors = self._fill_rows(masks, bound)
         failed = {places[row]: error for row, error in errors.items()}
         copied = False
         while walks:
             going_on = []
-            for row, end, own, left in walks:
+            for row, end, constraint, left in walks:
                 draft = next(left, None)
-                if draft is None or row + 1 == end or row in errors or not own.goes_on(masks[row], draft):
+                if draft is None or row + 1 == end or row in errors or not constraint.goes_on(masks[row], draft):
                     free += range(row + 1, end)
                 else:
-                    state = own if copied else own.copy()
+                    state = constraint if copied else constraint.copy()
                     state.accept((draft,))
                     going_on.append((row + 1, end, state, left))
             copied = True
-            errors = self._fill_rows(masks, [(row, own) for row, _, own, _ in going_on])
+            errors = self._fill_rows(masks, [(row, constraint) for row, _, constraint, _ in going_on])
             for row in errors:
                 masks[row] = 0
             walks = going_on
@@ -228,35 +228,18 @@ class Constraints:
         return failed
 
     def _fill_rows(self, masks: Tensor, rows: "Sequence[tuple[int, Constraint]]") -> dict[int, MinirtError]:
-        """Write the masks of states into these rows. Returns the errors of those that cannot go on, whose masks are arbitrary."""
-        tools = self._need_tools()
-        parsed = [(row, own) for row, own in rows if not own.reasons]
-        if len(parsed) < len(rows):
-            for row, own in rows:
-                if own.reasons:
-                    own.reason(masks[row])
+        """Write masks of states into these rows. Returns the errors of those that cannot go on; their masks are undefined."""
+        parsed = [(row, constraint) for row, constraint in rows if not constraint.reasons]
+        for row, constraint in rows if len(parsed) < len(rows) else ():
+            if constraint.reasons:
+                constraint.reason(masks[row])
         if parsed:
-            matchers = [(own.matcher, row) for row, own in parsed]
-            size = 4 * masks.shape[1]
-            tools.executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), size, len(masks))  # releases the GIL
+            matchers, executor = [(constraint.matcher, row) for row, constraint in parsed], self._need_tokenizer().executor
+            executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), 4 * masks.shape[1], len(masks))  # releases the GIL
         failed: dict[int, MinirtError] = {}
-        for row, own in parsed:
-            if own.matcher.is_error():
-                failed[row] = own.error()
-            elif own.adjusts:
-                own.adjust(masks[row])
+        for row, constraint in parsed:
+            if constraint.matcher.is_error():
+                failed[row] = constraint.error()
+            elif constraint.adjusts:
+                constraint.adjust(masks[row])
         return failed
-
-
-class _Tools:
-    """What needs llguidance, made with the first grammar."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
-        self.tokenizer, self._words = GrammarTokenizer(tokenizer, vocab, end_ids), -(-vocab // 32)
-        self.executor = self.tokenizer.executor(min(_MASKERS, usable_cpus()))
-        self.known = self.bits(self.tokenizer.known_ids)
-        self.no_text_ends = ~self.bits(self.tokenizer.text_ends)
-
-    def bits(self, tokens: frozenset[int]) -> Tensor:
-        """A row of a mask in which these tokens are allowed."""
-        return bits(tokens, self._words)

@@ -1,4 +1,4 @@
-"""Contradictions in JSON schemas: types, bounds and constants that no value fits, and values that require one of their own kind.
+"""Contradictions in JSON schemas: types, bounds and constants that no value fits, and values that never end.
 
 llguidance drops an optional property whose schema contradicts itself, and starts a text that cannot end. Here such schemas are
 refused. What a value may be is compared within a schema, its "allOf" and what its "$ref" refers to; patterns are not compared.
@@ -8,10 +8,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt.errors import InputError, UnsupportedError, shortened
 
@@ -21,8 +20,8 @@ _LENGTHS = (  # and the type of values that they are about
     ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"),
 )  # fmt: skip
 _MAX_PARTS = 32  # schemas of one value that are compared
-_MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, those of several places several times
-_GROUP_COST = 10  # a group of schemas takes as long as so many of the others
+_MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, counted at each place
+_GROUP_COST = 10  # visits that a group of schemas counts as
 
 
 def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
@@ -32,9 +31,9 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
         InputError: no value fits a schema, or none without an end.
         UnsupportedError: bounds of several schemas cannot be enforced together.
     """
-    for own, place in schemas:
-        _check_required(own, place)
-    todo, seen, visits = [([own], place) for own, place in reversed(schemas)], set[tuple[int, ...]](), 0
+    for schema, place in schemas:
+        _check_required(schema, place)
+    todo, seen, visits = [([schema], place) for schema, place in reversed(schemas)], set[tuple[int, ...]](), 0
     keys = _Keys()
     while todo and visits < _MAX_VISITS:
         group, place = todo.pop()
@@ -53,14 +52,14 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
 
 
 def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
-    """These schemas and, in turn, those of their "allOf" and "$ref": a value has to fit all of them."""
+    """These schemas and, recursively, those of their "allOf" and "$ref". A value has to fit all of them."""
     todo, parts = list(reversed(schemas)), dict[int, Mapping[str, Any]]()
     while todo and len(parts) < _MAX_PARTS:
-        own = todo.pop()
-        if isinstance(own, dict) and id(own) not in parts:
-            parts[id(own)] = own
-            todo += [target(own["$ref"])] if "$ref" in own else []
-            todo += reversed(own.get("allOf", ()))
+        part = todo.pop()
+        if isinstance(part, dict) and id(part) not in parts:
+            parts[id(part)] = part
+            todo += [target(part["$ref"])] if "$ref" in part else []
+            todo += reversed(part.get("allOf", ()))
     return list(parts.values())
 
 
@@ -94,12 +93,12 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys
             least, most = lengths.get(kind, (0, math.inf))
             fits = kind in types and (kind not in ("string", "array", "object") or least <= len(value) <= most)
             if kind in ("integer", "number"):
-                fits &= (not low_bound or low_bound.below(value)) and (not high_bound or high_bound.above(value))
+                fits &= _is_within(_exact(value), low_bound, high_bound)
             if fits and (common is None or _key(value) in common):
                 break
         else:
-            found = json.dumps(values[0] if len(values[0]) > 1 else values[0][0])
-            raise _contradiction(place, "a constant that fits the other keywords", found)
+            shown = json.dumps(values[0] if len(values[0]) > 1 else values[0][0])
+            raise _contradiction(place, "a constant that fits the other keywords", shown)
     return types
 
 
@@ -108,8 +107,8 @@ def _types(parts: Sequence[Mapping[str, Any]], place: str) -> frozenset[str]:
     types = frozenset(TYPES)
     for part in parts:
         if "type" in part:
-            own = {part["type"]} if isinstance(part["type"], str) else set(part["type"])
-            types &= own | ({"integer"} if "number" in own else set())
+            named = {part["type"]} if isinstance(part["type"], str) else set(part["type"])
+            types &= named | ({"integer"} if "number" in named else set())
     if not types:
         stated = " and ".join(json.dumps(part["type"]) for part in parts if "type" in part)
         raise _contradiction(place, "types that have a value in common", stated)
@@ -129,9 +128,9 @@ def _key(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """A JSON value whose integers are all ints: 1.0 and 1 are equal."""
     if isinstance(value, list):
-        return [_plain(own) for own in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(own) for name, own in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -147,22 +146,21 @@ class _Keys:
         return self._known[id(values)][1]
 
 
-@dataclass(frozen=True)
-class _Bound:
+class _Bound(NamedTuple):
     """A bound of numbers, and the keyword that states it."""
 
     number: Fraction
     exclusive: bool
     keyword: str
-    shown: object
+    stated: object
 
-    def below(self, value: float) -> bool:
-        """Whether `value` is acceptable to this lower bound."""
-        return self.number < _exact(value) or (self.number == _exact(value) and not self.exclusive)
+    def __str__(self) -> str:
+        return f"{self.keyword} {self.stated}"
 
-    def above(self, value: float) -> bool:
-        """Whether `value` is acceptable to this upper bound."""
-        return self.number > _exact(value) or (self.number == _exact(value) and not self.exclusive)
+
+def _is_within(number: Fraction, low: _Bound | None, high: _Bound | None) -> bool:
+    is_below = low is not None and (number, False) < (low.number, low.exclusive)
+    return not is_below and (high is None or (number, high.exclusive) <= (high.number, False))
 
 
 def _exact(value: float) -> Fraction:
@@ -171,10 +169,11 @@ def _exact(value: float) -> Fraction:
 
 def _bounds(parts: Sequence[Mapping[str, Any]]) -> tuple[_Bound | None, _Bound | None]:
     """The largest lower bound and the smallest upper one. In draft 4, "exclusiveMinimum" is a bool about "minimum"."""
+
     def stated(keyword: str, exclusive: str) -> list[_Bound]:
-        found = [_Bound(_exact(p[keyword]), p.get(exclusive) is True, keyword, p[keyword]) for p in parts if keyword in p]
+        bounds = [_Bound(_exact(p[keyword]), p.get(exclusive) is True, keyword, p[keyword]) for p in parts if keyword in p]
         others = [part[exclusive] for part in parts if exclusive in part and not isinstance(part[exclusive], bool)]
-        return found + [_Bound(_exact(value), True, exclusive, value) for value in others]
+        return bounds + [_Bound(_exact(value), True, exclusive, value) for value in others]
 
     lows, highs = stated("minimum", "exclusiveMinimum"), stated("maximum", "exclusiveMaximum")
     low = max(lows, key=lambda bound: (bound.number, bound.exclusive), default=None)
@@ -186,10 +185,10 @@ def _check_bounds(
 ) -> None:
     if low is None or high is None:
         return
-    found = f"{low.keyword} {low.shown} and {high.keyword} {high.shown}"
+    shown = f"{low} and {high}"
     if low.number > high.number or (low.number == high.number and (low.exclusive or high.exclusive)):
         sign = "below" if low.exclusive or high.exclusive else "at most"
-        raise _contradiction(place, f"{low.keyword} {sign} {high.keyword}", found)
+        raise _contradiction(place, f"{low.keyword} {sign} {high.keyword}", shown)
     steps = [_exact(part["multipleOf"]) for part in parts if "multipleOf" in part] + [Fraction(1)] * (types == {"integer"})
     if steps and types <= {"integer", "number"}:
         step = reduce(lambda a, b: Fraction(math.lcm(a.numerator, b.numerator), math.gcd(a.denominator, b.denominator)), steps)
@@ -197,7 +196,7 @@ def _check_bounds(
         first += step if first == low.number and low.exclusive else 0
         if first > high.number or (first == high.number and high.exclusive):
             expected = "an integer between them" if step == 1 else f"a multiple of {float(step):g} between them"
-            raise _contradiction(place, expected, found)
+            raise _contradiction(place, expected, shown)
 
 
 def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], place: str) -> None:
@@ -209,15 +208,15 @@ def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Map
     if (low.exclusive and low.number >= 0 and low.number.denominator == 1) or (
         high.exclusive and high.number <= 0 and high.number.denominator == 1
     ):
-        what, found = "these bounds cannot be enforced together", f"{low.keyword} {low.shown} and {high.keyword} {high.shown}"
-        raise UnsupportedError(what, where=place, found=found, hint="state them in one schema, without allOf and $ref")
+        what, hint = "these bounds cannot be enforced together", "state them in one schema, without allOf and $ref"
+        raise UnsupportedError(what, where=place, found=f"{low} and {high}", hint=hint)
 
 
 def _check_required(schema: Mapping[str, Any], place: str) -> None:
     required = schema.get("required", ())
     if len(required) > schema.get("maxProperties", math.inf):
-        found = f"{len(required)} required properties and maxProperties {schema['maxProperties']}"
-        raise _contradiction(place, "at most maxProperties required properties", found)
+        shown = f"{len(required)} required properties and maxProperties {schema['maxProperties']}"
+        raise _contradiction(place, "at most maxProperties required properties", shown)
     for name in required:
         known = schema.get("properties", {}).get(name, True if "patternProperties" in schema else None)
         if known is False or (known is None and schema.get("additionalProperties") is False):
@@ -227,25 +226,25 @@ def _check_required(schema: Mapping[str, Any], place: str) -> None:
 def _check_ends(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
     """Refuse a reference to what every value contains again. Only references can make a value endless."""
     places = dict[str, str]()
-    for own, place in schemas:
-        if "$ref" in own:
-            places.setdefault(own["$ref"], place)
+    for schema, place in schemas:
+        if "$ref" in schema:
+            places.setdefault(schema["$ref"], place)
     targets = {reference: target(reference) for reference in places}
     endless, visits = list(targets), 0
 
-    def ends(own: Any) -> bool:
+    def ends(schema: Any) -> bool:
         """Whether a value without an end fits, if all references in `endless` have none."""
         nonlocal visits
         visits += 1
-        if not isinstance(own, dict) or "const" in own or "enum" in own:
+        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
             return True
-        if "$ref" in own and own["$ref"] in open_references:
+        if "$ref" in schema and schema["$ref"] in open_references:
             return False
-        if not all(map(ends, own.get("allOf", ()))):
+        if not all(map(ends, schema.get("allOf", ()))):
             return False
-        if not all(any(map(ends, own[keyword])) for keyword in ("anyOf", "oneOf") if own.get(keyword)):
+        if not all(any(map(ends, schema[keyword])) for keyword in ("anyOf", "oneOf") if schema.get(keyword)):
             return False
-        return all(map(ends, _contained(own)))
+        return all(map(ends, _contained(schema)))
 
     changed = True
     while changed and visits < _MAX_VISITS:
@@ -256,9 +255,9 @@ def _check_ends(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target
         endless = [reference for reference in reversed(endless) if reference in open_references]
         changed = len(endless) < before
     if endless and not changed:
-        what, found = "no text fits: each value contains another one, without end", f'"$ref": {json.dumps(endless[0])}'
+        what, shown = "no text fits: each value contains another one, without end", f'"$ref": {json.dumps(endless[0])}'
         expected = "a value that need not contain one of its kind"
-        raise InputError(what, where=places[endless[0]], expected=expected, found=shortened(found))
+        raise InputError(what, where=places[endless[0]], expected=expected, found=shortened(shown))
 
 
 def _contained(schema: Mapping[str, Any]) -> list[Any]:
@@ -275,5 +274,5 @@ def _contained(schema: Mapping[str, Any]) -> list[Any]:
     return []
 
 
-def _contradiction(place: str, expected: str, found: str) -> InputError:
-    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(found))
+def _contradiction(place: str, expected: str, shown: str) -> InputError:
+    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(shown))

@@ -8,7 +8,7 @@ from typing import Any
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.modeling.patterns import parsed
-from minirt.structured.schema import normalized, subschemas
+from minirt.structured.schema import normalized, walk
 
 _SET_OPERATION = re.compile(r"\[[^\]]*(?:&&|--|~~|\|\||\[)")  # of classes, which Python reads otherwise
 _MAX_EXPANSION = 300_000  # texts that are made to find what "patternProperties" match
@@ -25,16 +25,12 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     - starts an additional property where only stated names match "patternProperties", and cannot go on. Such patterns become
       schemas of these properties.
     """
-    own, expansion = normalized(schema), _Expansion()
-    todo: list[Any] = [own]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            _include_bounds(part)
-            _state_format(part)
-            _state_properties(part, expansion)
-            todo += [value for _, value in subschemas(part)]
-    return own
+    result, expansion = normalized(schema), _Expansion()
+    for _, part in walk(result):
+        _include_bounds(part)
+        _state_format(part)
+        _state_properties(part, expansion)
+    return result
 
 
 def _include_bounds(schema: dict[str, Any]) -> None:
@@ -52,14 +48,14 @@ def _include_bounds(schema: dict[str, Any]) -> None:
         del schema["exclusiveMaximum"]
 
 
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # that Python's datetime has, too
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # the years of Python's datetime
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = f"(?:{_YEAR}-(?:{_DAY})|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
-# The texts of formats, where llguidance accepts others, too: patterns that must all match, and the greatest length.
+# Formats for which llguidance accepts other texts, too: patterns that must all match, and the maximum length.
 _PATTERNS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "date": ((f"^{_DATE}$",), None),
     "time": ((f"^{_TIME}$",), None),
@@ -74,7 +70,7 @@ def _state_format(schema: dict[str, Any]) -> None:
     patterns, longest = _PATTERNS.get(schema.get("format", ""), ((), None))
     if patterns:
         del schema["format"]
-        schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": own} for own in patterns)]
+        schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
     if longest is not None:
         schema["maxLength"] = min(longest, schema.get("maxLength", longest))
 
@@ -85,12 +81,12 @@ def _state_properties(schema: dict[str, Any], expansion: "_Expansion") -> None:
     if not patterns or schema.get("additionalProperties") is not False:
         return
     names = {pattern: expansion.names(pattern, stated) for pattern in patterns}
-    if any(found is None for found in names.values()):
+    if any(matched is None for matched in names.values()):
         return  # another name is left
     del schema["patternProperties"]
-    for name, own in stated.items():
-        more = [patterns[pattern] for pattern, found in names.items() if name in (found or ())]
-        stated[name] = {"allOf": [own, *more]} if more else own
+    for name, part in stated.items():
+        others = [patterns[pattern] for pattern, matched in names.items() if name in (matched or ())]
+        stated[name] = {"allOf": [part, *others]} if others else part
 
 
 class _Expansion:
@@ -109,13 +105,13 @@ class _Expansion:
             texts = self._texts(parsed(pattern), 4 * sum(len(name) + 2 for name in stated))
         except UnsupportedError:
             return None
-        found = set[str]()
+        names = set[str]()
         for text in texts or ():
             if text[:1] != self._BEGIN or text[-1:] != self._END:
                 return None
             inner = text[1:-1]
-            found |= set() if self._BEGIN in inner or self._END in inner else {inner}  # else no text matches
-        return found if texts is not None and found <= stated.keys() else None
+            names |= set() if self._BEGIN in inner or self._END in inner else {inner}  # else no text matches
+        return names if texts is not None and names <= stated.keys() else None
 
     def _texts(self, nodes: Any, limit: int) -> set[str] | None:
         """All texts that a part of a pattern matches, with marks for anchors; None if they have more characters than `limit`."""
@@ -133,20 +129,20 @@ class _Expansion:
             return self._texts(argument[3], limit)
         if operation is ops.BRANCH:
             branches = [self._texts(branch, limit) for branch in argument[1]]
-            return None if None in branches else set().union(*(own or () for own in branches))
+            return None if None in branches else set().union(*(texts or () for texts in branches))
         if operation is ops.IN and all(kind in (ops.LITERAL, ops.RANGE) for kind, _ in argument):
             ranges = [value if kind is ops.RANGE else (value, value) for kind, value in argument]
             few = sum(high - low + 1 for low, high in ranges) <= limit
             return {chr(code) for low, high in ranges for code in range(low, high + 1)} if few else None
         if operation in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[1] <= limit:
-            body, now, found = self._texts(argument[2], limit), {""}, set[str]()
+            body, now, repeated = self._texts(argument[2], limit), {""}, set[str]()
             for count in range(argument[1] + 1):
-                found |= now if count >= argument[0] else set()
+                repeated |= now if count >= argument[0] else set()
                 joined = self._joined(now, body, limit) if count < argument[1] else now
                 if joined is None:
                     return None
                 now = joined
-            return found
+            return repeated
         return None
 
     def _joined(self, first: set[str] | None, second: set[str] | None, limit: int) -> set[str] | None:

@@ -6,18 +6,22 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.guarded import Guarded, Stopped
 from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.reasoning import ReasoningEnd
-from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
+from minirt.structured.reasoning import ReasoningEnd, bits
+from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
+from minirt.threads import usable_cpus
 
 _T = TypeVar("_T")
 # Between two JSON tokens, unless there is nothing. (llama.cpp bounds it in the same way.)
@@ -25,13 +29,14 @@ WHITESPACE = r"( |\n[ \t]{0,20})"
 # Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
 ESCAPES = 'nrbtf\\"'
 # Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
-# Those without an end are lexemes, too, and no repetition gives characters back: so each character is looked at once.
+# Unterminated ones are lexemes, too. No repetition gives characters back, so each character is looked at once.
 _LARK = re.compile(
     r'''"(?:\\.|[^"\\\n])*+"?|/(?!/)(?:\\.|[^/\\])++/?|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
 )
+_MASKERS = 16  # threads that compute masks, at most
 _MAX_REASONING_ENDS = 16  # that are kept
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
-_MAX_WORK = 1  # how often a schema's length may be compiled again, to find the place of an error in it
+_PLACE_SECONDS = 1.0  # how long the place of an error within a schema is looked for
 
 
 class Grammar:
@@ -59,11 +64,7 @@ class Grammar:
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
-            if len(self._source) > limits.SMALL:
-                tokenizer.try_out(self._source, self._where)
-            matcher = self.compile()
-            tokenizer.probe(matcher, self._where)
-            self._ready = [matcher]
+            self._ready = [tokenizer.first(self._source, str(spec), self._where)]
         except MinirtError as error:
             if spec.json is None or error.expected is not None:  # a limit of the whole
                 raise
@@ -98,6 +99,8 @@ class GrammarTokenizer:
         known_ids: the ids of the tokenizer.
         end_ids: those of `end_ids` that it knows.
         text_ends: those of them that are ordinary text for llguidance.
+        known, no_text_ends: rows of masks that allow `known_ids`, or all but `text_ends`.
+        executor: what computes the masks of many matchers (`llguidance.LLExecutor`).
 
     Raises:
         UnsupportedError: llguidance is not installed, or cannot use this tokenizer with this model.
@@ -109,7 +112,7 @@ class GrammarTokenizer:
         except ImportError as error:
             what, hint = "structured output needs llguidance, which is not installed", "pip install llguidance"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
-        self._library, self.vocab, self._text = llguidance, vocab, tokenizer.serialized
+        self.vocab, self._text = vocab, tokenizer.serialized
         self.known_ids = tokenizer.ids()
         self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
         if not self.end_ids:
@@ -127,12 +130,15 @@ class GrammarTokenizer:
             if any(map(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(name))):  # see `without_special`
                 what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
                 raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
-        self._reasoning_ends = dict[str, ReasoningEnd]()
+        # To look at the texts of all tokens takes some 50 ms, so the last ends of reasoning blocks are kept.
+        self.reasoning_end = lru_cache(_MAX_REASONING_ENDS)(lambda text: ReasoningEnd(text, self.texts, -(-vocab // 32)))
         self._options = matchers.options()
+        self.executor = llguidance.LLExecutor(min(_MASKERS, usable_cpus()))
+        self.known, self.no_text_ends = self.bits(self.known_ids), ~self.bits(self.text_ends)
 
-    def executor(self, threads: int) -> Any:
-        """What computes the masks of many matchers (`llguidance.LLExecutor`)."""
-        return self._library.LLExecutor(threads)
+    def bits(self, tokens: frozenset[int]) -> Tensor:
+        """A row of a mask in which these tokens are allowed."""
+        return bits(tokens, -(-self.vocab // 32))
 
     def text(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
@@ -142,45 +148,34 @@ class GrammarTokenizer:
         """The texts of all tokens with their ids, sorted."""
         return sorted((self.text(token), token) for token in self.known_ids)
 
-    def reasoning_end(self, text: str) -> ReasoningEnd:
-        """The end of a reasoning block. To look at the texts of all tokens takes some 50 ms, so the last ends are kept."""
-        found = self._reasoning_ends.get(text)
-        if found is None:
-            found = ReasoningEnd(text, self.texts, -(-self.vocab // 32))
-            if len(self._reasoning_ends) >= _MAX_REASONING_ENDS:
-                self._reasoning_ends.clear()
-            self._reasoning_ends[text] = found
-        return found
-
-    def compile(self, source: str, where: str) -> Any:
+    def compile(self, source: str, place: str) -> Any:
         """A matcher in its initial state, with the mask of the first token computed."""
-        matcher = _call(lambda: matchers.new(self._tokenizer, source, self._options), "cannot be compiled", where)
+        matcher = _call(lambda: matchers.new(self._tokenizer, source, self._options), "cannot be compiled", place)
         if matcher.is_error():
-            raise _compile_error(matcher.get_error(), where)
+            raise _compile_error(matcher.get_error(), place)
         return matcher
 
-    def probe(self, matcher: Any, where: str) -> None:
-        """Compute the mask after the first token, too, where the grammar allows one text only. Leaves the matcher as it is.
+    def first(self, source: str, text: str, place: str) -> Any:
+        """The first matcher of a grammar. Where the grammar allows one text only, also computes the mask after the first token.
 
+        A costly grammar compiles in a separate process first, where it can do no harm.
+
+        Args:
+            text: the grammar as it was given.
         Raises:
-            InputError: that text is endless, or too long.
+            InputError, UnsupportedError: it takes too long or too much memory, ends that process, or is wrong.
         """
+        if limits.is_costly(text):
+            try:
+                message = self._trials.ask(source)
+            except Stopped as error:
+                raise limits.too_costly(text, place, str(error)) from None
+            if message is not None:
+                raise _compile_error(message, place)
+        matcher = self.compile(source, place)
         if message := matchers.probed(matcher):
-            raise _compile_error(message, where)
-
-    def try_out(self, source: str, where: str) -> None:
-        """Compile a grammar in a separate process, whose time and memory are limited, so that it cannot harm this one.
-
-        Raises:
-            InputError, UnsupportedError: it takes too long or too much memory, ends the process, or is wrong.
-        """
-        try:
-            message = self._trials.ask(source)
-        except Stopped as error:
-            what, expected = "the grammar is too complex", f"one that compiles in {limits.MAX_TRIAL.cpu_seconds} s of CPU"
-            raise InputError(what, where=where, expected=expected, found=str(error), hint="simplify it") from None
-        if message is not None:
-            raise _compile_error(message, where)
+            raise _compile_error(message, place)
+        return matcher
 
     @cached_property
     def _trials(self) -> Guarded:
@@ -190,16 +185,14 @@ class GrammarTokenizer:
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
     pointer, smallest, todo = "", schema, list(subschemas(schema)) if isinstance(schema, dict) else []
-    work = _MAX_WORK * len(str(spec.json))
-    while todo and work > 0:
+    deadline = time.monotonic() + _PLACE_SECONDS
+    while todo and time.monotonic() < deadline:
         name, part = todo.pop()
         if isinstance(part, dict) and part:
-            source = _json_source(part, spec)
-            work -= len(source)
             try:
-                tokenizer.compile(source, "")
-            except MinirtError as own:
-                if own.found == error.found:
+                tokenizer.first(_json_source(part, spec), json.dumps(part), "")
+            except MinirtError as other:
+                if other.found == error.found:
                     pointer, smallest = f"/{name}", part
                     todo = [(f"{name}/{inner}", value) for inner, value in subschemas(part)]
     if isinstance(smallest, dict) and "pattern" in smallest and "regex" in str(error.found).lower():
@@ -207,13 +200,13 @@ def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, token
     return f", {pointer}" if pointer else ""
 
 
-def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
+def _checked_source(spec: StructuredOutputsParams, place: str) -> str:
     """The grammar in a language of llguidance."""
     from llguidance import LLMatcher
 
     if spec.json is not None:
-        schema = parse_schema(str(spec.json), where)
-        check_schema(schema, where)
+        schema = parse_schema(str(spec.json), place)
+        check_schema(schema, place)
         return _json_source(schema, spec)
     if spec.json_object:
         return _json_source({"type": "object"}, spec)
@@ -222,30 +215,32 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
     if spec.choice is not None:  # one terminal, so that all choices are matched at once
         choices = " | ".join(json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-    return LLMatcher.grammar_from_lark(_checked_lark(str(spec.grammar), where))
+    return LLMatcher.grammar_from_lark(_checked_lark(str(spec.grammar), place))
 
 
-def _checked_lark(source: str, where: str) -> str:
+def _checked_lark(source: str, place: str) -> str:
     """A Lark grammar whose schemas after "%json" are checked, and have the options of `json`."""
-    parts, between, regexes, schemas, done = list[str](), list[str](), list[str](), list[Any](), 0
+    parts, done, levels = list[str](), 0, 0
     while (lexeme := _LARK.search(source, done)) is not None:
         start = lexeme.end()
         parts.append(source[done:start])
-        between.append(source[done : lexeme.start()])
-        regexes += [lexeme[0]] if lexeme[0].startswith("/") else []
+        levels += _brackets(source[done : lexeme.start()])
         done = _json_end(source, start) if lexeme[0].startswith("%") else start
         text = source[start:done]
         if lexeme[0] == "%json":
-            place = f"{where}, %json at line {source.count(chr(10), 0, start) + 1}"
-            schema = parse_schema(text, place)
-            check_schema(schema, place)
-            schemas.append(schema)
+            inner = f"{place}, %json at line {source.count(chr(10), 0, start) + 1}"
+            schema = parse_schema(text, inner)
+            check_schema(schema, inner)
             lines = "\n" * text.count("\n")  # so that llguidance counts them as in `source`
             text = f"{lines} {json.dumps({**_as_object(schema), 'x-guidance': _json_options(compact=False)})}"
         parts.append(text)
-    check_multiples(schemas, where)
-    limits.check_lark([*between, source[done:]], regexes, where)
+    levels += _brackets(source[done:])
+    limits.check_levels(levels, "rules, terminals and opening brackets", place)
     return "".join([*parts, source[done:]])
+
+
+def _brackets(text: str) -> int:
+    return sum(map(text.count, ":([{"))
 
 
 def _json_end(source: str, start: int) -> int:
@@ -274,35 +269,35 @@ def _json_options(compact: bool) -> dict[str, Any]:
     return {"json_allowed_escapes": ESCAPES, **space}
 
 
-def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
+def _compile_error(message: str, place: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
-    own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
-    text = _readable(" ".join(own.split()), where)
+    line = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
+    text = _readable(" ".join(line.split()), place)
     if FORCED_TOO_LONG in text:
         what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
-        return InputError(what, where=where, found=shortened(text), hint=hint)
-    if (error := limits.reached(text, where)) is not None:
+        return InputError(what, where=place, found=shortened(text), hint=hint)
+    if (error := limits.reached(text, place)) is not None:
         return error
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):
-        return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))
+        return UnsupportedError("not supported in a grammar", where=place, found=shortened(text))
     if "NoExtension" in text or "nsatisfiable" in text:
-        return InputError("no text fits", where=where, found=shortened(text))
-    return InputError("the grammar is wrong", where=where, found=shortened(text))
+        return InputError("no text fits", where=place, found=shortened(text))
+    return InputError("the grammar is wrong", where=place, found=shortened(text))
 
 
-def _readable(text: str, where: str) -> str:
+def _readable(text: str, place: str) -> str:
     """llguidance's message without the marks below a line, and with its place in words; a regular expression is one line."""
     def invalid(match: re.Match[str]) -> str:
         return f"invalid regex {shortened(match[1], 100)}: "
 
     text = re.sub(r"invalid regex (.*) \(in regex\): regex parse error: .* \^+ error: ", invalid, text)
     text = re.sub(r"regex parse error: (.*) \^+ error: ", invalid, text)
-    place = "" if where.endswith("regex") else r"line \1, column \2: "
-    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", place, text)
+    prefix = "" if place.endswith("regex") else r"line \1, column \2: "
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", prefix, text)
 
 
 def _call(
-    function: Callable[[], _T], what: str, where: str = "structured_outputs", error: type[MinirtError] = InputError
+    function: Callable[[], _T], what: str, place: str = "structured_outputs", error: type[MinirtError] = InputError
 ) -> _T:
     """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
     try:
@@ -312,4 +307,4 @@ def _call(
     except BaseException as cause:
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise  # Ctrl-C
-        raise error(f"{what}: {shortened(cause)}", where=where) from cause
+        raise error(f"{what}: {shortened(cause)}", where=place) from cause

@@ -103,7 +103,7 @@ def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer. A "Sequence" has them under the key `inner`."""
     if part is None:
         return []
-    return [step for own in part[inner] for step in _steps(own, inner)] if part["type"] == "Sequence" else [part]
+    return [step for step in part[inner] for step in _steps(step, inner)] if part["type"] == "Sequence" else [part]
 
 
 def _keeps_bytes(step: Mapping[str, Any]) -> bool:

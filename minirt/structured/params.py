@@ -9,8 +9,7 @@ from json import dumps
 from typing import Any
 
 from minirt.errors import InputError, quoted, shortened
-from minirt.foreign_names import check_names
-from minirt.structured.schema import parse_schema
+from minirt.settings import Settings, documented, setting, settings_of, switch
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_LENGTH = {"json": 1 << 18, "regex": 1 << 15, "choice": 1 << 18, "grammar": 1 << 18}  # characters
@@ -18,54 +17,58 @@ MAX_CHOICES = 4096
 MAX_MARKER = 256  # characters of `reasoning_end`
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(Settings):
     """What the generated text must be: exactly one of the first five fields. Needs `minirt[structured]`.
-
-    Args:
-        json: JSON that a JSON schema accepts; the schema as a dict, a bool or JSON text. It is stored as text.
-        regex: a text that a regular expression matches from its beginning to its end, in the syntax of Rust's `regex`.
-        choice: one of these texts.
-        grammar: a text of a context-free grammar, in the Lark syntax of llguidance.
-        json_object: any JSON object.
-        disable_any_whitespace: no white space between JSON tokens. Else there may be a space, or a line break and an indentation.
-        reasoning_end: the text that ends a reasoning block, such as "</think>". The grammar begins right after it. Until then,
-            tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar begins at once.
 
     Raises:
         InputError: a value has the wrong type or is too long, or there is not exactly one kind.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool = False
-    disable_any_whitespace: bool = False
-    reasoning_end: str | None = None
+    _python = 'SamplingParams(structured_outputs={{"{}": …}})'
 
-    def __new__(cls, *unnamed: Any, **given: Any) -> "StructuredOutputsParams":
-        check_names(given, tuple(cls.__dataclass_fields__), cls.__name__, unnamed=unnamed)
-        return super().__new__(cls)
+    # fmt: off
+    json: str | Mapping[str, Any] | bool | None = setting(
+        "The text is JSON that a JSON schema accepts.", option="--json-schema", metavar="FILE",
+        option_help="The text is JSON that the JSON schema in a file accepts; - is stdin. A value that begins with { is the "
+        "schema itself.",
+        details="The schema is a dict, a bool or JSON text. It is stored as text.",
+        elsewhere={"vLLM": "guided_json", "llama.cpp": "json_schema_file"})
+    regex: str | None = setting(
+        "The text is matched by a regular expression from its beginning to its end. \\d is any Unicode digit: write [0-9].",
+        details="The syntax is that of Rust's `regex`.", elsewhere={"vLLM": "guided_regex"})
+    choice: Sequence[str] | None = setting(
+        "The text is one of these texts.", kind="several", elsewhere={"vLLM": "guided_choice"},
+        option_help="The text is this one, or another --choice.", metavar="TEXT")
+    grammar: str | None = setting(
+        "The text follows a context-free grammar, in llguidance's Lark syntax.", metavar="FILE",
+        option_help="The text follows the grammar in a file, in llguidance's Lark syntax.", elsewhere={"vLLM": "guided_grammar"})
+    json_object: bool = setting("The text is a JSON object.", False)
+    disable_any_whitespace: bool = setting(
+        "No white space between JSON tokens. Small models may waste tokens on it.", False,
+        option_help="With --json-schema or --json-object: no white space between JSON tokens. Small models may waste tokens on "
+        "it.")
+    reasoning_end: str | None = setting(
+        "Schema, regex, choice or grammar begin after this text, such as </think>.", metavar="TEXT",
+        details="Until then, tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar "
+        "begins at once.")
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, False)
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, "not an acceptable value", "True or False", getattr(self, name))
+            self._set(name, False if getattr(self, name) is None else switch(getattr(self, name), self._place(name), InputError))
         asked = [kind for kind in KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             raise _wrong("json", "the schema false accepts nothing", "a JSON schema", False)
         if len(asked) != 1:
-            where, found = "StructuredOutputsParams", " and ".join(asked) or "none"
-            raise InputError("not one kind of output", where=where, expected=f"one of {', '.join(KINDS)}", found=found)
+            place, shown = "StructuredOutputsParams", " and ".join(asked) or "none"
+            raise InputError("not one kind of output", where=place, expected=f"one of {', '.join(KINDS)}", found=shown)
         if self.disable_any_whitespace and self.json is None and not self.json_object:
             raise _wrong("disable_any_whitespace", f"is about JSON, and this is {asked[0]}", "json or json_object", True)
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            self._set("json", _schema_text(self.json))
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            self._set("choice", _choices(self.choice))
         for name, limit in (("regex", MAX_LENGTH["regex"]), ("grammar", MAX_LENGTH["grammar"]), ("reasoning_end", MAX_MARKER)):
             if (value := getattr(self, name)) is not None:
                 _check_text(name, value, limit)
@@ -75,7 +78,7 @@ class StructuredOutputsParams:
         """`value`, or what it says as a mapping of field names to values, as in JSON."""
         if isinstance(value, cls):
             return value
-        names = tuple(cls.__dataclass_fields__)
+        names = tuple(settings_of(cls))
         if not isinstance(value, Mapping):
             expected = f"StructuredOutputsParams, or an object with {', '.join(names)}"
             raise InputError("not structured outputs", where=cls.__name__, expected=expected, found=quoted(value))
@@ -105,13 +108,15 @@ def _schema_text(schema: object) -> str:
         try:
             text = dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            where = "StructuredOutputsParams.json"
-            raise InputError(f"the schema is not JSON: {shortened(error)}", where=where) from error
+            place = "StructuredOutputsParams.json"
+            raise InputError(f"the schema is not JSON: {shortened(error)}", where=place) from error
     elif isinstance(schema, str):
         text = schema
     else:
         raise _wrong("json", "not a JSON schema", "a dict, a bool or JSON text", schema)
     _check_text("json", text, MAX_LENGTH["json"])
+    from minirt.structured.schema import parse_schema  # here: most requests and commands need no schema
+
     parse_schema(text, "StructuredOutputsParams.json")
     return text
 
@@ -121,8 +126,8 @@ def _choices(choices: object) -> tuple[str, ...]:
         raise _wrong("choice", "not choices", "a list of texts, at least one, none empty", choices)
     if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_LENGTH["choice"]:
         expected = f"at most {MAX_CHOICES} with {MAX_LENGTH['choice']} characters together"
-        found = f"{len(choices)} with {sum(map(len, choices))} characters"
-        raise InputError("too many choices", where="StructuredOutputsParams.choice", expected=expected, found=found)
+        shown = f"{len(choices)} with {sum(map(len, choices))} characters"
+        raise InputError("too many choices", where="StructuredOutputsParams.choice", expected=expected, found=shown)
     for choice in choices:
         _check_text("choice", choice, MAX_LENGTH["choice"])
     return tuple(dict.fromkeys(choices))
@@ -131,12 +136,12 @@ def _choices(choices: object) -> tuple[str, ...]:
 def _check_text(name: str, text: object, limit: int) -> None:
     if not isinstance(text, str) or not text:
         raise _wrong(name, "not an acceptable value", "a text that is not empty", text)
-    where = f"StructuredOutputsParams.{name}"
+    place = f"StructuredOutputsParams.{name}"
     if len(text) > limit:
-        raise InputError("too long", where=where, expected=f"at most {limit} characters", found=len(text))
+        raise InputError("too long", where=place, expected=f"at most {limit} characters", found=len(text))
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise InputError("the text is not valid Unicode (a lone surrogate)", where=where, found=ascii(text[:80]))
+        raise InputError("the text is not valid Unicode (a lone surrogate)", where=place, found=ascii(text[:80]))
 
 
-def _wrong(name: str, what: str, expected: str, found: object) -> InputError:
-    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=quoted(found))
+def _wrong(name: str, what: str, expected: str, shown: object) -> InputError:
+    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=quoted(shown))

@@ -28,13 +28,13 @@ class ReasoningEnd:
     """
 
     def __init__(self, text: str, tokens: Sequence[tuple[bytes, int]], words: int) -> None:
-        self._text = own = text.encode()
-        containing = ((found, token) for found, token in tokens if own in found)
-        self.within = ~bits((token for found, token in containing if found.index(own) + len(own) < len(found)), words)
+        self._text = end = text.encode()
+        containing = ((data, token) for data, token in tokens if end in data)
+        self.within = ~bits((token for data, token in containing if data.index(end) + len(end) < len(data)), words)
         # For each number of its bytes that a text ends with: the tokens that begin with the others and are longer.
         self._after: dict[int, Tensor] = {}
-        for count in range(1, len(own)):
-            rest = own[count:]
+        for count in range(1, len(end)):
+            rest = end[count:]
             first = bisect_right(tokens, rest, key=lambda entry: entry[0])
             last = bisect_left(tokens, rest[:-1] + bytes([rest[-1] + 1]), key=lambda entry: entry[0])
             if first < last:

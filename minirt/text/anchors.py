@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from minirt.errors import InputError, UnsupportedError, shortened
 from minirt.modeling.patterns import accepts, parsed
-from minirt.text.reply import first_marker
+from minirt.text.reply import first_marker, held_length
 
 MAX_MATCH = 1000  # characters of a match in text that is still growing
 _MAX_PROGRAM = 5000
@@ -59,10 +59,10 @@ class Anchor:
         """
         place, work = 0, 0
         search = AnchorSearch(self)
-        while (found := search.next(text, 0, place, final=True)[0]) is not None:
-            yield found
+        while (match := search.next(text, 0, place, final=True)[0]) is not None:
+            yield match
             work += search.place - place
-            place = found.end
+            place = match.end
             if work > _MAX_RESCANS * (len(text) + MAX_MATCH):
                 raise InputError("the text takes too long to search", found=shortened(text, 80))
 
@@ -90,18 +90,17 @@ class Anchor:
                 program.append(("any",) if operation is ops.ANY else ("one", operation, argument))
 
     def _branch(self, branches: Sequence[Any]) -> None:
-        ends = []
-        for i, branch in enumerate(branches):
-            split = len(self.program)
-            last = i == len(branches) - 1
-            self.program += [] if last else [("split", 0, 0)]
+        program, jumps = self.program, []
+        for branch in branches[:-1]:
+            split = len(program)
+            program.append(("split", 0, 0))
             self._compile(branch)
-            if not last:
-                ends.append(len(self.program))
-                self.program.append(("jump", 0))
-                self.program[split] = ("split", split + 1, len(self.program))
-        for end in ends:
-            self.program[end] = ("jump", len(self.program))
+            jumps.append(len(program))
+            program.append(("jump", 0))
+            program[split] = ("split", split + 1, len(program))
+        self._compile(branches[-1])
+        for jump in jumps:
+            program[jump] = ("jump", len(program))
 
     def _repeat(self, least: int, most: Any, body: Any, lazy: bool) -> None:
         program = self.program
@@ -109,7 +108,6 @@ class Anchor:
             raise UnsupportedError("the pattern repeats what can be empty")
         for _ in range(int(least)):
             self._compile(body)
-            self._check_size()
         splits = []
         if most is ops.MAXREPEAT:
             splits.append(len(program))
@@ -121,14 +119,9 @@ class Anchor:
                 splits.append(len(program))
                 program.append(("split", 0, 0))
                 self._compile(body)
-                self._check_size()
         for split in splits:
             ways = (split + 1, len(program))
             program[split] = ("split", *(reversed(ways) if lazy else ways))
-
-    def _check_size(self) -> None:
-        if len(self.program) > _MAX_PROGRAM:
-            raise UnsupportedError("the pattern is too large")
 
     def begins(self, character: str) -> bool:
         """Whether a match can begin with this character. Most characters of a text cannot, and need no threads."""
@@ -194,13 +187,7 @@ class AnchorSearch:
 
     def _literal(self, text: str, base: int, final: bool) -> tuple[Found | None, int]:
         literals = self._anchor.literals
-        kept = len(text)
-        if not final:
-            for length in range(min(max(map(len, literals)) - 1, len(text) - (self.place - base)), 0, -1):
-                tail = text[-length:]
-                if any(literal.startswith(tail) and literal != tail for literal in literals):
-                    kept = len(text) - length
-                    break
+        kept = len(text) - (0 if final else held_length(text, literals, self.place - base))
         place, literal = first_marker(text, literals, self.place - base)
         if not literal or place >= kept:
             self.place = base + (place if literal else kept)

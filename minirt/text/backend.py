@@ -38,10 +38,10 @@ class Backend:
         Other threads run meanwhile: of the library's functions, only those for batches release Python's lock.
         """
         try:
-            (found,) = self._call(
+            (encoding,) = self._call(
                 lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), "failed", _TEXT
             )
-            return found.ids
+            return encoding.ids
         except TokenizerError as error:
             if isinstance(error.__cause__, TypeError | UnicodeError):
                 what = "the text is not valid Unicode (a lone surrogate)"
@@ -74,15 +74,10 @@ class Backend:
         """Token → id, added tokens included."""
         return self._call(lambda: self._library.get_vocab(with_added_tokens=True), "failed", _DAMAGED)
 
-    def special_tokens(self) -> frozenset[str]:
-        """The added tokens that are flagged as special."""
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts of the added tokens, each of which becomes that token in a text; and whether they are flagged as special."""
         added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
-        return frozenset(token.content for token in added.values() if token.special)
-
-    def added_tokens(self) -> frozenset[str]:
-        """The texts of the added tokens. In a text, each becomes that token."""
-        added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
-        return frozenset(token.content for token in added.values())
+        return {token.content: token.special for token in added.values()}
 
     def add_special_tokens(self, tokens: list[str]) -> None:
         self._call(lambda: self._library.add_special_tokens(tokens), "failed", _DAMAGED)

@@ -34,7 +34,7 @@ class ChatTemplate:
         """`tokenizer_config`: the content of tokenizer_config.json."""
         stated = list(filter(None, _stated(folder, tokenizer_config)))
         named = stated[0] if stated else {}
-        sources = [{name: own.source.strip() for name, own in templates.items()} for templates in stated]
+        sources = [{name: template.source.strip() for name, template in templates.items()} for templates in stated]
         for other, texts in zip(stated[1:], sources[1:], strict=True):
             if texts != sources[0]:
                 path, used = (next(iter(templates.values())).path for templates in (other, named))
@@ -195,11 +195,11 @@ class _Template:
             raise TokenizerError(f"the chat template failed: {error}", where=self.path, hint=hint) from error
 
 
-def _check_json(where: str, value: Any) -> None:
+def _check_json(name: str, value: Any) -> None:
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not a JSON value", where=where, found=shortened(error, 80)) from error
+        raise InputError("not a JSON value", where=name, found=shortened(error, 80)) from error
 
 
 def _stated(folder: Path, tokenizer_config: Mapping[str, Any]) -> list[dict[str, _Template]]:
@@ -224,13 +224,13 @@ def _named(value: Any, path: Path) -> dict[str, _Template]:
     entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
     if isinstance(value, dict):
         entries = [{"name": name, "template": template} for name, template in value.items()]
-    if not isinstance(entries, list) or not all(isinstance(own, dict) and own.keys() >= {"name", "template"} for own in entries):
-        found = "a list of something else" if isinstance(value, list) else type(value).__name__
-        raise TokenizerError("bad chat_template", where=path, expected=expected, found=found)
+    if not isinstance(entries, list) or any(not isinstance(e, dict) or not e.keys() >= {"name", "template"} for e in entries):
+        shown = "a list of something else" if isinstance(value, list) else type(value).__name__
+        raise TokenizerError("bad chat_template", where=path, expected=expected, found=shown)
     names = [entry["name"] for entry in entries]
     if names.count("default") != 1 or names.count("tool_use") > 1:
-        found = f"{names.count('default')} named default, {names.count('tool_use')} named tool_use"
-        raise TokenizerError("bad chat_template", where=path, expected=expected, found=found)
+        shown = f"{names.count('default')} named default, {names.count('tool_use')} named tool_use"
+        raise TokenizerError("bad chat_template", where=path, expected=expected, found=shown)
     named = {}
     for entry in entries:
         if entry["name"] in _NAMES:
@@ -238,6 +238,6 @@ def _named(value: Any, path: Path) -> dict[str, _Template]:
             if not isinstance(template.source, str):
                 raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(template.source).__name__)
             if len(template.source) > MAX_TEMPLATE:
-                limit, found = f"at most {MAX_TEMPLATE:,} characters", f"{len(template.source):,}"
-                raise TokenizerError("the chat template is too large", where=path, expected=limit, found=found)
+                limit, shown = f"at most {MAX_TEMPLATE:,} characters", f"{len(template.source):,}"
+                raise TokenizerError("the chat template is too large", where=path, expected=limit, found=shown)
     return named

@@ -27,7 +27,7 @@ class IncrementalDecoder:
         self._tokenizer, self._backend = tokenizer, tokenizer._backend
         # By id: the bytes of a token that is part of a character, the text of another. All decoders of the tokenizer share it.
         self._cache = tokenizer._decoded[skip_special_tokens]
-        self._skipped = tokenizer._special_texts if skip_special_tokens else frozenset[str]()
+        self._skipped = tokenizer.special_tokens if skip_special_tokens else frozenset[str]()
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it completes, possibly "".
@@ -56,12 +56,12 @@ class IncrementalDecoder:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""  # not kept: there are 2**32 of them
-        found: str | bytes = b""
+        decoded: str | bytes = b""
         if token not in self._skipped:
             is_part = self._tokenizer.is_part(token_id)
-            found = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
-        self._cache[int(token_id)] = found
-        return found
+            decoded = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
+        self._cache[int(token_id)] = decoded
+        return decoded
 
     def _last(self, prompt: Sequence[int], first: int = 0) -> Iterator[tuple[int, str | bytes]]:
         """The tokens of a prompt with text, and their pieces, from the last to the one at `first`."""

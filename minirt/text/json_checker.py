@@ -39,7 +39,7 @@ class JsonChecker:
     @property
     def closing(self) -> str:
         """The brackets that close those that are open."""
-        return "".join("}" if own == "{" else "]" for own in reversed(self._open))
+        return "".join("}" if bracket == "{" else "]" for bracket in reversed(self._open))
 
     @property
     def complete(self) -> bool:
@@ -154,10 +154,10 @@ def completed(text: str) -> str:
         shown.append(_shown(character, checker))
         if checker.complete:
             end = len(shown)
-    checker, found = JsonChecker(), "".join(shown[:end])
-    for character in found:  # again, for the brackets that are open there
+    checker, kept = JsonChecker(), "".join(shown[:end])
+    for character in kept:  # again, for the brackets that are open there
         checker.push(character)
-    return found + checker.closing if found.startswith("{") else "{}"
+    return kept + checker.closing if kept.startswith("{") else "{}"
 
 
 def _shown(character: str, checker: JsonChecker) -> str:

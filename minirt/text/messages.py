@@ -54,45 +54,45 @@ def checked_messages(messages: object, form: MessageForm = _COMMON) -> list[dict
     """
     if not isinstance(messages, list) or not messages:
         what = "the conversation is empty" if messages == [] else "not a conversation"
-        found = None if messages == [] else quoted(messages, 80)
-        raise InputError(what, where="messages", expected="a list of one or more messages", found=found)
+        shown = None if messages == [] else quoted(messages, 80)
+        raise InputError(what, where="messages", expected="a list of one or more messages", found=shown)
     checked = [_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
     if form.named_results:
         _name_results(checked)
     return checked
 
 
-def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
+def _message(message: object, place: str, form: MessageForm) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=quoted(message, 80))
+        raise InputError("not a message", where=place, expected='{"role": …, "content": …}', found=quoted(message, 80))
     given = {key: value for key, value in message.items() if value is not None}
     for key, value in given.items():
         if key not in MESSAGE_FIELDS:
-            raise InputError("unknown field", where=f"{where}.{shortened(key, 40)}", expected=", ".join(MESSAGE_FIELDS[:6]))
+            raise InputError("unknown field", where=f"{place}.{shortened(key, 40)}", expected=", ".join(MESSAGE_FIELDS[:6]))
         if key in _SILENT and value not in ([], ""):
-            raise InputError("not supported", where=f"{where}.{key}")
+            raise InputError("not supported", where=f"{place}.{key}")
         if key in _TEXTS or key == "role":
-            _text(value, f"{where}.{key}")
+            text_at(value, f"{place}.{key}")
     if "role" not in given:
-        raise InputError("has no role", where=where, found=quoted(message, 80))
+        raise InputError("has no role", where=place, found=quoted(message, 80))
     may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
-    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
-    own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
+    result: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), place, may_be_missing)}
+    result |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
     reasoning = next((given[key] for key in REASONING if key in given), None)
     if reasoning is not None and form.reasoning != IN_CONTENT:
-        own[form.reasoning] = reasoning
-    calls = _each(given.get("tool_calls", []), f"{where}.tool_calls", lambda call, place: _tool_call(call, place, form))
+        result[form.reasoning] = reasoning
+    calls = _each(given.get("tool_calls", []), f"{place}.tool_calls", lambda call, place: _tool_call(call, place, form))
     if calls:
-        own["tool_calls"] = calls
-    if form.short_ids and "tool_call_id" in own:
-        own["tool_call_id"] = _short_id(own["tool_call_id"])
+        result["tool_calls"] = calls
+    if form.short_ids and "tool_call_id" in result:
+        result["tool_call_id"] = _short_id(result["tool_call_id"])
     if form.reasoning == IN_CONTENT and reasoning:
-        own["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": own["content"]}]
-    elif form.null_content and calls and not own["content"]:
-        own["content"] = None
+        result["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": result["content"]}]
+    elif form.null_content and calls and not result["content"]:
+        result["content"] = None
     elif form.content_parts:
-        own["content"] = [{"type": "text", "text": own["content"]}]
-    return own
+        result["content"] = [{"type": "text", "text": result["content"]}]
+    return result
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
@@ -109,50 +109,50 @@ def _short_id(text: str) -> str:
     return text if re.fullmatch("[a-zA-Z0-9]{9}", text) else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def _content(content: object, where: str, may_be_missing: bool) -> str:
+def _content(content: object, place: str, may_be_missing: bool) -> str:
     if content is None and may_be_missing:
         return ""
     if not isinstance(content, list):
-        return _text(content, f"{where}.content", "a text, or a list of parts of type text")
-    return "\n".join(_each(content, f"{where}.content", _part))
+        return text_at(content, f"{place}.content", "a text, or a list of parts of type text")
+    return "\n".join(_each(content, f"{place}.content", _part))
 
 
-def _part(part: object, where: str) -> str:
+def _part(part: object, place: str) -> str:
     if not isinstance(part, dict):
-        raise InputError("not a part of a message", where=where, found=type(part).__name__)
+        raise InputError("not a part of a message", where=place, found=type(part).__name__)
     if part.get("type") != "text":
-        found, hint = shortened(part.get("type"), 40), "minirt's models read text only"
-        raise InputError("a part of another type", where=f"{where}.type", expected="text", found=found, hint=hint)
-    return _text(part.get("text"), f"{where}.text")
+        shown, hint = shortened(part.get("type"), 40), "minirt's models read text only"
+        raise InputError("a part of another type", where=f"{place}.type", expected="text", found=shown, hint=hint)
+    return text_at(part.get("text"), f"{place}.text")
 
 
-def _tool_call(call: object, where: str, form: MessageForm) -> dict[str, Any]:
+def _tool_call(call: object, place: str, form: MessageForm) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        expected, found = '{"id", "type": "function", "function": {"name", "arguments"}}', quoted(call, 80)
-        raise InputError("not a tool call", where=where, expected=expected, found=found)
+        expected, shown = '{"id", "type": "function", "function": {"name", "arguments"}}', quoted(call, 80)
+        raise InputError("not a tool call", where=place, expected=expected, found=shown)
     if call.get("type", "function") != "function":
-        found = shortened(call["type"], 40)
-        raise InputError("a tool call of another type", where=f"{where}.type", expected="function", found=found)
-    name = _text(function.get("name"), f"{where}.function.name")
-    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", form)
-    own = {"id": _text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
-    if form.short_ids and own:
-        own["id"] = _short_id(own["id"])
-    return own | {"type": "function", "function": {"name": name, "arguments": arguments}}
+        shown = shortened(call["type"], 40)
+        raise InputError("a tool call of another type", where=f"{place}.type", expected="function", found=shown)
+    name = text_at(function.get("name"), f"{place}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{place}.function.arguments", form)
+    result = {"id": text_at(call["id"], f"{place}.id")} if call.get("id") is not None else {}
+    if form.short_ids and result:
+        result["id"] = _short_id(result["id"])
+    return result | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(given: object, where: str, form: MessageForm) -> dict[str, Any] | str:
+def _arguments(given: object, place: str, form: MessageForm) -> dict[str, Any] | str:
     """The arguments of a call: an object, or its JSON text. A text that is no JSON object stays as it is; null is {}."""
     if isinstance(given, str) and given:
         return given if form.text_arguments else _object(given)  # the client's text: with the spaces that the model wrote
     value = given or {}
     if not isinstance(value, dict):
-        raise InputError("not a JSON object", where=where, found=quoted(value, 80))
+        raise InputError("not a JSON object", where=place, found=quoted(value, 80))
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not JSON", where=where, found=quoted(given, 80)) from error
+        raise InputError("not JSON", where=place, found=quoted(given, 80)) from error
     return text if form.text_arguments else value
 
 
@@ -175,16 +175,18 @@ def without_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             return call
         return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}}
 
-    return [own | {"tool_calls": list(map(changed, own["tool_calls"]))} if "tool_calls" in own else own for own in messages]
+    changes = ({"tool_calls": list(map(changed, message.get("tool_calls", ())))} for message in messages)
+    return [message | change if "tool_calls" in message else message for message, change in zip(messages, changes, strict=True)]
 
 
-def _each(values: object, where: str, read: Callable[[object, str], Any]) -> list[Any]:
+def _each(values: object, place: str, read: Callable[[object, str], Any]) -> list[Any]:
     if not isinstance(values, list):
-        raise InputError("not a list", where=where, found=type(values).__name__)
-    return [read(value, f"{where}[{i}]") for i, value in enumerate(values)]
+        raise InputError("not a list", where=place, found=type(values).__name__)
+    return [read(value, f"{place}[{i}]") for i, value in enumerate(values)]
 
 
-def _text(value: object, where: str, expected: str = "a text") -> str:
+def text_at(value: object, place: str, expected: str = "a text") -> str:
+    """A text at a place in a request."""
     if not isinstance(value, str):
-        raise InputError("not a text", where=where, expected=expected, found=type(value).__name__)
+        raise InputError("not a text", where=place, expected=expected, found=type(value).__name__)
     return value

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from minirt.text.reply import ContentDelta, Event, ReasoningDelta, first_marker, held_length, space_end
+from minirt.text.reply import Event, ReasoningDelta, StatefulParser, Trimmer, content
 
 OPEN, CLOSE = "<think>", "</think>"
 # The markers of a block, as chat templates write them. The second ones are Mistral's.
@@ -28,7 +28,7 @@ def opens_reasoning(prompt: str, continued: str = "", opening: str = OPEN, closi
     return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)
 
 
-class ReasoningParser:
+class ReasoningParser(StatefulParser):
     """Splits streamed text into the reasoning at its beginning and the content after it.
 
     A block counts only at the beginning, after white space: later markers are content. White space around the reasoning, and
@@ -43,81 +43,41 @@ class ReasoningParser:
     def __init__(
         self, inside: bool = False, opening: str = OPEN, closing: str = CLOSE, ends: Sequence[str] = ()
     ) -> None:
-        self._opening, self._closing, self._ends = opening, closing, (closing, *ends)
-        self._inside = inside
-        self._begun = False  # whether it is decided that there is an opening marker, or none
-        self._after = False  # after the block, or there is none
-        self._text = ""  # what could be the beginning of a marker
-        self._space: list[str] = []  # white space before that, which counts only if text follows
-        self._empty = True  # nothing of the current part is sent yet, so white space is left out
+        super().__init__()
+        self._inside, self._opening, self._closing, self._ends = inside, opening, closing, (closing, *ends)
+        self._trimmer = Trimmer()
+        self._state = self._beginning
 
-    def feed(self, text: str) -> list[Event]:
-        """See `Parser.feed`."""
-        text, self._text = self._text + text, ""
-        events: list[Event] = []
-        if not self._begun:
-            text = self._begin(text)
-        if self._begun and not self._after:
-            found, text = self._reasoning(text)
-            events += found
-        if self._after and text:
-            events += self._content(text)
-        return events
+    def _beginning(self) -> list[Event] | None:
+        marker = self._next(self._opening)
+        if marker is None:
+            return None
+        space, self._at = self._take_space(), self._at + len(marker)
+        is_block = self._inside or bool(marker)
+        self._state = self._reasoning if is_block else self._passing
+        return [] if is_block else content(space)  # without a block, white space is part of the content
 
-    def finish(self) -> list[Event]:
-        """See `Parser.finish`."""
-        text, self._text = self._text, ""
-        if self._begun and self._after:
-            return []
-        if not self._begun and not self._inside:
-            text = "".join(self._space) + text
-            return [ContentDelta(text)] if text else []
-        return self._sent(text)
+    def _reasoning(self) -> list[Event] | None:
+        text, marker = self._up_to(self._ends)
+        text = self._trimmer.feed(text)
+        self._at += len(marker) if marker == self._closing else 0
+        self._state = self._after if marker else self._state
+        return [ReasoningDelta(text)] if text else [] if marker else None
 
-    def _begin(self, text: str) -> str:
-        """Look for the opening marker. Returns the text after it, once it is decided."""
-        start = space_end(text)
-        self._space.append(text[:start])
-        text = text[start:]
-        if text.startswith(self._opening):
-            self._begun = True
-            self._space.clear()
-            return text[len(self._opening) :]
-        if self._opening.startswith(text):
-            self._text = text
-            return ""
-        self._begun, self._after = True, not self._inside
-        self._empty = self._inside  # without a block, white space is part of the content
-        if self._after:
-            text = "".join(self._space) + text
-            self._space.clear()
-        return text
-
-    def _reasoning(self, text: str) -> tuple[list[Event], str]:
-        """Returns events, and the text after the block."""
-        place, marker = first_marker(text, self._ends)
-        if not marker:
-            end = len(text) - held_length(text, self._ends)
-            self._text = text[end:]
-            return self._sent(text[:end]), ""
-        events = self._sent(text[:place])
-        self._after, self._empty = True, True
+    def _after(self) -> list[Event] | None:
+        self._skip_space()
         self._space.clear()
-        return events, text[place + len(marker) if marker == self._closing else place :]
+        if self._at == len(self._text):
+            return None
+        self._state = self._passing
+        return []
 
-    def _sent(self, text: str) -> list[Event]:
-        """More text of the reasoning, without white space at its end, which may be that of the block."""
-        shown = text.rstrip()
-        events: list[Event] = []
-        if shown:
-            sent = shown.lstrip() if self._empty else "".join(self._space) + shown
-            self._space.clear()
-            self._empty = False
-            events.append(ReasoningDelta(sent))
-        self._space.append(text[len(shown) :])
-        return events
+    def _passing(self) -> list[Event] | None:
+        text, self._at = self._text[self._at :], len(self._text)
+        return content(text) or None
 
-    def _content(self, text: str) -> list[Event]:
-        text = text.lstrip() if self._empty else text
-        self._empty = self._empty and not text
-        return [ContentDelta(text)] if text else []
+    def _rest(self) -> list[Event]:
+        if self._state == self._beginning and not self._inside:
+            return content(self._unused())
+        text = "" if self._state in (self._after, self._passing) else self._trimmer.feed(self._text[self._at :])
+        return [ReasoningDelta(text)] if text else []

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Protocol
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -84,15 +85,10 @@ class ReplyParser:
     def _calls(self, events: list[Event]) -> list[Event]:
         if self._tool_calls is None:
             return events
-        found: list[Event] = []
+        result: list[Event] = []
         for event in events:
-            found += self._tool_calls.feed(event.text) if isinstance(event, ContentDelta) else [event]
-        return found
-
-
-def new_call_id() -> str:
-    """A unique id for a tool call, in the form that OpenAI's clients know."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+            result += self._tool_calls.feed(event.text) if isinstance(event, ContentDelta) else [event]
+        return result
 
 
 @dataclass(frozen=True)
@@ -139,12 +135,12 @@ def parse(parser: Parser, text: str) -> Reply:
 class Calls:
     """Numbers tool calls, and makes their events."""
 
-    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
-        self.count, self._new_id = 0, new_id
+    def __init__(self) -> None:
+        self.count = 0
 
     def start(self, name: str) -> ToolCallStart:
         self.count += 1
-        return ToolCallStart(self.count - 1, self._new_id(), name)
+        return ToolCallStart(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name)  # the form that OpenAI's clients know
 
     def arguments(self, text: str) -> ArgumentsDelta:
         """More arguments of the call that was started last."""
@@ -157,10 +153,11 @@ def content(text: str) -> list[Event]:
 
 
 def held_length(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """How many characters at the end of `text`, from `start` on, could be the beginning of a marker."""
+    """How many characters at the end of `text`, from `start` on, could be the beginning of a marker, but are none."""
     longest = max(map(len, markers), default=0) - 1
     for length in range(min(longest, len(text) - start), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
+        tail = text[-length:]
+        if any(marker.startswith(tail) and marker != tail for marker in markers):
             return length
     return 0
 
@@ -170,8 +167,8 @@ def first_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int
 
     One search for all markers: one search for each would look at all of the text for a marker that does not come.
     """
-    found = _any_of(tuple(markers)).search(text, start) if markers else None
-    return (found.start(), found[0]) if found is not None else (-1, "")
+    match = _any_of(tuple(markers)).search(text, start) if markers else None
+    return (match.start(), match[0]) if match is not None else (-1, "")
 
 
 @lru_cache(maxsize=256)
@@ -179,12 +176,104 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
 
 
-def space_end(text: str, start: int = 0, more: str = "") -> int:
-    """The end of the white space, and of the characters of `more`, that `text` has at `start`."""
+def space_end(text: str, start: int = 0, others: str = "") -> int:
+    """The end of the white space, and of the characters of `others`, that `text` has at `start`."""
     end = start
-    while end < len(text) and (text[end].isspace() or text[end] in more):
+    while end < len(text) and (text[end].isspace() or text[end] in others):
         end += 1
     return end
+
+
+class StatefulParser:
+    """A parser whose states are methods: each returns events, or None if it needs more text.
+
+    A state uses up all text but what could be the beginning of a marker or a name, so what is held is short.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._at = "", 0  # the text from `_at` on is not used yet
+        self._space: list[str] = []  # white space before that, which is content only if content follows
+        self._state: Callable[[], list[Event] | None]
+
+    def feed(self, text: str) -> list[Event]:
+        """See `Parser.feed`."""
+        self._text, self._at = self._text[self._at :] + text, 0
+        events: list[Event] = []
+        while (new := self._state()) is not None:
+            events += new
+        return events if len(events) < 2 else _merged(events)
+
+    def finish(self) -> list[Event]:
+        """See `Parser.finish`."""
+        events = self._rest()
+        self._text, self._at = "", 0
+        self._space.clear()
+        return events
+
+    def _rest(self) -> list[Event]:
+        raise NotImplementedError
+
+    def _take_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _skip_space(self, others: str = "") -> None:
+        """White space and the characters of `others` that come next are kept in `_space`."""
+        end = space_end(self._text, self._at, others)
+        self._space.append(self._text[self._at : end])
+        self._at = end
+
+    def _next(self, *markers: str) -> str | None:
+        """The marker that comes next, after white space; "" if it is none of these, None if more text is needed to know."""
+        self._skip_space()
+        begun = self._text[self._at : self._at + max(map(len, markers))]
+        for marker in markers:
+            if begun.startswith(marker):
+                return marker
+        return None if any(marker.startswith(begun) for marker in markers) else ""
+
+    def _up_to(self, markers: Sequence[str]) -> tuple[str, str]:
+        """Use up the text before the next marker. Returns it and the marker, which stays unused; "" if there is no marker yet."""
+        place, marker = first_marker(self._text, markers, self._at)
+        end = place if marker else len(self._text) - held_length(self._text, markers, self._at)
+        text, self._at = self._text[self._at : end], end
+        return text, marker
+
+    def _unused(self) -> str:
+        return "".join(self._space) + self._text[self._at :]
+
+
+def _merged(events: list[Event]) -> list[Event]:
+    """Join neighbouring deltas of one kind."""
+    joined: list[Event] = []
+    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        same = list(group)
+        if kind is ContentDelta:
+            joined.append(ContentDelta("".join(event.text for event in same if isinstance(event, ContentDelta))))
+        elif kind is ArgumentsDelta and index is not None:
+            joined.append(ArgumentsDelta(index, "".join(event.text for event in same if isinstance(event, ArgumentsDelta))))
+        else:
+            joined += same
+    return joined
+
+
+class Trimmer:
+    """Leaves out the white space at the beginning and at the end of streamed text."""
+
+    def __init__(self) -> None:
+        self._space: list[str] = []  # at the end of what has come, which counts only if more text follows
+        self._begun = False
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what is certain now."""
+        shown, result = text.rstrip(), ""
+        if shown:
+            result = "".join(self._space) + shown if self._begun else shown.lstrip()
+            self._space.clear()
+            self._begun = True
+        self._space.append(text[len(shown) :])
+        return result
 
 
 def is_unicode(text: str) -> bool:

@@ -8,15 +8,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.text.reasoning import ReasoningParser, detect_block, opens_reasoning
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
-from minirt.text.tool_calls import (
-    CALLS_END_REASONING,
-    FORMATS,
-    MARKERS,
-    CallListParser,
-    NamedCallParser,
-    detect_format,
-    tool_call_parser,
-)
+from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, detect_format
 from minirt.text.tools import Tool, chosen
 
 AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
@@ -71,7 +63,7 @@ class ReplyFormat:
         Args:
             special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
         """
-        markers = (MARKERS[self.tool_calls] if self.tool_calls is not None else ()) + (self.reasoning or ())
+        markers = (FORMATS[self.tool_calls].markers if self.tool_calls is not None else ()) + (self.reasoning or ())
         return self.response_template is not None or any(marker in special for marker in markers)
 
     def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None, continued: str = "") -> Parser:
@@ -97,7 +89,8 @@ class ReplyFormat:
             calls = CallListParser(tools)
         elif choice == "auto":
             if tools and self.tool_calls is not None:
-                calls, ends = tool_call_parser(self.tool_calls, tools), CALLS_END_REASONING.get(self.tool_calls, ())
+                form = FORMATS[self.tool_calls]
+                calls, ends = form.parser(tools), form.end_reasoning
         elif choice != "none":
             calls = NamedCallParser(chosen(tools, choice).name)
         if self.reasoning is None:

@@ -8,13 +8,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import InputError, UnsupportedError, quoted, shortened
 from minirt.text.anchors import Anchor, AnchorSearch, Found
 from minirt.text.json_checker import escaped
-from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, content, is_unicode, json_text
+from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, Trimmer, content, is_unicode, json_text
 from minirt.text.tools import Tool, number_json, typed_json
 
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
@@ -49,120 +50,121 @@ class ResponseTemplate:
     implicit: _Field | None
 
     @classmethod
-    def read(cls, spec: object, where: object = "response_template") -> "ResponseTemplate":
+    def read(cls, spec: object, place: object = "response_template") -> "ResponseTemplate":
         """Check a template, a JSON value.
 
         Raises:
             UnsupportedError: it is no template, or needs something that minirt does not do; names the place.
         """
-        values = _object(spec, str(where), _KEYS)
+        values = _object(spec, str(place), _KEYS)
         if values.get("version", 1) != 1:
-            found = shortened(values["version"], 40)
-            raise UnsupportedError("unknown version", where=f"{where}.version", expected=1, found=found)
-        start = _anchor(values, str(where), "start_anchor", "start_anchor_pattern")
-        named = _object(values.get("fields"), f"{where}.fields", None)
-        fields = {name: _read_field(name, value, f"{where}.fields.{shortened(name, 40)}") for name, value in named.items()}
-        implicit = [name for name, found in fields.items() if found.open is None]
+            shown = shortened(values["version"], 40)
+            raise UnsupportedError("unknown version", where=f"{place}.version", expected=1, found=shown)
+        start = _anchor(values, str(place), "start_anchor", "start_anchor_pattern")
+        named = _object(values.get("fields"), f"{place}.fields", None)
+        fields = {name: _read_field(name, value, f"{place}.fields.{shortened(name, 40)}") for name, value in named.items()}
+        implicit = [name for name, shown in fields.items() if shown.open is None]
         if start is None or not fields or len(implicit) > 1:
-            expected, found = "a start anchor, and at most one field that nothing opens", f"fields {', '.join(fields)}"
-            raise UnsupportedError("not a response template", where=where, expected=expected, found=found)
+            expected, shown = "a start anchor, and at most one field that nothing opens", f"fields {', '.join(fields)}"
+            raise UnsupportedError("not a response template", where=place, expected=expected, found=shown)
         return cls(start, tuple(fields.values()), fields[implicit[0]] if implicit else None)
 
     def prefill(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer: what follows the last start anchor."""
-        end = max((found.end for found in self.start.find_all(prompt)), default=len(prompt))
+        end = max((match.end for match in self.start.find_all(prompt)), default=len(prompt))
         return prompt[end:]
 
 
-def _object(value: object, where: str, keys: set[str] | None) -> dict[str, Any]:
+def _object(value: object, place: str, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UnsupportedError("not an object", where=where, found=type(value).__name__)
+        raise UnsupportedError("not an object", where=place, found=type(value).__name__)
     for key in value if keys is not None else ():
         if key not in keys:  # type: ignore[operator]
-            raise UnsupportedError("unknown key", where=f"{where}.{shortened(key, 40)}")
+            raise UnsupportedError("unknown key", where=f"{place}.{shortened(key, 40)}")
     return value
 
 
-def _anchor(values: Mapping[str, Any], where: str, literal: str, pattern: str) -> Anchor | None:
+def _anchor(values: Mapping[str, Any], place: str, literal: str, pattern: str) -> Anchor | None:
     """The anchor under one of two keys; None if there is neither."""
     if literal in values and pattern in values:
-        raise UnsupportedError(f"has both {literal} and {pattern}", where=where)
+        raise UnsupportedError(f"has both {literal} and {pattern}", where=place)
     if pattern in values:
         if not isinstance(values[pattern], str):
-            raise UnsupportedError("not a text", where=f"{where}.{pattern}", found=type(values[pattern]).__name__)
+            raise UnsupportedError("not a text", where=f"{place}.{pattern}", found=type(values[pattern]).__name__)
         try:
             return Anchor(pattern=values[pattern])
         except UnsupportedError as error:
-            raise error.at(f"{where}.{pattern}") from error
+            raise error.at(f"{place}.{pattern}") from error
     if literal not in values:
         return None
     literals = values[literal] if isinstance(values[literal], list) else [values[literal]]
     if not literals or not all(isinstance(text, str) and text for text in literals):
-        found = quoted(values[literal], 80)
-        raise UnsupportedError("not a text", where=f"{where}.{literal}", expected="a text or a list of them", found=found)
+        shown = quoted(values[literal], 80)
+        raise UnsupportedError("not a text", where=f"{place}.{literal}", expected="a text or a list of them", found=shown)
     return Anchor(literals)
 
 
-def _read_field(name: str, value: object, where: str) -> _Field:
+def _read_field(name: str, value: object, place: str) -> _Field:
     kind = "reasoning" if name in _REASONING else name
     if kind not in ("content", "reasoning", "tool_calls"):
         expected = "content, reasoning_content or tool_calls"
-        raise UnsupportedError("a field that minirt cannot pass on", where=where, expected=expected)
-    values = _object(value, where, _FIELD_KEYS)
-    opening, closing = _anchor(values, where, "open", "open_pattern"), _anchor(values, where, "close", "close_pattern")
-    read, arguments = values.get("content", "text"), _object(values.get("content_args", {}), f"{where}.content_args", None)
+        raise UnsupportedError("a field that minirt cannot pass on", where=place, expected=expected)
+    values = _object(value, place, _FIELD_KEYS)
+    opening, closing = _anchor(values, place, "open", "open_pattern"), _anchor(values, place, "close", "close_pattern")
+    read, arguments = values.get("content", "text"), _object(values.get("content_args", {}), f"{place}.content_args", None)
     if kind != "tool_calls" and (read != "text" or "transform" in values):
-        raise UnsupportedError("is not plain text", where=where, expected="text without a transform", found=shortened(read, 40))
+        raise UnsupportedError("is not plain text", where=place, expected="text without a transform", found=shortened(read, 40))
     join = values.get("join")
     if not isinstance(join, str | None):
-        raise UnsupportedError("not a text", where=f"{where}.join", found=type(join).__name__)
-    _check_transform(values.get("transform"), f"{where}.transform")
+        raise UnsupportedError("not a text", where=f"{place}.join", found=type(join).__name__)
+    _check_transform(values.get("transform"), f"{place}.transform")
     return _Field(
-        kind, opening, closing, _reader(read, arguments, where), arguments.get("strip", True) is not False, join or "",
+        kind, opening, closing, _reader(read, arguments, place), arguments.get("strip", True) is not False, join or "",
         values.get("transform"), values.get("transform_each", False) is True,
     )  # fmt: skip
 
 
-def _check_transform(value: Any, where: str) -> None:
-    for own in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_transform(own, where)
+def _check_transform(value: Any, place: str) -> None:
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_transform(part, place)
     if isinstance(value, str) and _PLACEHOLDER.search(value) and not _PLACEHOLDER.fullmatch(value):
-        raise UnsupportedError("mixes a placeholder with text", where=where, found=shortened(value, 80))
+        raise UnsupportedError("mixes a placeholder with text", where=place, found=shortened(value, 80))
 
 
 # --- reading the text of a region ---
 
 
-def _reader(name: object, arguments: Mapping[str, Any], where: str, depth: int = 0) -> Callable[[str], Any]:
+def _reader(name: object, arguments: Mapping[str, Any], place: str, depth: int = 0) -> Callable[[str], Any]:
     """The function that reads a text as `name` says."""
-    inner, own = arguments.get("value_parser"), f"{where}.content_args"
-    value: Callable[[str], Any] = lambda text: text  # noqa: E731
+    inner, inside = arguments.get("value_parser"), f"{place}.content_args"
+    value: Callable[[str], Any] = str  # the text itself
     if inner is not None:
-        inner = _object(inner, f"{own}.value_parser", {"name", "args"})
+        inner = _object(inner, f"{inside}.value_parser", {"name", "args"})
         if depth > 8:
-            raise UnsupportedError("nested too deeply", where=f"{own}.value_parser")
-        args = _object(inner.get("args", {}), f"{own}.value_parser.args", None)
-        value = _reader(inner.get("name", "text"), args, own, depth + 1)
-    strip = (lambda text: text.strip()) if arguments.get("strip", True) is not False else (lambda text: text)
-    if name == "text":
-        return strip
-    if name in ("int", "float"):
-        return lambda text: _number(text.strip(), "integer" if name == "int" else "number")
-    if name == "bool":
-        return lambda text: text.strip().lower() in ("true", "1")
-    if name == "json":
-        return _json_reader(arguments, own)
-    if name == "kv-lines":
-        line, pair = arguments.get("line_sep", "\n"), arguments.get("kv_sep", ":")
-        if not (isinstance(line, str) and line and isinstance(pair, str) and pair):
-            raise UnsupportedError("not a separator", where=own, found=quoted((line, pair), 80))
-        return lambda text: _lines(text, line, pair, strip, value)
-    if name == "xml-inline":
-        tag, merge = _anchor(arguments, own, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
-        if tag is None or "key" not in tag.names:
-            raise UnsupportedError("has no group named key", where=f"{own}.tag_pattern")
-        return lambda text: _tags(text, tag, value, merge)
-    raise UnsupportedError("unknown content", where=f"{where}.content", found=shortened(name, 40))
+            raise UnsupportedError("nested too deeply", where=f"{inside}.value_parser")
+        args = _object(inner.get("args", {}), f"{inside}.value_parser.args", None)
+        value = _reader(inner.get("name", "text"), args, inside, depth + 1)
+    strip: Callable[[str], str] = str.strip if arguments.get("strip", True) is not False else str
+    match name:
+        case "text":
+            return strip
+        case "int" | "float":
+            return lambda text: _number(text.strip(), "integer" if name == "int" else "number")
+        case "bool":
+            return lambda text: text.strip().lower() in ("true", "1")
+        case "json":
+            return _json_reader(arguments, inside)
+        case "kv-lines":
+            line, pair = arguments.get("line_sep", "\n"), arguments.get("kv_sep", ":")
+            if not (isinstance(line, str) and line and isinstance(pair, str) and pair):
+                raise UnsupportedError("not a separator", where=inside, found=quoted((line, pair), 80))
+            return lambda text: _lines(text, line, pair, strip, value)
+        case "xml-inline":
+            tag, merge = _anchor(arguments, inside, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
+            if tag is None or "key" not in tag.names:
+                raise UnsupportedError("has no group named key", where=f"{inside}.tag_pattern")
+            return lambda text: _tags(text, tag, value, merge)
+    raise UnsupportedError("unknown content", where=f"{place}.content", found=shortened(name, 40))
 
 
 def _number(text: str, kind: str) -> int | float:
@@ -173,36 +175,30 @@ def _number(text: str, kind: str) -> int | float:
 
 
 def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: Callable[[str], Any]) -> dict[str, Any]:
-    found = {}
-    for one in map(strip, text.split(line)):
-        key, separator, rest = one.partition(pair)
-        if separator:
-            found[strip(key)] = value(strip(rest))
-    return found
+    parts = (one.partition(pair) for one in map(strip, text.split(line)))
+    return {strip(key): value(strip(rest)) for key, separator, rest in parts if separator}
 
 
 def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
-    found: dict[str, list[Any]] = {}
+    """The values of tags by key. With `merge`, several values of a key become a list; else the last one counts."""
+    tags: dict[str, Any] = {}
     try:
         for match in tag.find_all(text):
-            found.setdefault(match.groups.get("key", ""), []).append(value(match.groups.get("value", "")))
+            key, new = match.groups.get("key", ""), value(match.groups.get("value", ""))
+            if key in tags and merge:  # the first value may be a list already
+                new = [*(tags[key] if isinstance(tags[key], list) else [tags[key]]), new]
+            tags[key] = new
     except InputError:
         raise _BadRegion from None
-    return {key: _merged(values) if merge else values[-1] for key, values in found.items()}
+    return tags
 
 
-def _merged(values: list[Any]) -> Any:
-    """The value of a tag, or the list of those of several. The first may be a list already."""
-    first = values[0]
-    return first if len(values) == 1 else [*(first if isinstance(first, list) else [first]), *values[1:]]
-
-
-def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], Any]:
+def _json_reader(arguments: Mapping[str, Any], place: str) -> Callable[[str], Any]:
     """Reads JSON, with strings between other marks, and keys without quotes, if `arguments` say so."""
     delimiters = arguments.get("string_delims", [])
     good = isinstance(delimiters, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in delimiters)
     if not good or not all(isinstance(mark, str) and mark for pair in delimiters for mark in pair):
-        raise UnsupportedError("not pairs of marks", where=f"{where}.string_delims", found=quoted(delimiters, 80))
+        raise UnsupportedError("not pairs of marks", where=f"{place}.string_delims", found=quoted(delimiters, 80))
     unquoted, lax = arguments.get("unquoted_keys", False) is True, arguments.get("allow_non_json", False) is True
 
     def read(text: str) -> Any:
@@ -278,16 +274,13 @@ def _formed(transform: Any, scope: Mapping[str, Any]) -> Any:
 # --- the parser ---
 
 
-@dataclass
 class _Region:
-    """The region that is open."""
+    """The region that is open. `field` is None between regions, if the template has no implicit field."""
 
-    own: _Field | None
-    groups: dict[str, str] = field(default_factory=dict)
-    opening: str = ""
-    body: list[str] = field(default_factory=list)  # of tool calls
-    space: list[str] = field(default_factory=list)  # white space at the end of what has come, not sent yet
-    sent: bool = False
+    def __init__(self, field: _Field | None, groups: Mapping[str, str] = MappingProxyType({}), opening: str = "") -> None:
+        self.field, self.groups, self.opening = field, groups, opening
+        self.body: list[str] = []  # of tool calls
+        self.trimmer, self.sent = Trimmer(), False
 
 
 class ResponseTemplateParser:
@@ -301,16 +294,12 @@ class ResponseTemplateParser:
         calls: whether there may be tool calls; else they are content.
     """
 
-    def __init__(
-        self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool] = (), *, calls: bool = True,
-        new_id: Callable[[], str] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
         self._template, self._may_call = template, calls
-        self._tools = {tool.name: tool for tool in tools}
-        self._calls = Calls(new_id) if new_id is not None else Calls()
+        self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
         self._count: dict[str, int] = {}  # regions so far, by kind
         self._text, self._base, self._at = "", 0, 0  # the place of `_text` in all text, and what of it is used
-        anchors = [anchor for own in template.fields for anchor in (own.open, own.close) if anchor is not None]
+        anchors = [anchor for field in template.fields for anchor in (field.open, field.close) if anchor is not None]
         self._searches = {id(anchor): AnchorSearch(anchor) for anchor in anchors}
         self._region = _Region(template.implicit)
         self._advance(template.prefill(prompt), final=False)
@@ -328,32 +317,32 @@ class ResponseTemplateParser:
         self._text, self._at = self._text[self._at :] + text, 0
         events: list[Event] = []
         while True:
-            found, opened, kept = self._next(final)
-            end = (kept if found is None else found.start) - self._base
+            match, opened, kept = self._next(final)
+            end = (kept if match is None else match.start) - self._base
             events += self._add(self._text[self._at : end])
-            if found is None:
+            if match is None:
                 self._at = end
                 return events
-            self._at = found.end - self._base
+            self._at = match.end - self._base
             marker = self._text[end : self._at]
             events += self._close("" if opened is not None else marker)
             if opened is not None:
-                self._region = _Region(opened, found.groups, marker)
+                self._region = _Region(opened, match.groups, marker)
 
     def _next(self, final: bool) -> tuple[Found | None, _Field | None, int]:
         """The next anchor, the field that it opens (None: it closes one), and how much of the text can be used without it."""
-        inside = self._region.own
+        inside = self._region.field
         watched: list[tuple[Anchor, _Field | None]] = []
         if inside is self._template.implicit:
-            watched = [(own.open, own) for own in self._template.fields if own.open is not None]
+            watched = [(field.open, field) for field in self._template.fields if field.open is not None]
         if inside is not None and inside.close is not None:
             watched.append((inside.close, None))
         kept, best = self._base + len(self._text), None
         for i, (anchor, opened) in enumerate(watched):
-            found, own = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
-            kept = min(kept, own)
-            if found is not None and (best is None or (found.start, -found.end, i) < best[0]):
-                best = (found.start, -found.end, i), found, opened
+            match, field = self._searches[id(anchor)].next(self._text, self._base, self._base + self._at, final)
+            kept = min(kept, field)
+            if match is not None and (best is None or (match.start, -match.end, i) < best[0]):
+                best = (match.start, -match.end, i), match, opened
         if best is None or best[1].start >= kept:
             return None, None, kept
         return best[1], best[2], kept
@@ -361,32 +350,26 @@ class ResponseTemplateParser:
     def _add(self, text: str) -> list[Event]:
         """More text of the region that is open."""
         region = self._region
-        own = region.own
-        if own is None or not text:
+        field = region.field
+        if field is None or not text:
             return []
-        if own.kind == "tool_calls":
+        if field.kind == "tool_calls":
             region.body.append(text)
             return []
-        if own.strip:
-            stripped = text.rstrip()
-            space, text = text[len(stripped) :], stripped
-            if text:
-                text = "".join(region.space) + text if region.sent else text.lstrip()
-                region.space.clear()
-            region.space.append(space)
+        text = region.trimmer.feed(text) if field.strip else text
         if not text:
             return []
         if not region.sent:
             region.sent = True
-            self._count[own.kind] = self._count.get(own.kind, 0) + 1
-            text = (own.join if self._count[own.kind] > 1 else "") + text
-        return [ContentDelta(text) if own.kind == "content" else ReasoningDelta(text)]
+            self._count[field.kind] = self._count.get(field.kind, 0) + 1
+            text = (field.join if self._count[field.kind] > 1 else "") + text
+        return [ContentDelta(text) if field.kind == "content" else ReasoningDelta(text)]
 
     def _close(self, marker: str) -> list[Event]:
         """Close the region that is open; text after it is implicit."""
         region, self._region = self._region, _Region(self._template.implicit)
         raw = region.opening + "".join(region.body)
-        if region.own is None or region.own.kind != "tool_calls" or not raw:
+        if region.field is None or region.field.kind != "tool_calls" or not raw:
             return []
         if not self._may_call:
             return content(raw + marker)
@@ -410,29 +393,27 @@ class ResponseTemplateParser:
             if not isinstance(arguments, dict):
                 raise _BadRegion
             tool = self._tools.get(name) if isinstance(name, str) else None
-            values = (f"{json_text(key)}: {_argument(own, tool, key)}" for key, own in arguments.items())
-            text = "{" + ", ".join(values) + "}"
+            typed = {  # a text gets the type that the tool's schema says
+                key: typed_json(value, tool.types(key)) if tool is not None and isinstance(value, str) else json_text(value)
+                for key, value in arguments.items()
+            }
+            text = "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in typed.items()) + "}"
         if not isinstance(name, str) or not name or not is_unicode(name):
             raise _BadRegion
         return name, text
 
 
-def _argument(value: Any, tool: Tool | None, key: str) -> str:
-    """The JSON of an argument. A text gets the type that the tool's schema says."""
-    return typed_json(value, tool.types(key)) if tool is not None and isinstance(value, str) else json_text(value)
-
-
 def _values(region: _Region) -> list[Any]:
     """The tool calls in a region, formed by its transform."""
-    own = region.own
-    if own is None:
+    field = region.field
+    if field is None:
         return []
-    value = own.read("".join(region.body))
-    if own.transform is None:
+    value = field.read("".join(region.body))
+    if field.transform is None:
         return value if isinstance(value, list) else [value]
-    if own.transform_each:
+    if field.transform_each:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise _BadRegion
-        return [_formed(own.transform, region.groups | item) for item in value]
-    formed = _formed(own.transform, region.groups | {"content": value})
+        return [_formed(field.transform, {**region.groups, **item}) for item in value]
+    formed = _formed(field.transform, {**region.groups, "content": value})
     return formed if isinstance(formed, list) else [formed]

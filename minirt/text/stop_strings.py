@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from minirt.errors import InputError, quoted, shortened
+from minirt.text.reply import held_length
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -25,7 +26,6 @@ class StopStrings:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
-        self._longest_tail = max(map(len, stops), default=1) - 1
         self.found: str | None = None
         self._held, self._include, self._tokens = "", include, tokens or {}
         self._passed = 0  # characters of the held text in which no stop string may end
@@ -46,10 +46,8 @@ class StopStrings:
             end, start = min(matches)
             self.found, self._held = text[start:end], ""
             return text[: end if self._include else start], True
-        tails = (text[-n:] for n in range(min(self._longest_tail, len(text)), 0, -1))
-        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
-        emitted = len(text) - len(self._held)
-        self._passed = max(0, passed - emitted)
+        emitted = len(text) - held_length(text, self._stops)
+        self._held, self._passed = text[emitted:], max(0, passed - emitted)
         return text[:emitted], False
 
     def end(self, token_id: int) -> str:
@@ -72,13 +70,13 @@ def stop_tokens(tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens:
     Raises:
         InputError: a stop string holds a special token and other text. It would never be found.
     """
-    special, found = tokenizer.special_tokens, dict[int, str]()
+    special, tokens = tokenizer.special_tokens, dict[int, str]()
     for stop in stops:
         token_id = tokenizer.token_id(stop) if stop in special else None
         if token_id is not None:
-            found[token_id] = stop
+            tokens[token_id] = stop
         elif skip_special_tokens and (inside := [token for token in special if token in stop]):
             what = f"a stop string holds the special token {shortened(max(inside, key=len))}, which is left out of the text"
             expected = "the special token alone, text without it, or skip_special_tokens=False"
             raise InputError(what, where="stop", expected=expected, found=quoted(stop))
-    return found
+    return tokens

@@ -75,10 +75,10 @@ def message_form(probe: Probe, source: str) -> MessageForm:
     if "tool_calls" in source:
         form, chat = _tool_form(probe, form), _tool_chat()
     for name in (*(name for name in _REASONING_FIELDS if name in source), *([IN_CONTENT] if "thinking" in source else [])):
-        own = replace(form, reasoning=name)
-        text = probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], own)
+        other = replace(form, reasoning=name)
+        text = probe.render([chat[0], chat[1] | {"reasoning": _REASONING}, *chat[2:]], other)
         if _REASONING in text and not re.search(f"thinking['\"]: ['\"]{_REASONING}", text):  # a list that is joined as a text
-            return own
+            return other
     return form
 
 
@@ -145,14 +145,14 @@ def left_out(probe: Probe, form: MessageForm, kinds: Sequence[Kind], tools: bool
         if kind.calls:
             numbers = [f"{number}{j}_" for j in range(kind.calls)]
             message["tool_calls"] = list(map(_tool_call, numbers))
-            words["tool calls"] = [word + own for word in (_NAME, _KEY, _VALUE) for own in numbers]
+            words["tool calls"] = [word + end for word in (_NAME, _KEY, _VALUE) for end in numbers]
             pending = list(message["tool_calls"])
         if kind.role == "tool":
             call = pending.pop(0) if pending else _TOOL_CALL
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         chat.append(message)
         place = f"after {kinds[i - 1].role}" if i else "at the beginning"
-        parts += [(f"{part} of {kind.role} {place}", own) for part, own in words.items()]
+        parts += [(f"{part} of {kind.role} {place}", shown) for part, shown in words.items()]
     text = probe.render(chat, form, tools=tools)
     if not text:
         return "it is not known what, since it fails with other texts"
@@ -165,19 +165,19 @@ def _tool_form(probe: Probe, form: MessageForm) -> MessageForm:
     best, text = form, ""
     for short, named in itertools.product((False, True), repeat=2):
         for as_text, null in itertools.product((False, True), repeat=2):
-            own = replace(form, short_ids=short, named_results=named, text_arguments=as_text, null_content=null)
-            rendered = probe.render(_tool_chat(), own, tools=True)
+            other = replace(form, short_ids=short, named_results=named, text_arguments=as_text, null_content=null)
+            rendered = probe.render(_tool_chat(), other, tools=True)
             if _shown(rendered) > _shown(text):
-                best, text = own, rendered
+                best, text = other, rendered
             if _shown(text) == _ALL_SHOWN:
                 break
         if _RESULT in text:  # ids and names are changed only for templates that demand it, by an error
             break
     if text and not best.null_content:  # where both contents are accepted, "" may open an empty block, and null become "None"
-        own = replace(best, null_content=True)
-        rendered = probe.render(_tool_chat(), own, tools=True)
+        other = replace(best, null_content=True)
+        rendered = probe.render(_tool_chat(), other, tools=True)
         if _shown(rendered) == _shown(text) and len(rendered) < len(text):
-            return own
+            return other
     return best
 
 

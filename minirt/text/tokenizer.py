@@ -36,7 +36,13 @@ class ChatTokens(list[int]):
 
 
 class Tokenizer:
-    """A model's tokenizer.json (`path`) with its special tokens and chat template. Immutable after `load`."""
+    """A model's tokenizer.json (`path`) with its special tokens and chat template. Immutable after `load`.
+
+    Attributes:
+        special_tokens: the texts of the special tokens, which `skip_special_tokens` leaves out.
+        min_tokens: a lower bound on the number of token ids of a text, from its number of characters; 0 if there is none. It
+            takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Load tokenizer.json and the optional files beside it; see `load`."""
@@ -69,10 +75,10 @@ class Tokenizer:
         if lost:
             _warn(f"{config_path}: ignored, since the vocabulary has no such token: {lost}")
         # As in transformers, a token with a name such as bos_token is special even if tokenizer.json does not flag it.
-        flagged = self._backend.special_tokens()
+        flagged = frozenset(text for text, is_special in self._backend.added_tokens().items() if is_special)
         named = [text for name, text in self._special.items() if ids[name] is not None and text not in flagged]
         self._backend.add_special_tokens(named)
-        self._special_texts = flagged.union(named)
+        self.special_tokens = flagged.union(named)
         added = self._backend.encode("", True)  # a faulty post-processor fails here
         self._adds_bos = self.bos_token_id in added[:1]
         _check_added_ends(config, {"bos": self._adds_bos, "eos": self.eos_token_id in added[-1:]}, config_path)
@@ -81,7 +87,7 @@ class Tokenizer:
         if splits_wrongly(content, _optional(folder / "config.json"), len(vocabulary)):
             what = "texts are split otherwise than by Mistral's own tokenizer, so some get other tokens than in training"
             _warn(f"{path}: {what}; load it in transformers with fix_mistral_regex=True, and save it")
-        self._bound = TokenBound.of(content, vocabulary)
+        self.min_tokens = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
         self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
         self._inner: dict[int, str] = {}
@@ -96,9 +102,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if present(path):
             return cls(folder)
-        if found := [name for name in _OTHER_FILES if present(folder / name)]:
+        if others := [name for name in _OTHER_FILES if present(folder / name)]:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
+            raise TokenizerError("is missing, and other formats are not supported", where=path, found=others, hint=hint)
         return None
 
     @property
@@ -121,13 +127,6 @@ class Tokenizer:
     def serialized(self) -> str:
         """It as the content of a tokenizer.json, in which all special tokens are flagged."""
         return self._backend.serialized()
-
-    def min_tokens(self, text: str) -> int:
-        """A lower bound on the number of token ids of `text`, from its number of characters; 0 if there is none.
-
-        It takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
-        """
-        return self._bound(text)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
@@ -174,11 +173,11 @@ class Tokenizer:
         return tokens
 
     def _tokens_before(self, tokens: list[int], end: str) -> int:
-        """How many of a text's tokens come before those of its `end`; 0: the end has no tokens of its own."""
+        """Number of a text's tokens before the tokens of its `end`; 0 if the last tokens are not those of `end` alone."""
         for encode in (self.encode_plain, self.encode_inside):  # after a special token, some tokenizers begin as at the start
-            own = encode(end) if end else []
-            if tokens[len(tokens) - len(own) :] == own:
-                return len(tokens) - len(own)
+            last = encode(end) if end else []
+            if tokens[len(tokens) - len(last) :] == last:
+                return len(tokens) - len(last)
         return 0
 
     def encode_inside(self, text: str) -> list[int]:
@@ -198,8 +197,8 @@ class Tokenizer:
 
     def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
         """Whether ids have the same white space at the beginning, inside a text, as `text`."""
-        found = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
-        return found[: len(found) - len(found.lstrip())] == text[: len(text) - len(text.lstrip())]
+        decoded = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return decoded[: len(decoded) - len(decoded.lstrip())] == text[: len(text) - len(text.lstrip())]
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word inside a text without special tokens: within a word, and after a space. Only those that differ.
@@ -214,9 +213,9 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
-            found = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
+            shown = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
             hint = "shorten it; --max-model-len and --kv-cache-memory can raise the limit up to the model's own"
-            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=found, hint=hint)
+            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=shown, hint=hint)
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -265,18 +264,13 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        text = self._chat_template.end_of_turn(self._special, self._backend.added_tokens())
+        text = self._chat_template.end_of_turn(self._special, list(self._backend.added_tokens()))
         return None if text is None else self.token_id(text)
-
-    @property
-    def special_tokens(self) -> frozenset[str]:
-        """The texts of the special tokens, which `skip_special_tokens` leaves out."""
-        return self._special_texts
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
         """The ids of tokens that were added to the vocabulary, such as ends of turns and the tags of tool calls."""
-        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self._special_texts})
+        ids = (self.token_id(text) for text in {*self._backend.added_tokens(), *self.special_tokens})
         return frozenset(token for token in ids if token is not None)
 
     @property
@@ -348,15 +342,15 @@ def eos_token_ids(
         ConfigError: a value is not a token id.
     """
     stated: dict[str, list[int]] = {}
-    for where, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
+    for file, source in (("generation_config.json", generation_config or {}), ("config.json", config)):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if type(token) is not int or token < 0:
-                raise ConfigError("eos_token_id is not a token id", where=where, expected="integers ≥ 0", found=value)
+                raise ConfigError("eos_token_id is not a token id", where=file, expected="integers ≥ 0", found=value)
         if ids:
-            stated[where] = ids
-    file, ends = next(iter(stated.items()), ("", []))
+            stated[file] = ids
+    stating, ends = next(iter(stated.items()), ("", []))
     joined = list(dict.fromkeys(ends))
     if tokenizer is not None:
         for token, what in (
@@ -365,9 +359,9 @@ def eos_token_ids(
         ):
             if token is not None and token not in joined:
                 joined.append(token)
-                if file:
+                if stating:
                     text = tokenizer.decode([token], skip_special_tokens=False)
-                    _warn(f"{file}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
+                    _warn(f"{stating}: eos_token_id is {ends}; {token} ({text!r}), {what}, ends a text, too")
     unused = [token for token in stated.get("config.json", ()) if token not in joined]
     if unused:
         _warn(f"config.json: the eos_token_id {unused} is not used: generation_config.json, which takes precedence, has {ends}")

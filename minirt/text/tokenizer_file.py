@@ -49,8 +49,8 @@ def decoder_steps(backend: Backend, path: Path) -> list[str]:
     bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
     bad |= "Fuse" in names and not {"Strip"}.issuperset(names[names.index("Fuse") + 1 :])  # steps after Fuse see the whole text
     if names != ["ByteLevel"] and (bad or not _WINDOW_DECODERS.issuperset(names)):
-        found = shortened(json.dumps(steps))
-        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=found)
+        shown = shortened(json.dumps(steps))
+        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=shown)
     return names
 
 
@@ -69,8 +69,8 @@ def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
     by_id = {token_id: token for token, token_id in vocabulary.items()}
     if len(by_id) != len(vocabulary):
         token = next(token for token, token_id in vocabulary.items() if by_id[token_id] != token)
-        found = shortened(f"{vocabulary[token]} of {token!r} and {by_id[vocabulary[token]]!r}")
-        raise TokenizerError("two tokens have one id", where=path, found=found)
+        shown = shortened(f"{vocabulary[token]} of {token!r} and {by_id[vocabulary[token]]!r}")
+        raise TokenizerError("two tokens have one id", where=path, found=shown)
     for added in map(_object, content.get("added_tokens") or ()):
         text, expected = str(added.get("content")), added.get("id")
         given = backend.token_to_id(text)
@@ -119,42 +119,17 @@ class TokenBound:
     def of(cls, content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenBound":
         """The bound for a tokenizer.json. `vocabulary`: all tokens, added ones included.
 
-        There is one only for BPE, and only if no step can drop characters or merge any number of them into one token: every
-        normalizer and pre-tokenizer is one of those below, and each unknown character is its own token or an uncounted byte.
+        There is one only for BPE, and only if every step `_keeps_length`, and each unknown character is its own token or an
+        uncounted byte.
         """
-        model, composed, same = _object(content.get("model")), 1, True
-        for step in _steps(content.get("normalizer"), "normalizers"):
-            same = same and step["type"] in ("NFC", "NFKC")  # only these leave ASCII unchanged
-            match step:
-                case {"type": "NFC" | "NFKC"}:
-                    composed *= _COMPOSED
-                case {"type": "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel"}:
-                    pass
-                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if 0 < len(old) <= len(new):
-                    pass
-                case _:
-                    return cls()
-        changes = 0
-        for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
-            match step:
-                case {"type": "ByteLevel" | "Metaspace"}:
-                    changes += 1
-                case {"type": "Digits"}:
-                    pass
-                case {"type": "Split" | "Punctuation", "behavior": str(behavior)} if behavior != "Removed":
-                    pass
-                case _:
-                    return cls()
-        for step in _steps(content.get("post_processor"), "processors"):
-            match step:
-                case {"type": "ByteLevel"}:
-                    pass
-                case {"type": "TemplateProcessing", "single": list(parts)} if any(
-                    _object(_object(part).get("Sequence")).get("id") == "A" for part in parts
-                ):
-                    pass
-                case _:
-                    return cls()
+        model = _object(content.get("model"))
+        normalizers = list(_steps(content.get("normalizer"), "normalizers"))
+        splitters = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+        if not all(map(_keeps_length, (*normalizers, *splitters, *_steps(content.get("post_processor"), "processors")))):
+            return cls()
+        composing = sum(step["type"] in ("NFC", "NFKC") for step in normalizers)
+        composed, same = _COMPOSED**composing, composing == len(normalizers)  # only these leave ASCII unchanged
+        changes = sum(step["type"] in ("ByteLevel", "Metaspace") for step in splitters)
         bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
         if model.get("type") != "BPE" or not bare or not vocabulary:
             return cls()
@@ -182,6 +157,20 @@ class TokenBound:
         if self.strips:
             length -= sum(text.count(space) * (len(space.encode()) if self.dropped else 1) for space in _WHITESPACE)
         return max(0, -(-length // (self.longest * (1 if plain else self.composed))))
+
+
+def _keeps_length(step: Mapping[str, Any]) -> bool:
+    """Whether a step can neither drop characters nor merge any number of them into one token."""
+    match step:
+        case {"type": "NFC" | "NFKC" | "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel" | "Metaspace" | "Digits"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return 0 < len(old) <= len(new)
+        case {"type": "Split" | "Punctuation", "behavior": str(behavior)}:
+            return behavior != "Removed"
+        case {"type": "TemplateProcessing", "single": list(parts)}:
+            return any(_object(_object(part).get("Sequence")).get("id") == "A" for part in parts)
+    return False
 
 
 def _missing_bytes(content: Mapping[str, Any], model: Mapping[str, Any]) -> bytes | None:

@@ -14,24 +14,22 @@ White space between content and calls is left out. Arguments are passed on as th
 
 import json
 import re
+import string
 from collections.abc import Callable, Collection, Sequence
-from itertools import groupby
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from minirt.errors import InputError
 from minirt.text.json_checker import JsonChecker, escaped
 from minirt.text.reply import (
-    ArgumentsDelta,
     Calls,
-    ContentDelta,
     Event,
     Parser,
+    StatefulParser,
     content,
     first_marker,
     held_length,
     is_unicode,
     json_text,
-    space_end,
 )
 from minirt.text.tools import Tool, typed_json
 
@@ -162,45 +160,46 @@ def _string(text: str) -> str | None:
     return value if is_unicode(value) else None
 
 
-class _StatefulParser:
-    """A parser whose states are methods: each returns events, or None if it needs more text.
+class _CallParser(StatefulParser):
+    """A parser of calls among content."""
 
-    A state uses up all text but what could be the beginning of a marker or a name, so what is held is short.
-    """
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        self._calls = Calls(new_id) if new_id is not None else Calls()
-        self._text, self._at = "", 0  # the text from `_at` on is not used yet
-        self._space: list[str] = []  # white space before that, which is content only if content follows
-        self._state: Callable[[], list[Event] | None]
-
-    def feed(self, text: str) -> list[Event]:
-        """See `Parser.feed`."""
-        self._text, self._at = self._text[self._at :] + text, 0
-        events: list[Event] = []
-        while (found := self._state()) is not None:
-            events += found
-        return _merged(events)
-
-    def finish(self) -> list[Event]:
-        """See `Parser.finish`."""
-        events = self._rest()
-        self._text, self._at = "", 0
-        self._space.clear()
-        return events
-
-    def _rest(self) -> list[Event]:
-        raise NotImplementedError
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__()
+        self._tools, self._calls = {tool.name: tool for tool in tools}, Calls()
+        self._pending: list[str] = []  # what seems to belong to a call that has not started, and is content if it is none
 
     def _outside(self) -> list[Event] | None:
         """The state between calls."""
         raise NotImplementedError
 
-    def _begin_arguments(self, name: str) -> list[Event]:
-        """A call whose arguments come next, a JSON object on its own."""
+    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
+        """Content up to the next marker. Returns events and the marker, which is pending then; "" if there is none yet.
+
+        White space before a marker is pending, too.
+        """
+        text, marker = self._up_to(markers)
+        shown = text.rstrip()
+        events = content(self._take_space() + shown) if shown else []
+        self._space.append(text[len(shown) :])
+        if marker:
+            self._use(len(marker))
+        return events, marker
+
+    def _use(self, length: int) -> None:
+        """The next text, and the white space before it, belong to a call."""
+        self._pending += [*self._space, self._text[self._at : self._at + length]]
         self._space.clear()
-        self._json, self._state = JsonChecker(), self._arguments
+        self._at += length
+
+    def _give_up(self) -> list[Event]:
+        """What comes now cannot belong to a call."""
+        self._state, pending, self._pending = self._outside, self._pending, []
+        return content("".join(pending))
+
+    def _begin_arguments(self, name: str) -> list[Event]:
+        """A call begins whose arguments come next: a JSON object."""
+        self._space.clear()
+        self._pending, self._json, self._state = [], JsonChecker(), self._arguments
         return [self._calls.start(name)]
 
     def _arguments(self) -> list[Event] | None:
@@ -214,74 +213,69 @@ class _StatefulParser:
             self._at += 1
         return [self._calls.arguments("".join(shown))] if shown else None if self._state == self._arguments else []
 
-    def _take_space(self) -> str:
-        space = "".join(self._space)
-        self._space.clear()
-        return space
-
-    def _skip_space(self, more: str = "") -> None:
-        """White space and the characters of `more` that come next are kept in `_space`."""
-        end = space_end(self._text, self._at, more)
-        self._space.append(self._text[self._at : end])
-        self._at = end
-
-    def _next(self, *markers: str) -> str | None:
-        """The marker that comes next, after white space; "" if it is none of these, None if more text is needed to know."""
-        self._skip_space()
-        begun = self._text[self._at : self._at + max(map(len, markers))]
-        for marker in markers:
-            if begun.startswith(marker):
-                return marker
-        return None if any(marker.startswith(begun) for marker in markers) else ""
-
-    def _content(self, markers: Sequence[str]) -> tuple[list[Event], str]:
-        """Content up to the next marker. Returns events and the marker, which is then used up; "" if there is none yet.
-
-        White space before a marker is left out; `_before` has it.
-        """
-        place, marker = first_marker(self._text, markers, self._at)
-        end = place if marker else len(self._text) - held_length(self._text, markers, self._at)
-        text = self._text[self._at : end]
-        shown = text.rstrip()
-        found = self._take_space() + shown if shown else ""
-        self._space.append(text[len(shown) :])
-        self._at = end + len(marker)
-        if marker:
-            self._before = self._take_space() + marker
-        return content(found), marker
-
-    def _unused(self) -> str:
-        return "".join(self._space) + self._text[self._at :]
-
     def _rest_of_content(self) -> list[Event]:
         text = self._unused()
         return content(text) if text.strip() or not self._calls.count else []
 
 
-class _JsonCallParser(_StatefulParser):
-    """A parser of calls that are JSON objects among content."""
+class _JsonFormat(NamedTuple):
+    """How calls that are JSON objects stand in a text.
 
-    _reader: _CallReader
-    _before: str  # what stood before the call, in case it is none
+    Args:
+        opens: the markers among content before a call.
+        begins: what the first call of a text without such a marker comes after, at its beginning; "{" if after nothing.
+        follows: what comes between two calls; "{" if nothing does.
+        ends: what comes after the last call.
+        skipped: characters between two calls that mean as much as white space.
+        checks_names: whether an object is a call only if it has the name of a tool.
+    """
+
+    opens: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ("{",)
+    ends: tuple[str, ...] = ()
+    skipped: str = ""
+    checks_names: bool = False
+
+
+class _JsonCallParser(_CallParser):
+    """A parser of calls that are JSON objects among content. A JSON object without a name or arguments is content."""
+
+    def __init__(self, form: _JsonFormat, tools: Sequence[Tool]) -> None:
+        super().__init__(tools)
+        self._form = form
+        self._state = self._beginning if form.begins else self._outside
+
+    def _beginning(self) -> list[Event] | None:
+        return self._expect(self._form.begins)
+
+    def _outside(self) -> list[Event] | None:
+        events, marker = self._content(self._form.opens)
+        if marker:
+            self._begin_call()
+        return events if events or marker else None
 
     def _after_call(self) -> list[Event] | None:
-        """The state at the end of a call."""
-        raise NotImplementedError
+        return self._expect(self._form.follows, self._form.ends)
 
-    def _begin_call(self, names: Collection[str] | None) -> list[Event]:
-        self._reader, self._state = _CallReader(self._calls, names), self._call
+    def _expect(self, starts: tuple[str, ...], ends: tuple[str, ...] = ()) -> list[Event] | None:
+        """What comes next: a call, after one of `starts`; one of `ends`; or content."""
+        self._skip_space(self._form.skipped if self._calls.count else "")
+        marker = self._next(*starts, *ends)
+        if marker is None:
+            return None
+        if marker not in starts:
+            self._state = self._outside
+            if marker:
+                self._at += len(marker)
+                self._space.clear()
+            return []
+        self._use(0 if marker == "{" else len(marker))
+        return self._begin_call()
+
+    def _begin_call(self) -> list[Event]:
+        self._reader, self._state = _CallReader(self._calls, self._tools if self._form.checks_names else None), self._call
         return []
-
-    def _separator(self, *wanted: str) -> list[Event] | None:
-        """One of these characters in a list of calls; else what comes is content. After "]" the list has ended."""
-        marker = self._next(*wanted)
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        self._before += self._take_space() + marker
-        self._at += 1
-        self._state = self._outside
-        return [] if marker == "]" else self._begin_call(None)
 
     def _call(self) -> list[Event] | None:
         if self._at == len(self._text):
@@ -291,46 +285,91 @@ class _JsonCallParser(_StatefulParser):
             return events
         self._state = self._after_call if status is _DONE else self._outside
         if status is _BAD and not self._reader.started:
-            events += content(self._before + self._reader.consumed)
-        self._before = ""
+            events += content("".join(self._pending) + self._reader.consumed)
+        self._pending = []
         return events
 
+    def _rest(self) -> list[Event]:
+        if self._state == self._call:
+            return [] if self._reader.started else content("".join(self._pending) + self._reader.consumed)
+        if self._state == self._after_call and self._form.ends:
+            return []
+        text = "".join(self._pending) + self._unused()
+        return content(text) if text.strip(string.whitespace + self._form.skipped).strip() or not self._calls.count else []
 
-class HermesParser(_JsonCallParser):
-    """Format `hermes`. A tag may have several objects."""
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+class MistralParser(_JsonCallParser):
+    """Format `mistral`. A call is an object of a list, or a name before its arguments."""
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._outside
+    _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._OPEN])
-        if marker:
-            self._begin_call(None)
-        return events if events or marker else None
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(_JsonFormat(opens=("[TOOL_CALLS]",), follows=(",",), ends=("]",)), tools)
 
-    def _after_call(self) -> list[Event] | None:
-        marker = self._next(self._CLOSE, "{")
-        if marker is None:
-            return None
-        self._state = self._outside
-        if marker == "{":
-            self._before = self._take_space()
-            return self._begin_call(None)
-        if marker:
-            self._at += len(marker)
-            self._space.clear()
+    def _begin_call(self) -> list[Event]:
+        if self._state != self._outside:
+            return super()._begin_call()
+        self._state, self._name = self._opened, ""
         return []
 
+    def _opened(self) -> list[Event] | None:
+        if self._next("[", "{") != "":
+            return self._expect(("[", "{"))
+        self._use(0)
+        self._state = self._word
+        return []
+
+    def _word(self) -> list[Event] | None:
+        """The name of a function, or the id after it, which is not used."""
+        self._skip_space()
+        word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
+        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
+            return None
+        self._use(len(word))
+        self._name = self._name or word
+        self._state = self._header
+        return [] if word and len(word) <= _MAX_NAME else self._give_up()
+
+    def _header(self) -> list[Event] | None:
+        marker = self._next("{", self._ARGUMENTS, self._ID)
+        if not marker:
+            return None if marker is None else self._give_up()
+        if marker == "{":
+            return self._begin_arguments(self._name)
+        self._use(len(marker))
+        self._state = self._word if marker == self._ID else self._header
+        return []
+
+
+class CallListParser(_JsonCallParser):
+    """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(_JsonFormat(begins=("[",), follows=(",",), ends=("]",)), tools)
+
+
+class NamedCallParser(_CallParser):
+    """The answer to a `tool_choice` that names a function: a JSON object, its arguments."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(())
+        self._name, self._state = name, self._beginning
+
+    def _beginning(self) -> list[Event] | None:
+        marker = self._next("{")
+        if marker == "":
+            self._state = self._outside
+            return []
+        return self._begin_arguments(self._name) if marker else None
+
+    def _outside(self) -> list[Event] | None:
+        return self._content(())[0] or None
+
     def _rest(self) -> list[Event]:
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._state == self._outside else []
+        return self._rest_of_content()
 
 
-class Qwen3CoderParser(_StatefulParser):
+class Qwen3CoderParser(_CallParser):
     """Format `qwen3_coder`. Values are typed by the tools' JSON schemas; strings are streamed.
 
     Some models leave out `<tool_call>`; then the function has to be one of the tools. A tag may have several functions.
@@ -343,11 +382,10 @@ class Qwen3CoderParser(_StatefulParser):
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
     _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(tools)
         self._state = self._outside
         self._name = ""
-        self._raw: list[str] = []  # of a call that has not started
         self._value_parts: list[str] = []  # of a value that is no string
         self._types: tuple[str, ...] = ()
         self._absent = set[str]()  # parameters of the tool that the call does not have yet
@@ -360,9 +398,10 @@ class Qwen3CoderParser(_StatefulParser):
         return [*self.feed(""), *super().finish()]
 
     def _outside(self) -> list[Event] | None:
+        self._started = False
         events, marker = self._content([self._OPEN, self._FUNCTION])
         if marker:
-            self._raw, self._started, self._bare = [self._before], False, marker == self._FUNCTION
+            self._bare = marker == self._FUNCTION
             self._state = self._function_name if self._bare else self._opened
         return events if events or marker else None
 
@@ -379,16 +418,9 @@ class Qwen3CoderParser(_StatefulParser):
         return None if marker is None else self._give_up()
 
     def _use(self, length: int) -> None:
-        """The next text, and the white space before it, belong to the call."""
-        if not self._started:
-            self._raw += [*self._space, self._text[self._at : self._at + length]]
-        self._space.clear()
-        self._at += length
-
-    def _give_up(self) -> list[Event]:
-        """What comes now cannot belong to a call."""
-        self._state = self._outside
-        return [] if self._started else content("".join(self._raw))
+        super()._use(length)
+        if self._started:
+            self._pending.clear()
 
     def _begun(self) -> str:
         """The name that comes next, as far as it has come."""
@@ -426,7 +458,7 @@ class Qwen3CoderParser(_StatefulParser):
     def _start(self) -> list[Event]:
         if self._started:
             return []
-        self._started = True
+        self._started, self._pending = True, []
         return [self._calls.start(self._name)]
 
     def _parameter_name(self) -> list[Event] | None:
@@ -458,7 +490,7 @@ class Qwen3CoderParser(_StatefulParser):
             place, tag = first_marker(self._text, tags, place + len(tag))
         done = bool(tag and ends)
         if not tag:
-            place = len(self._text) - held_length(self._text, [*tags, *("\n" + own for own in tags)], self._at)
+            place = len(self._text) - held_length(self._text, [*tags, *("\n" + tag for tag in tags)], self._at)
         elif place > self._at and self._text[place - 1] == "\n":
             place -= 1
         piece, self._at = self._text[self._at : place], place
@@ -494,7 +526,7 @@ class Qwen3CoderParser(_StatefulParser):
         following = self._text[end : end + len(self._CLOSE)]
         if following.startswith((self._OPEN, self._FUNCTION)):
             return True
-        if not any(own.startswith(following) for own in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
+        if not any(marker.startswith(following) for marker in (self._CLOSE[:-1], self._OPEN, self._FUNCTION)):
             return False
         return self._final or None
 
@@ -515,7 +547,7 @@ class Qwen3CoderParser(_StatefulParser):
             return None
         self._state = self._outside
         if marker == self._FUNCTION:
-            self._raw, self._started, self._state = [], False, self._function_name
+            self._started, self._state = False, self._function_name
         if marker:
             self._use(len(marker))
         return []
@@ -527,186 +559,36 @@ class Qwen3CoderParser(_StatefulParser):
             return []
         text = "".join(self._value_parts) + self._unused()
         if not self._started:
-            return content("".join(self._raw) + text)
+            return content("".join(self._pending) + text)
         return content(text) if text.strip() else []
 
 
-class Llama3Parser(_JsonCallParser):
-    """Format `llama3_json`. A JSON object is a call if the answer begins with it, and its name is that of a tool."""
+class Format(NamedTuple):
+    """A form in which models write calls.
 
-    _TAG = "<|python_tag|>"
+    Args:
+        parser: makes the parser of an answer for a request's tools.
+        markers: what some tokenizers have as special tokens, which a decoder may leave out of the text.
+        end_reasoning: how calls begin, if models may call a tool without closing their reasoning first (Qwen3.5).
+    """
 
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._after_call
-        self._before = ""
-
-    def _after_call(self) -> list[Event] | None:
-        """At the beginning, too: white space (and after a call also separators), then a call; or else content."""
-        self._skip_space(";," if self._calls.count else "")
-        marker = self._next("{", self._TAG)
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        self._before = self._take_space()
-        if marker == self._TAG:
-            self._before += marker
-            self._at += len(marker)
-        return self._begin_call(self._tools)
-
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._TAG])
-        if marker:
-            self._begin_call(self._tools)
-        return events if events or marker else None
-
-    def _rest(self) -> list[Event]:
-        if self._state == self._call:
-            return [] if self._reader.started else content(self._before + self._reader.consumed)
-        text = self._unused()
-        return content(text) if text.strip(" \t\r\n;,") or not self._calls.count else []
+    parser: Callable[[Sequence[Tool]], Parser]
+    markers: tuple[str, ...]
+    end_reasoning: tuple[str, ...] = ()
 
 
-class MistralParser(_JsonCallParser):
-    """Format `mistral`."""
-
-    _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state, self._before, self._name = self._outside, "", ""
-
-    def _outside(self) -> list[Event] | None:
-        events, marker = self._content([self._CALLS])
-        if marker:
-            self._state, self._name = self._opened, ""
-        return events if events or marker else None
-
-    def _opened(self) -> list[Event] | None:
-        if (marker := self._next("[", "{")) is None:
-            return None
-        self._before += self._take_space()
-        self._state = self._word
-        return self._separator("[") if marker == "[" else self._begin_call(None) if marker else []
-
-    def _word(self) -> list[Event] | None:
-        """The name of a function, or the id after it, which is not used."""
-        self._skip_space()
-        word = _WORD.match(self._text, self._at)[0]  # type: ignore[index]  # it also matches no character
-        if self._at + len(word) == len(self._text) and len(word) <= _MAX_NAME:
-            return None
-        self._before += self._take_space() + word
-        self._at += len(word)
-        self._name = self._name or word
-        self._state = self._header
-        return [] if word and len(word) <= _MAX_NAME else self._give_up()
-
-    def _header(self) -> list[Event] | None:
-        marker = self._next("{", self._ARGUMENTS, self._ID)
-        if not marker:
-            return None if marker is None else self._give_up()
-        if marker == "{":
-            return self._begin_arguments(self._name)
-        self._before += self._take_space() + marker
-        self._at += len(marker)
-        self._state = self._word if marker == self._ID else self._header
-        return []
-
-    def _give_up(self) -> list[Event]:
-        self._state = self._outside
-        return content(self._before)
-
-    def _after_call(self) -> list[Event] | None:
-        return self._separator(",", "]")
-
-    def _rest(self) -> list[Event]:
-        if self._state in (self._opened, self._word, self._header):
-            return content(self._before + self._unused())
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._state == self._outside else []
-
-
-class CallListParser(_JsonCallParser):
-    """The answer to a `tool_choice` of "required": a JSON list of calls (see `tools.call_schema`)."""
-
-    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, new_id)
-        self._state = self._beginning
-        self._before = ""
-
-    def _beginning(self) -> list[Event] | None:
-        return self._separator("[")
-
-    def _after_call(self) -> list[Event] | None:
-        return self._separator(",", "]")
-
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
-    def _rest(self) -> list[Event]:
-        if self._state == self._call and not self._reader.started:
-            return content(self._before + self._reader.consumed)
-        return self._rest_of_content() if self._calls.count else content(self._before + self._unused())
-
-
-class NamedCallParser(_StatefulParser):
-    """The answer to a `tool_choice` that names a function: a JSON object, its arguments."""
-
-    def __init__(self, name: str, new_id: Callable[[], str] | None = None) -> None:
-        super().__init__((), new_id)
-        self._name, self._state = name, self._beginning
-
-    def _beginning(self) -> list[Event] | None:
-        marker = self._next("{")
-        if not marker:
-            self._state = self._outside if marker == "" else self._state
-            return None if marker is None else []
-        return self._begin_arguments(self._name)
-
-    def _outside(self) -> list[Event] | None:
-        return self._content(())[0] or None
-
-    def _rest(self) -> list[Event]:
-        return self._rest_of_content()
-
-
-def _merged(events: list[Event]) -> list[Event]:
-    """Join neighbouring deltas of one kind."""
-    joined: list[Event] = []
-    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        own = list(group)
-        if kind is ContentDelta:
-            joined.append(ContentDelta("".join(event.text for event in own if isinstance(event, ContentDelta))))
-        elif kind is ArgumentsDelta and index is not None:
-            joined.append(ArgumentsDelta(index, "".join(event.text for event in own if isinstance(event, ArgumentsDelta))))
-        else:
-            joined += own
-    return joined
-
-
-FORMATS: dict[str, Callable[..., Parser]] = {
-    "hermes": HermesParser,
-    "qwen3_coder": Qwen3CoderParser,
-    "qwen3_xml": Qwen3CoderParser,
-    "llama3_json": Llama3Parser,
-    "mistral": MistralParser,
+_TAGS, _PYTHON = ("<tool_call>", "</tool_call>"), "<|python_tag|>"
+_HERMES = _JsonFormat(opens=_TAGS[:1], ends=_TAGS[1:])  # a tag may have several objects
+# A JSON object is a call if the answer begins with it.
+_LLAMA3 = _JsonFormat(opens=(_PYTHON,), begins=("{", _PYTHON), follows=("{", _PYTHON), skipped=";,", checks_names=True)
+_QWEN3_CODER = Format(Qwen3CoderParser, _TAGS, ("<tool_call>\n<function=", "<tool_call><function="))
+FORMATS = {
+    "hermes": Format(partial(_JsonCallParser, _HERMES), _TAGS),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "llama3_json": Format(partial(_JsonCallParser, _LLAMA3), (_PYTHON,)),
+    "mistral": Format(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
 }
-# What some tokenizers have as special tokens, which a decoder may leave out of the text.
-MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "qwen3_xml": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-}
-# How calls begin in formats whose models may call a tool without closing their reasoning first (Qwen3.5).
-CALLS_END_REASONING = {
-    "qwen3_coder": ("<tool_call>\n<function=", "<tool_call><function="),
-    "qwen3_xml": ("<tool_call>\n<function=", "<tool_call><function="),
-}
-
-
 # Signs of formats that no parser here reads, though they share markers with one: GLM 4.5, Hunyuan, Seed-OSS, Functionary.
 _OTHER_FORMATS = ("<arg_key>", "<tool_calls>", ":tool_call>", "<|recipient|>", ">>>")
 
@@ -722,14 +604,3 @@ def detect_format(template: str | None) -> str | None:
     if "<|python_tag|>" in template or ('"parameters": dictionary of argument name' in template):
         return "llama3_json"
     return "mistral" if "[TOOL_CALLS]" in template else None
-
-
-def tool_call_parser(name: str, tools: Sequence[Tool]) -> Parser:
-    """The parser of a format by its name.
-
-    Raises:
-        InputError: there is no such format.
-    """
-    if name not in FORMATS:
-        raise InputError("no such format of tool calls", expected=", ".join(FORMATS), found=name)
-    return FORMATS[name](tools)

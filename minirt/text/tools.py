@@ -1,7 +1,7 @@
 """The tools of a request: `Tool`, values of parameters by their JSON schema, and schemas that force calls (`tool_choice`)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,61 +41,60 @@ class Tool:
         return self._types.of_argument(argument)
 
 
-def read_tools(values: object) -> list[Tool]:
-    """Check a request's `tools`: {"type": "function", "function": {"name", "description", "parameters"}}.
+def chat_tool(value: object, place: str) -> dict[str, Any]:
+    """A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    if not isinstance(value, dict):
+        raise InputError("not an object", where=place, found=type(value).__name__)
+    if value.get("type", "function") != "function":
+        raise InputError("a tool of another type", where=f"{place}.type", expected="function", found=shortened(value["type"], 40))
+    if not isinstance(function := value.get("function"), dict):
+        raise InputError("not an object", where=f"{place}.function", found=type(function).__name__)
+    return value
 
+
+def read_tools(
+    values: object, read: Callable[[object, str], dict[str, Any] | None] = chat_tool, name_field: str = "function.name",
+    schema_field: str = "function.parameters",
+) -> list[Tool]:  # fmt: skip
+    """Check a request's `tools`.
+
+    Args:
+        read: from one of them and its place to OpenAI's form; None: it is left out.
+        name_field, schema_field: where one of them has its name and its JSON schema, for errors.
     Raises:
         InputError: names the value that is wrong.
     """
-    tools = [_read_tool(value, f"tools[{i}]") for i, value in enumerate(checked_list(values))]
-    check_names(tools, [f"tools[{i}].function.name" for i in range(len(tools))])
-    return tools
-
-
-def checked_list(values: object) -> list[Any]:
-    """A request's `tools`, if they are a list that is not too long."""
     if not isinstance(values, list) or len(values) > MAX_TOOLS:
-        found = type(values).__name__ if not isinstance(values, list) else len(values)
-        raise InputError("not a list of tools", where="tools", expected=f"a list of at most {MAX_TOOLS}", found=found)
-    return values
+        shown = type(values).__name__ if not isinstance(values, list) else len(values)
+        raise InputError("not a list of tools", where="tools", expected=f"a list of at most {MAX_TOOLS}", found=shown)
+    tools: dict[str, Tool] = {}
+    for i, value in enumerate(values):
+        place = f"tools[{i}]"
+        if (chat := read(value, place)) is None:
+            continue
+        tool = _checked_tool(chat, f"{place}.{name_field}", f"{place}.{schema_field}")
+        if tool.name in tools:
+            raise InputError("two tools have the same name", where=f"{place}.{name_field}", found=tool.name)
+        tools[tool.name] = tool
+    return list(tools.values())
 
 
-def check_names(tools: Sequence[Tool], where: Sequence[str]) -> None:
-    """Check that no two tools have the same name. `where`: the place of each name in the request."""
-    names = [tool.name for tool in tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise InputError("two tools have the same name", where=where[i], found=name)
-
-
-def _read_tool(value: object, where: str) -> Tool:
-    if not isinstance(value, dict):
-        raise InputError("not an object", where=where, found=type(value).__name__)
-    if value.get("type", "function") != "function":
-        raise InputError("a tool of another type", where=f"{where}.type", expected="function", found=shortened(value["type"], 40))
-    function = value.get("function")
-    if not isinstance(function, dict):
-        raise InputError("not an object", where=f"{where}.function", found=type(function).__name__)
-    return checked_tool(value, f"{where}.function.name", f"{where}.function.parameters")
-
-
-def checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Tool:
-    """A tool in the form that chat templates get. `name_at`, `parameters_at`: the places of the two in the request."""
+def _checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Tool:
+    """A tool in OpenAI's form. `name_at`, `parameters_at`: the places of the two in the request."""
     name, parameters = value["function"].get("name"), value["function"].get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        expected, found = "1 to 128 letters, digits and _ . : / -", quoted(name, 80)
-        raise InputError("not the name of a function", where=name_at, expected=expected, found=found)
+        expected, shown = "1 to 128 letters, digits and _ . : / -", quoted(name, 80)
+        raise InputError("not the name of a function", where=name_at, expected=expected, found=shown)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        found = type(parameters).__name__
-        raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=found)
+        raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=type(parameters).__name__)
     if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
         parameters = {"type": "object"} | parameters
     stated = types(parameters)
     if stated and "object" not in stated:
-        what, found = "the arguments of a function are an object", " or ".join(stated)
-        raise InputError(what, where=parameters_at, expected='a JSON schema of "type": "object"', found=found)
+        what, expected = "the arguments of a function are an object", 'a JSON schema of "type": "object"'
+        raise InputError(what, where=parameters_at, expected=expected, found=" or ".join(stated))
     if isinstance(parameters.get("type"), list):
         parameters = parameters | {"type": "object"}
     return Tool(name, parameters, value)
@@ -121,8 +120,8 @@ def types(schema: Any, root: Any = None) -> tuple[str, ...]:
 
 
 def _null_first(kinds: Sequence[str] | None) -> tuple[str, ...]:
-    found = dict.fromkeys(kinds or ())
-    return (*(kind for kind in found if kind == "null"), *(kind for kind in found if kind != "null"))
+    known = dict.fromkeys(kinds or ())
+    return (*(kind for kind in known if kind == "null"), *(kind for kind in known if kind != "null"))
 
 
 class _Types:
@@ -152,30 +151,30 @@ class _Types:
             limits.append(self.of(self._target(schema["$ref"]), depth) or [])
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         limits.append([_type_of(value) for value in values] if isinstance(values, list) else [])
-        limits = [own for own in limits if own] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
-        found = limits[0] if limits else None
-        for own in limits[1:]:
-            found = _common(found or [], own)
-        found = None if found is None else [*dict.fromkeys(found)]
-        return [*(found or ()), "null"] if schema.get("nullable") is True else found
+        limits = [kinds for kinds in limits if kinds] or [[kind] for kind, keywords in _IMPLIED if keywords & schema.keys()][:1]
+        result = limits[0] if limits else None
+        for kinds in limits[1:]:
+            result = _common(result or [], kinds)
+        result = None if result is None else [*dict.fromkeys(result)]
+        return [*(result or ()), "null"] if schema.get("nullable") is True else result
 
     def of_argument(self, name: str) -> tuple[str, ...]:
         """The types of a property of the root, whichever of its parts states it."""
         if name not in self._arguments:
             stated, others, todo, seen = list[Any](), list[Any](), [self._root], set[int]()
             while todo:
-                own = todo.pop(0)
-                if not isinstance(own, dict) or id(own) in seen:
+                part = todo.pop(0)
+                if not isinstance(part, dict) or id(part) in seen:
                     continue
-                seen.add(id(own))
-                properties, patterns = own.get("properties"), own.get("patternProperties")
+                seen.add(id(part))
+                properties, patterns = part.get("properties"), part.get("patternProperties")
                 if isinstance(properties, dict) and name in properties:
                     stated.append(properties[name])
                 for pattern, schema in patterns.items() if isinstance(patterns, dict) else ():
                     stated += [schema] if _found(pattern, name) else []
-                others.append(own.get("additionalProperties"))
-                todo += [part for keyword in ("allOf", "anyOf", "oneOf") for part in _listed(own, keyword)]
-                todo += [self._target(own["$ref"])] if isinstance(own.get("$ref"), str) else []
+                others.append(part.get("additionalProperties"))
+                todo += [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in _listed(part, keyword)]
+                todo += [self._target(part["$ref"])] if isinstance(part.get("$ref"), str) else []
             self._arguments[name] = _null_first([kind for schema in stated or others for kind in self.of(schema) or ()])
         return self._arguments[name]
 
@@ -214,19 +213,19 @@ def typed_json(text: str, kinds: Sequence[str]) -> str:
     """
     word = text.strip()
     for kind in kinds:
-        found: str | None = None
+        result: str | None = None
         if kind == "null":
-            found = "null" if word in ("null", "None") else None
+            result = "null" if word in ("null", "None") else None
         elif kind == "boolean":
-            found = word.lower() if word.lower() in ("true", "false") else None
+            result = word.lower() if word.lower() in ("true", "false") else None
         elif kind in ("integer", "number"):
-            found = number_json(word, kind)
+            result = number_json(word, kind)
         elif kind in ("array", "object"):
-            found = escaped(word) if word.startswith("[" if kind == "array" else "{") else None
+            result = escaped(word) if word.startswith("[" if kind == "array" else "{") else None
         elif kind == "string":
             break
-        if found is not None:
-            return found
+        if result is not None:
+            return result
     return json_text(text)
 
 

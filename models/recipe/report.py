@@ -8,18 +8,15 @@ import argparse
 import gzip
 import json
 import random
-import sys
 from pathlib import Path
 from string import Template
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import clean
 import torch
 
 PROMPT = "Once upon a time"
-SAMPLES, STORIES, STORY_WORDS = 10, 200, 120
+SAMPLES, STORIES, STORY_WORDS = 1, 200, 120
 OPENINGS = ["Once upon a time", "One sunny day, a", "There once was a", "The", "In a small village, there lived"]
 
 

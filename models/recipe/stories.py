@@ -11,12 +11,9 @@ import json
 import multiprocessing
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import outlines
 

@@ -9,12 +9,9 @@ import argparse
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import clean
 import numpy as np
@@ -51,7 +48,7 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "add_prefix_space": False,
         "clean_up_tokenization_spaces": False, "model_max_length": Shape.max_position_embeddings,
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_json(folder / "tokenizer_config.json", settings)
     return tokenizer.get_vocab_size()
 
 
@@ -111,6 +108,42 @@ def rate(progress: float) -> float:
     return PEAK_RATE * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))))
 
 
+def make_optimizer(model: torch.nn.Module, device: str) -> torch.optim.Optimizer:
+    """AdamW; only matrices have weight decay."""
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=device != "cpu")
+
+
+def set_rate(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate(progress)
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
+    """Write tensors in a safetensors file. Returns their part of the index's `weight_map`."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    return dict.fromkeys(tensors, path.name)
+
+
+def stored(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a module's checkpoint, in bf16."""
+    return {f"{prefix}{n}": t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in module.state_dict().items()}
+
+
+def about(model: torch.nn.Module, device: str) -> dict:
+    """What a record says of a model and its training."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return {"parameters": sum(p.numel() for p in model.parameters()), "seed": SEED, "torch": torch.__version__, "device": name}
+
+
 def padded(rows: np.ndarray, multiple: int) -> np.ndarray:
     """`rows` with rows of -1 added, so that all batches of `multiple` rows have one shape and compile once."""
     return np.pad(rows, ((0, -len(rows) % multiple), (0, 0)), constant_values=-1)
@@ -119,7 +152,7 @@ def padded(rows: np.ndarray, multiple: int) -> np.ndarray:
 def fit(
     model: Qwen2, stories: list[np.ndarray], validation: list[np.ndarray], epochs: float, minutes: float,
     options: argparse.Namespace,
-) -> dict:
+) -> dict:  # fmt: skip
     """Train for `epochs` or `minutes`, whichever ends first. Returns steps, epochs, tokens/s and the loss curve.
 
     Progress is the larger of the two shares, so the learning rate ends low either way.
@@ -127,10 +160,7 @@ def fit(
     device, rng = options.device, np.random.default_rng(SEED)
     check = padded(pack(validation, np.arange(len(validation)), fill=False), options.rows)
     check_rows = torch.from_numpy(check).to(device, torch.int64)
-    decayed = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=device != "cpu")
+    optimizer = make_optimizer(model, device)
     compiled = torch.compile(model) if device != "cpu" else model
     steps_per_epoch = len(pack(stories, np.arange(len(stories)))) // options.rows
     if steps_per_epoch == 0:
@@ -145,8 +175,7 @@ def fit(
             rows = torch.from_numpy(packed[rng.permutation(len(packed))]).to(device)
         elapsed = time.perf_counter() - started if started else 0.0
         progress = max(elapsed / (minutes * 60), step / (epochs * steps_per_epoch))
-        for group in optimizer.param_groups:
-            group["lr"] = rate(min(progress, 1.0))
+        set_rate(optimizer, min(progress, 1.0))
         if step % options.every == 0 or progress >= 1:
             entry = {"step": step, "epoch": step / steps_per_epoch, "seconds": elapsed}
             entry["train"] = torch.stack(recent).mean().item() if recent else None
@@ -162,7 +191,7 @@ def fit(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         recent.append(loss.detach())
         step += 1
         if step == 3:  # compilation has ended
@@ -175,18 +204,16 @@ def fit(
 
 def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
     """Write config.json, generation_config.json, and the weights as bf16 in two safetensors files with an index."""
-    from safetensors.torch import save_file
-
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **asdict(shape)}
     config |= {
         "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02,
         "use_sliding_window": False, "use_cache": True, "torch_dtype": "bfloat16", "eos_token_id": END_ID,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_json(folder / "config.json", config)
     generation: dict = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 300}
     generation |= {"eos_token_id": END_ID, "pad_token_id": END_ID}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
+    write_json(folder / "generation_config.json", generation)
+    tensors = stored(model)
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, Tensor]] = [{}, {}]
     size = 0
@@ -195,11 +222,8 @@ def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
         size += tensor.nbytes
     index: dict = {"metadata": {"total_size": total}, "weight_map": {}}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)
-        index["weight_map"] |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        index["weight_map"] |= write_tensors(shard, folder / f"model-{number:05d}-of-00002.safetensors")
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def main() -> None:
@@ -242,13 +266,11 @@ def main() -> None:
         if best is None or _last(results[-1]) < _last(best):
             best = results[-1]
             write_model(model, shape, folder)
-    record = {
-        "parameters": sum(p.numel() for p in model.parameters()), "seed": SEED, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+    record = about(model, options.device) | {
         "stories": {"raw": len(raw), "written share": share, "dropped": dropped, "training": len(training)},
         "tokens an epoch": sum(map(len, ids)), "rows a step": options.rows, "chosen": results.index(best), "runs": results,
     }  # fmt: skip
-    (options.out / "curve.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.out / "curve.json", record)
     for result in results:
         print(f"{result['epochs']:.1f} epochs: {_last(result):.4f} nats, {result['tokens/s']:,.0f} tokens/s", flush=True)
     print(f"{time.perf_counter() - begun:.0f} s in all", flush=True)

@@ -8,20 +8,17 @@ Writes model-mtp.safetensors into the model's folder, and changes its index and 
 import argparse
 import json
 import random
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import outlines
 import torch
 import torch.nn.functional as F
 from network import Block, Norm, Qwen2, Shape, initialize
 from torch import Tensor, nn
-from train import SEED, rate
+from train import SEED, about, make_optimizer, set_rate, stored, write_json, write_tensors
 
 FILE = "model-mtp.safetensors"
 DRAFTS, WEIGHTS = 3, (1.0, 0.8, 0.6)  # drafts in a row, and the weights of their losses
@@ -54,19 +51,19 @@ class MTP(nn.Module):
         cos, sin = model.cos[:count], model.sin[:count]
         token, hidden = self.pre_fc_norm_embedding(model.model["embed_tokens"](tokens[:, 1:])), states[:, :-1]
         behind = torch.arange(count, device=tokens.device)[:, None] - torch.arange(count, device=tokens.device)  # row − column
-        keys, values, found = [], [], []
+        keys, values, logits = [], [], []
         for draft in range(drafts):
             x = self.fc(torch.cat((token, self.pre_fc_norm_hidden(hidden)), -1))
             q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
             keys, values = [*keys, k], [*values, v]
             mask = torch.cat([behind >= draft, *(behind == draft - s for s in range(1, draft + 1))], 1)
-            k, v = (torch.cat(own, 2).expand(-1, q.shape[1], -1, -1) for own in (keys, values))
+            k, v = (torch.cat(parts, 2).expand(-1, q.shape[1], -1, -1) for parts in (keys, values))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             x = x + block.self_attn.o_proj(out.transpose(1, 2).flatten(2))
             x = self.norm(x + block.mlp(block.post_attention_layernorm(x)))
-            found.append(model.lm_head(x))
+            logits.append(model.lm_head(x))
             hidden = F.pad(x[:, :-1], (0, 0, 1, 0))
-        return found
+        return logits
 
 
 def load(folder: Path, device: str) -> tuple[Qwen2, Shape]:
@@ -93,7 +90,7 @@ def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
             outline.fill("")
         texts.append(outline.text)
     encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
-    return [own.ids[: rng.randint(1, PROMPT)] for own in encoded]
+    return [text.ids[: rng.randint(1, PROMPT)] for text in encoded]
 
 
 @torch.no_grad()
@@ -103,16 +100,16 @@ def write_texts(model: Qwen2, starts: list[list[int]], temperatures: Tensor, len
     tokens = torch.full((count, length), -1, device=device)
     for row, start in zip(tokens, starts, strict=True):
         row[: len(start)] = torch.tensor(start)
-    kept = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.dim, device=device)
+    cache = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.dim, device=device)
     scale, noisy = temperatures.where(temperatures > 0, 1)[:, None], (temperatures > 0)[:, None]
     for place in range(length - 1):
         cos, sin = (table[place : place + 1] for table in (model.cos, model.sin))
         x = model.model["embed_tokens"](tokens[:, place : place + 1])
-        for block, (keys, values) in zip(blocks, kept, strict=True):
+        for block, (keys, values) in zip(blocks, cache, strict=True):
             q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
             keys[:, :, place : place + 1], values[:, :, place : place + 1] = k, v
             # All query heads share the keys and see all of them, so they are rows of one head.
-            seen = (own[:, :, : place + 1] for own in (keys, values))
+            seen = (kept[:, :, : place + 1] for kept in (keys, values))
             out = F.scaled_dot_product_attention(q.transpose(1, 2), *seen)
             x = x + block.self_attn.o_proj(out.flatten(2))
             x = x + block.mlp(block.post_attention_layernorm(x))
@@ -125,12 +122,12 @@ def write_texts(model: Qwen2, starts: list[list[int]], temperatures: Tensor, len
 
 def training_texts(model: Qwen2, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
     """`count` texts [N, LENGTH], or fewer after `seconds`; always a batch."""
-    rng, found, begun = random.Random(SEED), [], time.perf_counter()
+    rng, batches, begun = random.Random(SEED), [], time.perf_counter()
     temperatures = torch.tensor(TEMPERATURES, device=model.cos.device)
     temperatures = temperatures.repeat(-(-batch // len(TEMPERATURES)))[:batch]
-    while not found or (len(found) * batch < count and time.perf_counter() - begun < seconds):
-        found.append(write_texts(model, prompts(folder, batch, rng), temperatures, LENGTH))
-    return torch.cat(found)
+    while not batches or (len(batches) * batch < count and time.perf_counter() - begun < seconds):
+        batches.append(write_texts(model, prompts(folder, batch, rng), temperatures, LENGTH))
+    return torch.cat(batches)
 
 
 def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -144,15 +141,15 @@ def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Ten
             states = model.states(tokens)
             wanted = model.lm_head(states[:, 1:])
         logits = mtp(model, tokens, states)
-    return [own[:, draft:].float() for draft, own in enumerate(logits)], wanted.float()
+    return [row[:, draft:].float() for draft, row in enumerate(logits)], wanted.float()
 
 
 def divergences(logits: list[Tensor], wanted: Tensor) -> list[Tensor]:
     """The mean divergence of each draft from the model's distribution, in nats. See `run`."""
     target = wanted.log_softmax(-1)
     return [
-        F.kl_div(own.log_softmax(-1), target[:, draft:], reduction="none", log_target=True).sum(-1).mean()
-        for draft, own in enumerate(logits)
+        F.kl_div(drafted.log_softmax(-1), target[:, draft:], reduction="none", log_target=True).sum(-1).mean()
+        for draft, drafted in enumerate(logits)
     ]
 
 
@@ -170,36 +167,33 @@ def evaluate(mtp: nn.Module, model: Qwen2, texts: Tensor, size: int) -> dict:
         best, target = wanted.argmax(-1), wanted.softmax(-1)
         right = torch.ones_like(best, dtype=torch.bool)
         hits[0] += right.numel()
-        for draft, own in enumerate(logits):
-            right = right[:, : own.shape[1]] & (own.argmax(-1) == best[:, draft:])
+        for draft, drafted in enumerate(logits):
+            right = right[:, : drafted.shape[1]] & (drafted.argmax(-1) == best[:, draft:])
             hits[draft + 1] += right.sum().item()
-            common[draft] += torch.minimum(own.softmax(-1), target[:, draft:]).sum().item()
+            common[draft] += torch.minimum(drafted.softmax(-1), target[:, draft:]).sum().item()
             counts[draft] += right.numel()
     return {
         "agreement": [now / max(before, 1) for before, now in pairwise(hits)],
-        "overlap": [own / count for own, count in zip(common[:-1], counts[:-1], strict=True)],
+        "overlap": [shared / count for shared, count in zip(common[:-1], counts[:-1], strict=True)],
         "tokens a step": sum(hits) / hits[0],
     }  # fmt: skip
 
 
 def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> dict:
     """Train for `options.seconds`; the learning rate falls with the time. Returns steps, epochs and the last losses."""
-    matrices, others = ([p for p in mtp.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=options.device != "cpu")
+    optimizer = make_optimizer(mtp, options.device)
     shuffling, order = torch.Generator().manual_seed(SEED), torch.empty(0, dtype=torch.int64)
     step, started = 0, time.perf_counter()
     while (progress := (time.perf_counter() - started) / options.seconds) < 1:
         if len(order) < options.rows:
             order = torch.cat((order, torch.randperm(len(texts), generator=shuffling)))
         batch, order = texts[order[: options.rows].to(texts.device)], order[options.rows :]
-        for group in optimizer.param_groups:
-            group["lr"] = rate(progress)
+        set_rate(optimizer, progress)
         losses = divergences(*run(mtp, model, batch))
         sum(weight * loss for weight, loss in zip(WEIGHTS, losses, strict=True)).backward()
         nn.utils.clip_grad_norm_(mtp.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         if step % options.every == 0:
             entry = {"step": step, "seconds": progress * options.seconds, "loss": [loss.item() for loss in losses]}
             print(json.dumps(entry), flush=True)
@@ -209,21 +203,16 @@ def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> d
 
 def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
     """Write the tensors as bf16, and state them in the model's index and config.json."""
-    from safetensors.torch import save_file
-
-    tensors = {f"mtp.{n}": t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in mtp.state_dict().items()}
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
-    (folder / FILE).chmod(0o644)
+    tensors = stored(mtp, "mtp.")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     names = {name: file for name, file in index["weight_map"].items() if file != FILE}
-    index["weight_map"] = names | dict.fromkeys(tensors, FILE)
+    index["weight_map"] = names | write_tensors(tensors, folder / FILE)
     index["metadata"]["total_size"] = 2 * sum(t.numel() for t in (*model.state_dict().values(), *tensors.values()))
-    path.write_text(json.dumps(index, indent=1) + "\n")
+    write_json(path, index)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"mtp_num_hidden_layers": 1, "mtp_intermediate_size": mtp.layers[0].mlp.gate_proj.out_features}
-    path.write_text(json.dumps(config, indent=1) + "\n")
+    sizes = {"mtp_num_hidden_layers": 1, "mtp_intermediate_size": mtp.layers[0].mlp.gate_proj.out_features}
+    write_json(path, json.loads(path.read_text()) | sizes)
 
 
 def held_out(model: Qwen2, folder: Path, count: int) -> dict[str, Tensor]:
@@ -234,8 +223,8 @@ def held_out(model: Qwen2, folder: Path, count: int) -> dict[str, Tensor]:
     text = (Path(__file__).parent / "heldout.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
-    own = {t: write_texts(model, starts, torch.full((count,), t, device=device), STORY) for t in (0.0, 1.0)}
-    return {"greedy": own[0.0], "temperature 1": own[1.0], "held-out text": windows[:count].to(device)}
+    greedy, sampled = (write_texts(model, starts, torch.full((count,), t, device=device), STORY) for t in (0.0, 1.0))
+    return {"greedy": greedy, "temperature 1": sampled, "held-out text": windows[:count].to(device)}
 
 
 def main() -> None:
@@ -260,17 +249,14 @@ def main() -> None:
     texts = training_texts(model, options.model, options.texts, options.batch, options.seconds / 3)
     print(f"{len(texts)} texts, {texts.numel():,} tokens; {time.perf_counter() - begun:.0f} s", flush=True)
     mtp = MTP(shape, options.intermediate).to(options.device)
-    record: dict = {
-        "parameters": sum(p.numel() for p in mtp.parameters()), "intermediate": options.intermediate, "seed": SEED,
-        "torch": torch.__version__, "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
-        "tokens": texts.numel(), "training": fit(mtp, model, texts, options),
-    }  # fmt: skip
+    record = about(mtp, options.device) | {"intermediate": options.intermediate, "tokens": texts.numel()}
+    record["training"] = fit(mtp, model, texts, options)
     write(mtp, model, options.model)
     mtp.bfloat16().float()  # as written
-    for name, own in held_out(model, options.model, min(options.batch, 256)).items():
-        record[name] = evaluate(mtp, model, own, options.rows)
+    for name, held in held_out(model, options.model, min(options.batch, 256)).items():
+        record[name] = evaluate(mtp, model, held, options.rows)
         print(name, json.dumps(record[name]), flush=True)
-    options.results.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.results, record)
     print(f"{time.perf_counter() - begun:.0f} s in all", flush=True)
 
 

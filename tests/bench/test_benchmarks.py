@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 import minirt
 from minirt import SamplingParams, device, models
-from minirt.bench import ceiling, check, decode, flops, latency, measure, prefill, report, summary, throughput
+from minirt.bench import ceiling, check, decode, flops, measure, prefill, report, summary, throughput
 from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
 from minirt.outputs import Completion
 
@@ -80,10 +81,12 @@ def full_step(batch_size):
     return 2**-10 + batch_size * 2**-14
 
 
+def runs(machine, repeats, seed=0, progress=measure.silent, **sampling):
+    return measure.Runs(machine, repeats, sampling, seed, progress, machine.clock)
+
+
 def times(machine, batch_size, context_len, repeats=2):
-    return decode.step_times(
-        machine, batch_size, context_len, repeats=repeats, sampling={"temperature": 0.0}, clock=machine.clock
-    )
+    return decode.step_times(runs(machine, repeats, temperature=0.0), batch_size, context_len)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +96,12 @@ def times(machine, batch_size, context_len, repeats=2):
 )  # fmt: skip
 def test_a_step_is_exactly_one_full_batch_step(batch_size, context_len, budget, first):
     machine = Machine(budget)
-    steps, first_tokens, found = times(machine, batch_size, context_len)
+    steps, first_tokens, before = times(machine, batch_size, context_len)
     assert steps == [full_step(batch_size)] * 2
-    assert found == first
+    assert before == first
     short, long = (call[1][0].max_tokens for call in machine.calls[-2:])
-    assert (short, long) == (found, found + 128)
-    if found == 1:
+    assert (short, long) == (before, before + 128)
+    if before == 1:
         assert first_tokens == [2**-10 + batch_size * context_len * 2**-20] * 2
     assert all(value > 0 for value in first_tokens)
 
@@ -118,20 +121,16 @@ def test_the_warm_up_does_not_count_and_prompts_differ():
 
 
 def test_long_measurements_say_how_long():
-    """`bench decode` wrote nothing for minutes. The estimate comes after the run that is not counted, and only if it is long."""
+    """`bench speed` wrote nothing for minutes. The estimate comes after the run that is not counted, and only if it is long."""
     slow, lines = Machine(slowness=(2.0**8,)), []
-    common = {"sampling": {}, "seed": 0, "progress": lines.append, "clock": slow.clock}
-    decode.step_times(slow, 2, 16, repeats=3, count=40, **common)
-    throughput.run(slow, 3, (5, 5), (40, 40), repeats=2, **common)
-    latency.run(slow, 2, 5, 40, repeats=2, **common)
-    prefill.run(slow, [4000], repeats=9, ceiling=ceiling.MatmulCeiling(1e12, "made up"), **common)
-    tests = ("tg40 b2 @ d16", "throughput n3 in5 out40", "latency b2 in5 out40", "pp4000")
-    assert [line.partition(":")[0] for line in lines[:4]] == list(tests)
+    decode.step_times(runs(slow, 3, progress=lines.append), 2, 16, count=40)
+    throughput.run(runs(slow, 2, progress=lines.append), 3, (5, 5), (40, 40))
+    prefill.run(runs(slow, 9, progress=lines.append), [4000], ceiling.MatmulCeiling(1e12, "made up"))
+    assert [line.partition(":")[0] for line in lines[:3]] == ["tg40 b2 @ d16", "throughput n3 in5 out40", "pp4000"]
     seconds = 3 * (2.0**8) * (42 * 2**-10 + 40 * 2**-13 + 2 * 32 * 2**-20)  # 41 steps and one of the prompts, 3 times
     assert lines[0] == f"tg40 b2 @ d16: about {seconds:,.0f} s for 3 more runs"
     lines.clear()
-    quick = Machine()
-    decode.step_times(quick, 2, 16, repeats=3, count=40, **{**common, "clock": quick.clock})
+    decode.step_times(runs(Machine(), 3, progress=lines.append), 2, 16, count=40)
     assert lines == []
 
 
@@ -139,7 +138,7 @@ def test_a_share_above_the_ceiling_is_not_shown():
     """It was printed as 155.3 %, after a ceiling that was measured while the machine was busy."""
     assert [report._share(value) for value in (None, 0.5, 1.0, 1.553)] == ["-", "50.0 %", "100.0 %", "-"]
     context = {
-        "benchmark": "decode", "backend": "CPU", "device": "c", "versions": {"torch": "1", "triton": None}, "commit": "c",
+        "benchmark": "speed", "backend": "CPU", "device": "c", "versions": {"torch": "1", "triton": None}, "commit": "c",
         "date": "d", "read_ceiling": None, "datasheet_bytes_per_s": None, "matmul_ceiling": None, "model": "m", "dtype": "d",
         "weight_bytes": 1, "parameters": 1, "implementations": ["eager"], "correctness": {"checked": False, "why": "no"},
     }  # fmt: skip
@@ -177,11 +176,9 @@ def _replays(monkeypatch):
 
 def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9, rate=1e18):
     lines, products = [], ceiling.MatmulCeiling(rate, "made up")
-    rows = decode.run(
-        machine, batch_sizes, context_lens, repeats=repeats, sampling={"temperature": 0.0}, seed=0,
-        ceiling=ceiling.Ceiling(2e9, "made up"), products=products, datasheet=datasheet, progress=lines.append,
-        clock=machine.clock,
-    )  # fmt: skip
+    measured, read = runs(machine, repeats, progress=lines.append, temperature=0.0), ceiling.Ceiling(2e9, "made up")
+    with mock.patch.object(decode, "datasheet_bandwidth", return_value=datasheet):
+        rows = decode.run(measured, batch_sizes, context_lens, read, products)
     assert len(lines) == len(rows)
     return rows
 
@@ -277,22 +274,21 @@ def test_percentiles_are_numpys(count):
         assert summary.percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
 
 
-def test_latency():
+def test_the_times_of_a_batch():
     machine = Machine(slowness=(100, 1, 4, 2))
-    (row,) = latency.run(machine, 3, 10, 5, repeats=3, sampling={}, seed=1, clock=machine.clock)
+    (row,) = throughput.run(runs(machine, 3, seed=1), 3, (10, 10), (5, 5))
     one = 2**-10 + 30 * 2**-20 + 4 * full_step(3)
-    assert row["latency_s"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
-    assert row["latency_s"]["mean"] == pytest.approx(7 / 3 * one, rel=1e-12)
-    assert row["latency_s"]["p50"] == pytest.approx(2 * one, rel=1e-12)
-    assert row["latency_s"]["p75"] == pytest.approx(3 * one, rel=1e-12)
-    assert row["output_tokens_per_s"] == pytest.approx(15 / (7 / 3 * one), rel=1e-12)
-    assert row["time_to_first_token_s"] == pytest.approx(2 * (2**-10 + 30 * 2**-20), rel=1e-12)
-    assert row["test"] == "latency b3 in10 out5"
+    assert row["seconds"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
+    assert row["seconds"]["mean"] == pytest.approx(7 / 3 * one, rel=1e-12)
+    assert row["seconds"]["p50"] == pytest.approx(2 * one, rel=1e-12)
+    assert row["seconds"]["p75"] == pytest.approx(3 * one, rel=1e-12)
+    assert row["output_tokens_per_s"] == pytest.approx(15 / (2 * one), rel=1e-12)
+    assert row["time_to_first_token_s"]["p50"] == pytest.approx(2 * (2**-10 + 30 * 2**-20), rel=1e-12)
 
 
 def test_throughput():
     machine = Machine(slowness=(100, 1, 3, 2))
-    (row,) = throughput.run(machine, 40, (5, 20), (1, 9), repeats=3, sampling={}, seed=1, clock=machine.clock)
+    (row,) = throughput.run(runs(machine, 3, seed=1), 40, (5, 20), (1, 9))
     prompts, params = machine.calls[0]
     inputs, outputs = [len(prompt) for prompt in prompts], [p.max_tokens for p in params]
     assert len(prompts) == 40
@@ -307,16 +303,15 @@ def test_throughput():
     assert row["output_tokens_per_s"] == pytest.approx(sum(outputs) / median)
     assert 0 < row["time_to_first_token_s"]["p50"] <= row["time_to_first_token_s"]["p99"] < row["seconds"]["all"][1]
     assert 2**-10 < row["time_per_output_token_s"]["p50"] <= row["time_per_output_token_s"]["p99"] <= 3 * full_step(40)
-    (row,) = throughput.run(Machine(), 2, (5, 5), (1, 1), repeats=1, sampling={}, seed=1)
+    (row,) = throughput.run(runs(Machine(), 1), 2, (5, 5), (1, 1))
     assert row["time_per_output_token_s"] is None, "no request has a second token"
     assert row["test"] == "throughput n2 in5 out1"
 
 
 def test_prefill():
     machine = Machine(slowness=(100, 50, 1, 4, 2))
-    kwargs = {"repeats": 3, "sampling": {}, "seed": 1, "progress": lambda text: None, "clock": machine.clock}
     machine.config = QWEN
-    (row,) = prefill.run(machine, [40], ceiling=ceiling.MatmulCeiling(1e12, "made up"), **kwargs)
+    (row,) = prefill.run(runs(machine, 3, seed=1), [40], ceiling.MatmulCeiling(1e12, "made up"))
     one = 2**-10 + 40 * 2**-20
     assert row["time_to_first_token_s"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
     assert row["tokens_per_s"] == pytest.approx(40 / (2 * one), rel=1e-12)
@@ -353,7 +348,7 @@ def test_flops_of_a_hybrid():
 def test_prompts_beside_decoding_requests(budget, largest):
     """With chunked prompts steps are short. Without, every decoding request waits for whole prompts."""
     machine = Machine(budget)
-    row = prefill.beside(machine, 2000, 8, repeats=3, sampling={}, seed=0, clock=machine.clock)
+    row = prefill.beside(runs(machine, 3), 2000, 8)
     assert row["inter_token_s"]["max"] == pytest.approx(2**-10 + 8 * 2**-14 + largest * 2**-20, rel=0.05)
     assert row["inter_token_s"]["p50"] <= row["inter_token_s"]["p99"] <= row["inter_token_s"]["max"]
     assert row["decoding"] == 8
@@ -402,7 +397,7 @@ class Answers:
         tokens = [self.table[len(prompt)].argmax(-1).tolist() for prompt in prompts]
         if self.change:
             self.change(prompts, tokens)
-        return [SimpleNamespace(token_ids=own) for own in tokens]
+        return [SimpleNamespace(token_ids=ids) for ids in tokens]
 
     def logits(self, ids):
         length = next(n for n in self.table if n == len(ids) - check.NEW_TOKENS + 1)
@@ -415,27 +410,27 @@ def compared(change=None, logits_change=None, batch_sizes=(1, 8, 11), longest=30
 
 
 def test_agreement_is_counted():
-    found = compared()
-    assert found["checked"]
-    assert found["near_ties"] == 0
-    assert found["tokens_equal"] == 20 * check.NEW_TOKENS
-    assert found["logits_relative_error"] == 0
-    assert found["batch_sizes"] == [1, 8, 11]
-    json.dumps(found)
+    agreement = compared()
+    assert agreement["checked"]
+    assert agreement["near_ties"] == 0
+    assert agreement["tokens_equal"] == 20 * check.NEW_TOKENS
+    assert agreement["logits_relative_error"] == 0
+    assert agreement["batch_sizes"] == [1, 8, 11]
+    json.dumps(agreement)
 
 
 def planted(length, at, token, rest=0):
     def change(prompts, tokens):
-        for prompt, own in zip(prompts, tokens, strict=True):
+        for prompt, ids in zip(prompts, tokens, strict=True):
             if len(prompt) == length:
-                own[at:] = [token] + [rest] * (len(own) - at - 1)
+                ids[at:] = [token] + [rest] * (len(ids) - at - 1)
 
     return change
 
 
 def test_a_near_tie_is_none_and_ends_the_comparison():
-    found = compared(planted(9, 3, 8), batch_sizes=[8])
-    assert (found["near_ties"], found["tokens_equal"]) == (1, 7 * check.NEW_TOKENS + 3)
+    agreement = compared(planted(9, 3, 8), batch_sizes=[8])
+    assert (agreement["near_ties"], agreement["tokens_equal"]) == (1, 7 * check.NEW_TOKENS + 3)
 
 
 def test_wrong_answers_are_not_timed():
@@ -482,10 +477,10 @@ def test_a_context_without_room_for_the_check():
 
 
 def test_the_cpu_ceiling():
-    found = ceiling.read_ceiling(torch.device("cpu"), nbytes=8 << 20, repeats=3)
-    assert found.bytes_per_s > 1e7
-    assert "torch.sum" in found.how
-    assert "0.01 GB" in found.how
+    measured = ceiling.read_ceiling(torch.device("cpu"), nbytes=8 << 20, repeats=3)
+    assert measured.bytes_per_s > 1e7
+    assert "torch.sum" in measured.how
+    assert "0.01 GB" in measured.how
     assert ceiling.datasheet_bandwidth(torch.device("cpu")) is None
     assert ceiling.device_name(torch.device("cpu")).startswith("CPU ")
 
@@ -500,11 +495,11 @@ def test_datasheets_are_found_by_the_drivers_names(monkeypatch):
 @pytest.mark.gpu
 def test_the_gpu_ceiling():
     device = torch.device("cuda", 0)
-    found = ceiling.read_ceiling(device)
+    measured = ceiling.read_ceiling(device)
     sheet = ceiling.datasheet_bandwidth(device)
-    assert "Triton" in found.how
+    assert "Triton" in measured.how
     if sheet:
-        assert 0.5 < found.bytes_per_s / sheet < 1, "a read faster than the datasheet comes from a cache"
+        assert 0.5 < measured.bytes_per_s / sheet < 1, "a read faster than the datasheet comes from a cache"
 
 
 def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):
@@ -536,7 +531,7 @@ def test_what_is_missing_is_null_and_no_sentence(monkeypatch):
     """The version of Triton was "not installed: layers run eager …", and the commit of an installed minirt its version."""
     monkeypatch.setattr(device, "triton_installed", lambda: False)
     monkeypatch.setattr(report, "commit", lambda: None)
-    shared = report.machine("decode", torch.device("cpu"), ["minirt"], None)
+    shared = report.machine("speed", torch.device("cpu"), ["minirt"], None)
     assert shared["versions"]["triton"] is shared["commit"] is None
     (line, _) = report.heading(shared)
     assert f" · torch {torch.__version__} · no triton · minirt {minirt.__version__} · 20" in line
@@ -544,7 +539,7 @@ def test_what_is_missing_is_null_and_no_sentence(monkeypatch):
 
 def test_help_is_light():
     heavy = {"torch", "triton", "numpy", "tokenizers", "safetensors", "rich", "minirt.bench"}
-    for command in (["bench", "--help"], ["bench", "decode", "--help"]):
+    for command in (["bench", "--help"], ["bench", "speed", "--help"]):
         code = f"import sys; from minirt.cli import app as cli\ntry: cli.main({command})\nfinally: print(*sys.modules)"
         done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
         assert "Usage: " in done.stdout

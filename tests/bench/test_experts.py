@@ -5,6 +5,7 @@ import pytest
 from minirt import SamplingParams
 from minirt.bench import decode, experts, prefill
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.measure import Runs
 from minirt.bench.read_bytes import step_read_bytes
 from minirt.generator import Generator
 from minirt.kernels import reference
@@ -17,8 +18,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 def generator(hf_folder):
     sizes = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     folder = hf_folder("Qwen3Moe", **sizes, head_dim=16)
-    with Generator.from_pretrained(folder, device="cpu", max_num_seqs=4, kv_cache_memory=1 << 22) as own:
-        yield own
+    with Generator.from_pretrained(folder, device="cpu", max_num_seqs=4, kv_cache_memory=1 << 22) as made:
+        yield made
 
 
 def test_counts_are_those_of_the_router(generator):
@@ -61,15 +62,12 @@ def test_use_of_decode_steps(generator):
 
 
 def test_results_name_the_experts(generator):
-    rates = {"ceiling": Ceiling(1e9, "made up"), "products": MatmulCeiling(1e9, "made up")}
-    (row,) = decode.run(
-        generator, [3], [4], repeats=1, sampling={"temperature": 0.0}, seed=0, datasheet=None, progress=lambda text: None, **rates
-    )
+    read, products = Ceiling(1e9, "made up"), MatmulCeiling(1e9, "made up")
+    runs = Runs(generator, 1, {"temperature": 0.0})
+    (row,) = decode.run(runs, [3], [4], read, products)
     assert row["experts"]["touched"] > K - 1
     assert row["weight_bytes_read"] != row["weight_bytes_if_uniform"]
-    (row,) = prefill.run(
-        generator, [9], repeats=1, sampling={"temperature": 0.0}, seed=0, ceiling=rates["products"], progress=lambda text: None
-    )
+    (row,) = prefill.run(runs, [9], products)
     assert row["experts"]["most"] <= E
 
 

@@ -39,9 +39,9 @@ def test_rows_and_picture(run, folder, tmp_path):
     assert report["backend"] == "CPU"
     assert report["versions"]["transformers"].startswith("5.")
     tests = {"pp16": 16, "tg4 b3 @ d8": 3}
-    found = [(row["variant"], row["mode"], row["test"]) for row in report["results"]]
+    rows = [(row["variant"], row["mode"], row["test"]) for row in report["results"]]
     variants = ("transformers", "minirt", "minirt fp8")
-    assert found == [(variant, mode, test) for variant in variants for mode in ("eager", "compiled") for test in tests]
+    assert rows == [(variant, mode, test) for variant in variants for mode in ("eager", "compiled") for test in tests]
     times = {(row["mode"], row["test"]): row["seconds"]["median"] for row in report["results"][:4]}
     for row in report["results"]:
         assert len(row["seconds"]["all"]) == 2
@@ -49,7 +49,7 @@ def test_rows_and_picture(run, folder, tmp_path):
         assert row["speedup"] == expected
         assert row["tokens_per_s"] == tests[row["test"]] / row["seconds"]["median"]
     assert list(report["left_out"]) == ["liger"]
-    assert [own["variant"] for own in report["correctness"]["variants"]] == ["minirt", "minirt fp8"]
+    assert [check["variant"] for check in report["correctness"]["variants"]] == ["minirt", "minirt fp8"]
     assert report["patched"]["minirt fp8"]["fp8_bytes"] > 0
     assert picture.read_text().startswith("<?xml")
 

@@ -43,9 +43,9 @@ def table(text):
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
-def test_decode_prints_a_table(run, folder):
-    sizes = ("-b", "1,3", "-c", "16", "--repeats", 2)
-    code, out, err = run("bench", "decode", "-m", folder, *CACHE, *sizes, "-o", "md")
+def test_decode_steps_are_a_table(run, folder):
+    sizes = ("-p", 0, "-b", "1,3", "-c", "16", "--repeats", 2)
+    code, out, err = run("bench", "speed", "-m", folder, *CACHE, *sizes, "-o", "md")
     assert code == 0
     first, _, second, _, products, _, third, *_ = out.splitlines()
     assert first.startswith("**CPU figures, no GPU:** CPU ")
@@ -61,18 +61,19 @@ def test_decode_prints_a_table(run, folder):
     for row in rows:
         assert row["model"] == f"{folder.name} float32"
         assert row["backend"] == "CPU eager"
-        assert row["CUDA graph ms"] == row["of datasheet"] == "-"
+        assert not {"CUDA graph ms", "of datasheet", "TFLOP/s"} & set(row), "columns without values"
         median, plus, spread = row["t/s"].split()
         assert float(median.replace(",", "")) > 0
         assert plus == "±"
         assert float(spread.replace(",", "")) >= 0
-        assert float(row["step ms"].split()[0]) >= float(row["min ms"]) > 0
+        assert float(row["ms per prompt or step"].split()[0]) >= float(row["min ms"]) > 0
         assert row["of bandwidth"].endswith(" %")
         assert row["of the limit"].endswith(" %")
     assert err.count(" ms a step") == 2
-    assert run("bench", "decode", "-m", folder, *CACHE, "-q", "-c", 1, "--repeats", 1)[2] == ""
+    assert run("bench", "speed", "-m", folder, *CACHE, "-q", "-p", 0, "-c", 1, "--repeats", 1)[2] == ""
 
 
+ONE = ("-n", 1, "--input-len-range", 2, "--output-len-range", 2, "--repeats", 1)
 SHARED = {
     *("schema", "benchmark", "model", "model_type", "weight_bytes", "parameters", "dtype", "kv_bytes_per_token"),
     *("implementations", "backend", "device", "versions", "commit", "date", "command", "environment", "correctness"),
@@ -82,20 +83,21 @@ SHARED = {
 
 def test_the_number_of_steps_is_an_option(run, folder):
     """128 steps, several times, take minutes on a CPU. The room that is checked follows the option."""
-    code, out, err = run("bench", "decode", "-m", folder, *CACHE, "-c", 8, "-n", 3, "--repeats", 1, "--max-model-len", 12)
+    base = ("bench", "speed", "-m", folder, *CACHE, "-p", 0, "-c", 8, "--repeats", 1, "--max-model-len", 12)
+    code, out, err = run(*base, "-n", 3)
     assert code == 0, err
     assert "tg3 b1 @ d8" in out
-    refused(run("bench", "decode", "-m", folder, *CACHE, "-c", 8, "-n", 4, "--repeats", 1, "--max-model-len", 12), "too long")
+    refused(run(*base, "-n", 4), "too long")
 
 
 def test_json_holds_all_that_a_figure_needs(run, folder):
-    arguments = ("bench", "decode", "-m", folder, *CACHE, "-b", "1,2", "-c", "8", "--repeats", 2, "-q", "-o", "json")
+    arguments = ("bench", "speed", "-m", folder, *CACHE, "-p", 0, "-b", "1,2", "-c", "8", "--repeats", 2, "-q", "-o", "json")
     code, out, _ = run(*arguments)
     record = json.loads(out)
     assert code == 0
     assert set(record) == SHARED | {"results"}
     assert record["command"] == ["minirt", *map(str, arguments)]
-    assert (record["schema"], record["benchmark"], record["backend"]) == (1, "decode", "CPU")
+    assert (record["schema"], record["benchmark"], record["backend"]) == (1, "speed", "CPU")
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
         assert record["weight_bytes"] == 4 * record["parameters"] == generator.plan.weight_bytes
         assert record["results"][0]["weight_bytes_read"] == generator.decode_read_bytes
@@ -108,39 +110,34 @@ def test_json_holds_all_that_a_figure_needs(run, folder):
         assert row["graph_replay_s"] is row["share_of_datasheet"] is None
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "options", "test"),
-    [("latency", ("-b", 2, "--input-len", 5, "--output-len", 3), "latency b2 in5 out3"),
-     ("throughput", ("-n", 5, "--input-len-range", "4:9", "--output-len-range", 3), "throughput n5 in4:9 out3")],
-)  # fmt: skip
-def test_formats_say_the_same(benchmark, options, test, run, folder, tmp_path, monkeypatch):
+def test_formats_say_the_same(run, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("minirt.bench.report.commit", lambda: "abc")
-    base = ("bench", benchmark, "-m", folder, *CACHE, *options, "--repeats", 2, "-q", "--max-num-seqs", 2)
+    options = ("-n", 5, "--input-len-range", "4:9", "--output-len-range", 3)
+    base = ("bench", "throughput", "-m", folder, *CACHE, *options, "--repeats", 2, "-q", "--max-num-seqs", 2)
     target = tmp_path / "out"
-    found = {}
+    texts = {}
     for form in FORMATS:
         assert run(*base, "-o", form, "--output-file", target) == (0, "", "")
-        found[form] = target.read_text()
-    record, line = json.loads(found["json"]), json.loads(found["jsonl"])
-    (cells,) = csv.DictReader(io.StringIO(found["csv"]))
-    (row,) = table(found["md"])
+        texts[form] = target.read_text()
+    record, line = json.loads(texts["json"]), json.loads(texts["jsonl"])
+    (cells,) = csv.DictReader(io.StringIO(texts["csv"]))
+    (row,) = table(texts["md"])
     assert set(line) == set(record) - {"results"} | set(record["results"][0])
     assert {key.partition(".")[0] for key in cells} == set(line)
     for one in (record["results"][0], line, cells, row):
-        assert one["test"] == test
+        assert one["test"] == "throughput n5 in4:9 out3"
     assert cells["versions.torch"] == line["versions"]["torch"] == torch.__version__
     assert cells["commit"] == "abc"
     assert record["read_ceiling"] is None
-    names = {"latency": ("avg s", "p10 s", "p99 s"), "throughput": ("requests/s", "total t/s", "output t/s")}
-    assert all(float(row[name].replace(",", "")) > 0 for name in names[benchmark])
-    if benchmark == "throughput":
-        assert (cells["num_prompts"], cells["output_tokens"]) == ("5", "15")
-        assert row["first token p50 / p99 ms"].count("/") == 1
+    names = ("avg s", "p10 s", "p99 s", "requests/s", "total t/s", "output t/s")
+    assert all(float(row[name].replace(",", "")) > 0 for name in names)
+    assert (cells["num_prompts"], cells["output_tokens"]) == ("5", "15")
+    assert row["first token p50 / p99 ms"].count("/") == 1
 
 
 def test_a_model_as_random_weights_and_with_draws(run):
     options = ("--random-weights", "--kv-cache-memory", "64MiB", "--device", "cpu", "--max-model-len", 64)
-    base = ("bench", "latency", "-m", "SmolLM2-135M", *options, "-b", 1, "--input-len", 2, "--output-len", 2, "--repeats", 1)
+    base = ("bench", "throughput", "-m", "SmolLM2-135M", *options, *ONE)
     code, out, _ = run(*base, "--temperature", 0.8, "--top-k", 9, "-o", "json")
     assert code == 0
     assert json.loads(out)["parameters"] == 134_515_008
@@ -157,20 +154,11 @@ def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypat
         return generate(self, prompts, params)
 
     monkeypatch.setattr(Generator, "generate", noted)
-    base = ("bench", "latency", "-m", folder, *CACHE, "-b", 1, "--input-len", 2, "--output-len", 2, "--repeats", 1)
+    base = ("bench", "throughput", "-m", folder, *CACHE, *ONE)
     code, out, _ = run(*base, *options, "-o", "json")
     assert code == 0
     assert {params.temperature for params in asked} == {temperature}
     assert json.loads(out)["sampling"]["temperature"] == temperature
-
-
-def test_default_prompts_are_those_that_the_model_takes(run, folder):
-    """The model has 256 positions, so of the default 128, 512 and 2048 tokens only 128 fit."""
-    code, out, _ = run("bench", "prefill", "-m", folder, *CACHE, "--repeats", 1, "--skip-check", "-q", "-o", "json")
-    assert code == 0
-    assert [row["test"] for row in json.loads(out)["results"]] == ["pp128"]
-    wrong = ("at most 256 tokens", "found 513", "shorter prompts or outputs: the model itself takes at most 256 tokens")
-    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", "128,512"), *wrong)
 
 
 def test_speed_measures_a_prompt_and_decode_steps(run, folder):
@@ -191,20 +179,22 @@ def test_speed_measures_a_prompt_and_decode_steps(run, folder):
     assert "the prompt has 255 tokens, not 512: the model has 256 positions" in run(*base[:-1])[2]
     assert [line.split()[0] for line in out.splitlines() if re.match("(pp|tg)[0-9]", line)] == ["pp9", "tg40", "tg40"]
     assert len(re.findall(r"^(?:pp9|tg40 b1 @ d\d+) +[0-9.,]+ ± [0-9.,]+ ", out, re.MULTILINE)) == 3, "llama-bench's ± of t/s"
-    refused(run(*base, "-p", 256), "found 257", "the model itself takes at most 256")
+    wrong = ("at most 256 tokens", "found 257", "shorter prompts or outputs: the model itself takes at most 256 tokens")
+    refused(run(*base, "-p", 256), *wrong)
 
 
 def test_speed_leaves_out_what_is_0(run, folder):
     """llama-bench's `-p 0` and `-n 0` were refused as wrong numbers. Nothing else that is given is ignored."""
     base = ("bench", "speed", "-m", folder, *CACHE, "--repeats", 1, "-q", "-o", "json")
-    for own, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
-        code, out, err = run(*base, *own)
+    for options, tests in ((("-p", 0, "-n", 3, "-c", 4), ["tg3 b1 @ d4"]), (("-p", "9,5", "-n", 0), ["pp9", "pp5"])):
+        code, out, err = run(*base, *options)
         assert (code, err) == (0, "")
         assert [row["test"] for row in json.loads(out)["results"]] == tests
     refused(run(*base, "-p", 0, "-n", 0), "--input-len 0 and --output-len 0 leave nothing to measure", code=2)
     refused(run(*base, "-n", 0, "-c", 4), "--context-len is of decode steps", code=2)
+    refused(run(*base, "-n", 0, "-b", 4), "--batch-size is of decode steps", code=2)
+    refused(run(*base, "-p", 0, "--beside", 4), "--beside is of prompts", code=2)
     refused(run(*base, "-p", "0,9"), "--input-len: '0,9' is not a list of positive integers", code=2)
-    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", 0), "not a list of positive integers", code=2)
 
 
 def test_the_spread_of_a_prompts_rate():
@@ -218,11 +208,10 @@ def test_the_spread_of_a_prompts_rate():
 def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkeypatch):
     for name in ("generate", "completions"):
         monkeypatch.setattr(Generator, name, lambda *_, **__: pytest.fail("it runs"))
-    decode, latency, throughput = (("bench", name, "-m", folder, *CACHE) for name in ("decode", "latency", "throughput"))
+    decode, throughput = ("bench", "speed", "-m", folder, *CACHE, "-p", 0), ("bench", "throughput", "-m", folder, *CACHE)
     refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64", code=2)
-    refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3", code=2)
+    refused(run(*decode, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3", code=2)
     refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "model itself takes at most 256")
-    refused(run(*latency, "--input-len", 200, "--output-len", 57), "at most 256 tokens", "found 257")
     refused(run(*throughput, "--input-len-range", "1:200", "--output-len-range", "2:57"), "at most 256", "found 257")
     pool = ("--kv-cache-memory", "200kB")
     refused(run(*decode, *pool, "-b", 4, "-c", 8), "does not fit the KV cache", "pages of 64 tokens", "--kv-cache-memory ")
@@ -232,9 +221,9 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
     refused(run(*decode, "--impl", "foo"), "foo", code=2)
     for arguments in (
         (*decode, "-b", "0"), (*decode, "-b", "1,,2"), (*decode, "-b", "1.5"), (*decode, "-c", "٣"), (*decode, "-c", ""),
-        (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path), (*latency, "-b", "1,2"),
+        (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path),
         (*throughput, "--input-len-range", "9:4"), (*throughput, "--input-len-range", "1:2:3"),
-        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "fly"),
+        (*throughput, "-n", "0"), (*throughput, "--output-file", tmp_path / "none" / "x"), ("bench", "fly"),
     ):  # fmt: skip
         refused(run(*arguments), " --help)", code=2)
 
@@ -243,8 +232,8 @@ def test_a_full_disk_or_a_folder_without_rights(run, folder, tmp_path):
     target = tmp_path / "a" / "x"
     target.parent.mkdir()
     target.symlink_to(tmp_path / "b" / "x")
-    options = ("-b", 1, "--input-len", 1, "--output-len", 1, "--repeats", 1, "-q", "--output-file", target)
-    refused(run("bench", "latency", "-m", folder, *CACHE, *options), "cannot write the results", str(target))
+    base = ("bench", "throughput", "-m", folder, *CACHE, *ONE, "-q")
+    refused(run(*base, "--output-file", target), "cannot write the results", str(target))
 
 
 def plain(layer, factor=1.0):
@@ -260,11 +249,11 @@ def plain(layer, factor=1.0):
 
 layers.register("mlp", "bench-plain")(plain)
 layers.register("mlp", "bench-wrong")(lambda layer: plain(layer, 1.001))
-TINY = ("-b", "1,9", "-c", "4", "--repeats", 1, "-q", "-o", "json")
+TINY = ("-p", 0, "-b", "1,9", "-c", "4", "--repeats", 1, "-q", "-o", "json")
 
 
 def test_what_is_measured_is_compared_with_the_eager_layers_first(run, folder):
-    base = ("bench", "decode", "-m", folder, *CACHE, *TINY)
+    base = ("bench", "speed", "-m", folder, *CACHE, *TINY)
     code, out, _ = run(*base, "--impl", "layers.*.mlp=bench-plain")
     assert code == 0
     record = json.loads(out)
@@ -289,10 +278,10 @@ def test_lists_and_ranges_as_options():
     assert NUMBERS.convert("1, 8,064", None, None) == (1, 8, 64)
     assert RANGE.convert("32:512", None, None) == (32, 512)
     assert RANGE.convert("7", None, None) == (7, 7)
-    (option,) = (p for p in bench.commands["decode"].params if p.name == "output_format")
+    (option,) = (p for p in bench.commands["speed"].params if p.name == "output_format")
     assert list(option.type.choices) == list(FORMATS)
     assert "bench" in cli.cli.commands
-    assert "t(N + 1)" in CliRunner().invoke(cli.cli, ["bench", "decode", "--help"]).output
+    assert "t(N + 1)" in CliRunner().invoke(cli.cli, ["bench", "speed", "--help"]).output
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp:2"])
@@ -301,10 +290,10 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
     limit or name is ignored, totals of one request, and texts of one run compared with themselves."""
     loaded, from_pretrained = [], Generator.from_pretrained
 
-    def load(options, **more):  # with all drafts: how many are verified depends on the time of steps
+    def load(options, **settings):  # with all drafts: how many are verified depends on the time of steps
         loaded.append(options.speculative)
-        own = options.speculative and dataclasses.replace(options.speculative, adaptive=False)
-        return from_pretrained(dataclasses.replace(options, speculative=own), **more)
+        drafts = options.speculative and dataclasses.replace(options.speculative, adaptive=False)
+        return from_pretrained(dataclasses.replace(options, speculative=drafts), **settings)
 
     texts = ["no, no, no, no, no, no", "Once upon a time"]
     file = tmp_path / "a.jsonl"
@@ -315,8 +304,8 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
     record = json.loads(out)
     assert loaded == [SpeculativeOptions.parse(method), None]
     assert record["speculative"]["method"] == method.removesuffix(":2")
-    with from_pretrained("embedded", device="cpu", kv_cache_memory=8 << 20) as own:
-        expected = own.generate(texts, [SamplingParams(max_tokens=n, temperature=0) for n in (16, 5)])
+    with from_pretrained("embedded", device="cpu", kv_cache_memory=8 << 20) as generator:
+        expected = generator.generate(texts, [SamplingParams(max_tokens=n, temperature=0) for n in (16, 5)])
     first, second, total = record["results"]
     assert [row["test"] for row in record["results"]] == ["line 1", "short", "all"]
     assert [row["output_tokens"] for row in (first, second)] == [len(one.token_ids) for one in expected] == [16, 5]
@@ -334,9 +323,9 @@ def test_what_drafts_bring_on_the_embedded_model(method, run, tmp_path, monkeypa
 
 def test_another_text_with_drafts_is_seen():
     def timed(*tokens):
-        return [SimpleNamespace(token_ids=list(own), num_draft_tokens=2, num_accepted_tokens=1) for own in tokens], [1.0, 3.0]
+        return [SimpleNamespace(token_ids=list(ids), num_draft_tokens=2, num_accepted_tokens=1) for ids in tokens], [1.0, 3.0]
 
     requests = [("a", [], None), ("b", [], None)]
-    found = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
-    assert [(row["same_texts"], row["texts"]) for row in found] == [(1, 1), (0, 1), (1, 2)]
-    assert found[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"
+    results = speculate.rows(requests, [timed((1, 2)), timed((3, 4))], [timed((1, 2)), timed((3, 5))])
+    assert [(row["same_texts"], row["texts"]) for row in results] == [(1, 1), (0, 1), (1, 2)]
+    assert results[2]["seconds"]["all"] == [2.0, 6.0], "the sum over requests, for each repeat"

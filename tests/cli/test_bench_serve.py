@@ -59,15 +59,15 @@ def test_the_table_of_one_run(run) -> None:
 
 
 def test_formats_have_the_fields_of_vllm(run, tmp_path) -> None:
-    target, found = tmp_path / "out", {}
+    target, texts = tmp_path / "out", {}
     with FakeServer() as server:
         for form in ("json", "jsonl", "csv", "md"):
             base = ("--base-url", server.url + "/v1/", *SMALL, "-q", "--sweep", "500,inf", "--save-detailed")
             base += ("--output-file", target)
             code, out, _ = run(*base, "-o", form, *(("--picture", tmp_path / "a.svg") if form == "md" else ()))
             assert (code, out) == (0, "")
-            found[form] = target.read_text()
-    record, lines = json.loads(found["json"]), [json.loads(line) for line in found["jsonl"].splitlines()]
+            texts[form] = target.read_text()
+    record, lines = json.loads(texts["json"]), [json.loads(line) for line in texts["jsonl"].splitlines()]
     rows = record.pop("results")
     kinds = ("mean", "median", "std", "p90", "p99")
     metrics = {f"{kind}_{name}_ms" for kind in kinds for name in ("ttft", "tpot", "itl", "e2el")}
@@ -82,11 +82,11 @@ def test_formats_have_the_fields_of_vllm(run, tmp_path) -> None:
         assert row["sampling"] == {"temperature": 0.0}
     assert [row["request_rate"] for row in rows] == [500.0, "inf"]
     assert rows[0]["client"]["p99_send_delay_ms"] is not None
-    cells = list(csv.DictReader(io.StringIO(found["csv"])))
+    cells = list(csv.DictReader(io.StringIO(texts["csv"])))
     assert [cell["request_rate"] for cell in cells] == ["500.0", "inf"]
     assert cells[0]["client.processes"] == "1"
-    assert found["md"].count("\n| ") == 4
-    assert found["md"].startswith(f"fake at {server.url} (1.2.3) · 12 requests of 3:9 + 2:6 tokens")
+    assert texts["md"].count("\n| ") == 4
+    assert texts["md"].startswith(f"fake at {server.url} (1.2.3) · 12 requests of 3:9 + 2:6 tokens")
     picture = (tmp_path / "a.svg").read_text()
     assert "time to first token" in picture
 
@@ -212,8 +212,8 @@ def test_a_first_request_that_fails_ends_the_command(run) -> None:
         writer.write(answer({"choices": [{"text": "not streamed"}]}))
 
     with FakeServer(handler) as server:
-        found = run("--base-url", server.url, "-m", "x", "-q", "--vocab-size", 9)
-        refused(found, "/v1/completions", "no event stream but application/json", "not streamed")
+        result = run("--base-url", server.url, "-m", "x", "-q", "--vocab-size", 9)
+        refused(result, "/v1/completions", "no event stream but application/json", "not streamed")
     assert len(server.asked) == 1
     refused(run("--base-url", server.url, "-q"), server.url, "no connection", "refused", "start the server")
     refused(run("--base-url", "http://no-such-host.invalid:1", "-q"), "no connection", "no-such-host.invalid")

@@ -827,7 +827,7 @@ def test_completion():
     assert "Llama-3.2-1B-Instruct" in completions("eval", "fp8", "-m", "llama-3.2")
     assert completions("plan", "--gpu", "h") == ["H200", "H100", "H100-NVL"]
     assert completions("chat", "--dtype", "f") == ["float16", "float32"]
-    assert completions("bench", "decode", "--device", "") == ["auto", "cpu", "cuda"]
+    assert completions("bench", "speed", "--device", "") == ["auto", "cpu", "cuda"]
     assert completions("compare", "--layer", "layers.*.m") == ["layers.*.mlp"]
     assert completions("plan", "--impl", "head=") == ["head=auto", "head=eager", "head=triton"]
     assert completions("plan", "-o", "") == ["text", "json"]

@@ -45,18 +45,18 @@ def test_an_abbreviated_command_is_suggested(run):
     ("serve --trust-remote-code", "not needed: minirt never runs code"), ("generate -ngl=99 x", "no such option '-ngl'"),
     ("generate --load-format dummy", "vLLM's name; here --random-weights"), ("generate --quantization fp8", "here --quantize)"),
     ("generate --max-new-tokens 3", "transformers' name; here --max-tokens)"), ("generate --temp 0", "here --temperature)"),
-    ("bench latency --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
+    ("bench throughput --num-iters 3", "vLLM's name; here --repeats)"), ("generate -c 128 x", "here --max-model-len)"),
     ("models --quantization fp8", "no such option '--quantization' (see"),
     ("bench -p 512 -n 128", "here minirt bench speed -p 512 -n 128)"),
-    ("bench prefill -p 32 -n 16", "no such option '-n' (llama-bench's name; here minirt bench speed -p"),
-    ("bench decode -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench decode -r 3", "here --repeats)"),
+    ("bench throughput -p 32 -n 16", "no such option '-p' (llama-bench's name; here minirt bench speed -p"),
+    ("bench speed -d 4096", "llama-bench's name; here minirt bench speed -c)"), ("bench speed -r 3", "here --repeats)"),
     ("generate -b 512 x", "llama.cpp's name; here --max-num-batched-tokens of tokens, --max-num-seqs of sequences)"),
     ("serve -ub 512", "llama.cpp's name; here --max-num-batched-tokens)"),
     ("generate -hf a/b x", "no such option '-hf' (llama.cpp's name; here --model)"), ("generate -t 4 x", "here --threads)"),
     ("serve --n-gpu-layers 99", "a model is wholly on one GPU"), ("serve -ngl 99", "no such option '-ngl' (not needed"),
     ("serve -c 128", "here --max-model-len)"), ("serve --alias x", "here --served-model-name)"), ("serve --jinja", "always on"),
     ("generate -s 3 x", "here --seed)"), ("serve --embeddings", "minirt generates text)"), ("generate -cnv", "minirt chat is"),
-    ("bench prefill -b 3", "no such option '-b' (llama.cpp's name; here --max-num-batched-tokens of tokens"),
+    ("bench throughput -b 3", "no such option '-b' (llama.cpp's name; here --max-num-batched-tokens of tokens"),
     ("generate -p x", "here PROMPT, without an option)"), ("plan -p x", "no such option '-p' (see minirt plan"),
 ])  # fmt: skip
 def test_options_of_other_programs(arguments, words, run):
@@ -67,8 +67,8 @@ def test_options_of_other_programs(arguments, words, run):
 @pytest.mark.parametrize(("arguments", "words"), [
     ("score --speculate ngram", "'--speculate' (an option of minirt chat, minirt generate"),
     ("plan --host x", "'--host' (an option of minirt serve) (see minirt plan"),
-    ("bench decode --input-len 3", "(an option of minirt bench patch, minirt bench speed, minirt bench prefill and others)"),
-    ("bench decode --speculate ngram", "random tokens, where drafts are seldom right; minirt bench speculate"),
+    ("bench kernels --input-len 3", "(an option of minirt bench patch and minirt bench speed)"),
+    ("bench speed --speculate ngram", "random tokens, where drafts are seldom right; minirt bench speculate"),
     ("bench serve --speculate ngram", "(an option of the server: minirt serve --speculate)"),
     ("serve --spec ngram", "(did you mean --speculate or --speculative-config?)"),
     ("plan -z 3", "no such option '-z' (see"),
@@ -76,17 +76,18 @@ def test_options_of_other_programs(arguments, words, run):
     ("plan --modle x", "(did you mean --model?)"),
 ])  # fmt: skip
 def test_options_of_other_commands_and_spellings(arguments, words, run):
-    """`bench decode --speculate` was answered with `--repeats`, `serve --spec` with `--dtype`: click compares the dashes too."""
+    """`bench speed --speculate` was answered with `--repeats`, `serve --spec` with `--dtype`: click compares the dashes too."""
     refused(run(*arguments.split()), words, code=2)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ("run x", "'run' (minirt chat --model MODEL is a conversation, minirt generate PROMPT"),
-    ("complete x", "(here minirt generate"), ("pull x", "downloads the model"), ("decode", "(here minirt bench decode)"),
+    ("complete x", "(here minirt generate"), ("pull x", "downloads the model"), ("decode", "(here minirt bench speed -p 0)"),
     ("perplexity", "(here minirt eval perplexity)"), ("version", "(here minirt --version;"),
     ("help generate", "(here minirt --help, and minirt COMMAND --help)"),
     ("benchmark", "Did you mean 'bench'?"), ("launch", "no such command 'launch' (see minirt --help)"),
-    ("bench laten", "Did you mean 'latency'?"), ("bench run", "no such command 'run' (see minirt bench --help)"),
+    ("bench throughp", "Did you mean 'throughput'?"), ("bench latency", "(here minirt bench throughput with one length"),
+    ("bench prefill", "(here minirt bench speed -n 0)"), ("bench run", "no such command 'run' (see minirt bench --help)"),
 ])  # fmt: skip
 def test_commands_of_other_programs_and_of_groups(arguments, words, run):
     """`complete` was answered with `compare`, `launch` with `plan`, and `run` with nothing."""
@@ -95,7 +96,7 @@ def test_commands_of_other_programs_and_of_groups(arguments, words, run):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ("--model x generate hi", "no such option '--model' (options follow the command, as in minirt generate --model)"),
-    ("bench --batch-size 3 decode", "as in minirt bench decode --batch-size)"), ("--temperature 0", "as in minirt chat --temp"),
+    ("bench --batch-size 3 speed", "as in minirt bench speed --batch-size)"), ("--temperature 0", "as in minirt chat --temp"),
     ("bench --num-prompts 3", "as in minirt bench "), ("-c 128 generate hi", "no such option '-c' (see minirt --help)"),
 ])  # fmt: skip
 def test_options_before_the_command(arguments, words, run):
@@ -106,7 +107,7 @@ def test_options_before_the_command(arguments, words, run):
 def test_an_option_without_its_value_names_the_command(run):
     """click's error does not name the command, so that the message pointed to `minirt --help`."""
     refused(run("chat", "--stop"), "option '--stop' requires an argument (see minirt chat --help)", code=2)
-    refused(run("bench", "decode", "-b"), "(see minirt bench decode --help)", code=2)
+    refused(run("bench", "speed", "-b"), "(see minirt bench speed --help)", code=2)
 
 
 def test_the_table_of_other_names_is_true():
@@ -119,7 +120,7 @@ def test_the_table_of_other_names_is_true():
     options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
     arguments = {*LoadOptions.__dataclass_fields__, *signature(Generator.generate).parameters}
     sampling = set(SamplingParams.__dataclass_fields__)
-    for name, entry in foreign_names._NAMES.items():
+    for name, entry in foreign_names.names().items():
         if isinstance(entry, str):
             continue
         _, option, python = entry
@@ -129,7 +130,7 @@ def test_the_table_of_other_names_is_true():
             assert match, name
             found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
             assert found, name
-    assert set(foreign_names._SHORT.values()) <= foreign_names._NAMES.keys()
+    assert set(foreign_names._SHORT.values()) <= foreign_names.names().keys()
 
 
 def commands(group=cli.cli):
@@ -170,7 +171,7 @@ def test_bad_numbers_of_tokens(text, run):
 
 def test_numbers_of_tokens_reach_the_model(run, folder):
     refused(run("generate", "-m", folder, *CACHE, "--max-model-len", "1k", "x"), "found 1000", code=2)
-    refused(run("generate", "--max-num-batched-tokens", "0", "x"), "--max-num-batched-tokens", "x>=1", code=2)
+    refused(run("plan", "-m", folder, "--max-num-batched-tokens", "0"), "--max-num-batched-tokens: ", "from 1 to", code=2)
     assert run("generate", "-m", folder, *CACHE, "--max-model-len", "auto", "--max-tokens", 1, "x")[0] == 0
 
 

@@ -242,7 +242,7 @@ def test_no_requests_and_misuse(run, folder, file, tmp_path):
     refused(run(*base, tmp_path), "found a folder")
     refused(run(*base, file("a"), "b"), " --help)", "--prompt-file", code=2)
     refused(run(*base, file("a"), "--prompt-file", "c"), " --help)", code=2)
-    refused(run(*base, file("a"), "--max-num-seqs", 0), " --help)", code=2)
+    refused(run(*base, file("a"), "--max-num-seqs", 0), "--max-num-seqs: ", code=2)
     refused(run(*base, file("a"), "--top-p", 2), "--top-p", code=2)
 
 
@@ -267,7 +267,7 @@ def completion(tokens, reason="length"):
 
 def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     out = []
-    monkeypatch.setattr(generate_many, "write", out.append)
+    monkeypatch.setattr(generate_many.output, "write", out.append)
     requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
     printing = generate_many.Printing(as_json=False, verbose=False, quiet=True)
     results = generate_many._Results(requests, printing, texts=False, drafts=False)
@@ -361,14 +361,14 @@ def test_a_signal_prints_what_there_is(number, endless, file):
 
 def test_a_second_signal_does_not_cut_the_last_output(run, folder, file, monkeypatch):
     """A terminal that closes sends SIGHUP more than once."""
-    original, texts = generate_many.write, []
+    original, texts = generate_many.output.write, []
 
     def write(text):
         texts.append(text)
         os.kill(os.getpid(), signal.SIGHUP)
         original(text)
 
-    monkeypatch.setattr(generate_many, "write", write)
+    monkeypatch.setattr(generate_many.output, "write", write)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         path = file(*({"prompt": "a", "max_tokens": n} for n in (3, 9, 9)))

@@ -96,8 +96,10 @@ def test_a_folder_is_named_without_its_path(call, tmp_path, monkeypatch):
 
 def test_files_of_implementations_reach_the_process_of_the_engine(call):
     """The front's process does not run them: it has no layers."""
+    from minirt.server.front import start_message
+
     _, (server, load, *_) = call("-q", "--import", "a.py", "--import", "b.py")
-    assert server.start_message(load).imports == ["a.py", "b.py"]
+    assert start_message(server, load).imports == ["a.py", "b.py"]
 
 
 @pytest.mark.parametrize("path", ["minirt", "/minirt/", "/", "/a//b", "/a b", '/"a'])

@@ -1,4 +1,4 @@
-"""A step's tokens are collected in two ways: one sequence after the other for few sequences, on arrays for more.
+"""A step's tokens are appended in two ways: one sequence after the other for few sequences, on arrays for the others.
 
 Catches an output, an end, a page or a count that depends on how many sequences ran in the step.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.test_engine import VOCAB, Request, drafting, engine
 
-from minirt.engine import collector as collector_module
+from minirt.engine import slots as slots_module
 from minirt.sampling_params import SamplingParams, resolve
 
 EOS, SEEDS, MOST_STEPS = 5, 12, 2000
@@ -49,18 +49,18 @@ def collected(seed, few, monkeypatch):
             (batch.input_ids[batch.logits_indices] % 41 == NO_LOGITS)[:, None], float("nan")
         )
     seen, sides, preempted = [], [0, 0], 0
-    collect, away = it._collector._tokens, it._collector._preempted
+    extend, away = it._scheduler.slots.extend, it._collector._preempted
 
-    def count_sides(result, work, outputs):
-        sides[len(work.planned) > collector_module.FEW] += 1
-        return collect(result, work, outputs)
+    def count_sides(slots, *arguments):
+        sides[len(slots) > slots_module.FEW] += len(slots) > 0
+        return extend(slots, *arguments)
 
     def count_preempted(*arguments):
         nonlocal preempted
         preempted += 1
         return away(*arguments)
 
-    monkeypatch.setattr(it._collector, "_tokens", count_sides)
+    monkeypatch.setattr(it._scheduler.slots, "extend", count_sides)
     monkeypatch.setattr(it._collector, "_preempted", count_preempted)
     for step in range(MOST_STEPS):
         for arrival, request, _, aborted in requests:
@@ -70,7 +70,7 @@ def collected(seed, few, monkeypatch):
                 it.abort(request.id)
         with monkeypatch.context() as patch:
             if few is not None:
-                patch.setattr(collector_module, "FEW", few)
+                patch.setattr(slots_module, "FEW", few)
             outputs = it.step()
         for output in outputs:
             assert len(output.times) == (len(output.token_ids) if requests[output.request_id][1].final_only else 0)

@@ -16,6 +16,7 @@ from minirt.engine.engine import Request
 from minirt.engine.limits import EngineLimits
 from minirt.engine.logits_processors import LogitsProcessors
 from minirt.engine.scheduler import STEPS_UNTIL_LARGER
+from minirt.engine.sequence import Sequence
 from minirt.engine.slots import HostSlots
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling_params import SamplingParams, resolve
@@ -273,13 +274,14 @@ def test_long_rows_of_slots_do_not_stay_in_memory():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     slots, before = HostSlots(EngineLimits(2**18, 1024), 2**12), resident()
+    sequence = Sequence(Request(0, [1], resolve(None, None)), 2**18)
     for _ in range(60):
-        slot = slots.reserve(object())
+        slot = slots.admit(sequence)
         slots.tokens[slot], slots.times[slot], slots.page_tables[slot], slots.lengths[slot] = 1, 1.0, 1, 2**18
         slots.release(slot)
         slots.free.insert(0, slots.free.pop())
         assert resident() - before < 2**24
     for _ in range(1024):
-        slot = slots.reserve(object())
+        slot = slots.admit(sequence)
         slots.tokens[slot, :100] = slots.times[slot, :100] = slots.page_tables[slot, :2] = 1
     assert resident() - before < 2**25

@@ -304,7 +304,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
 
     def interrupts(batch, cache):
         if max(batch.seq_lens) >= 33 and not together.is_set():  # the other sequence is never that long
-            before = {slot for step in it.engine._in_flight for slot in step.work.planned.slots[step.work.planned.num_draws > 0]}
+            before = {slot for _, work in it.engine._in_flight for slot in work.planned.slots[work.planned.num_draws > 0]}
             if batch.num_seqs == 2:
                 together.set()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

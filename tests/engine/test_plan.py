@@ -171,8 +171,7 @@ def test_no_position_lies_beyond_the_end():
     (token,) = tokens_of((0, 0, 4, 1, 1, 4), [(0, sequence)])
     row = runner._buffers.table[0]
     row[NUM_NEXT], row[NEXT_TOKENS + 1 : NEXT_TOKENS + 5] = 5, 1
-    sequence.num_sent = 2
-    sequence.decode(slots)
+    slots.num_sent[0] = 2
     tokens = tokens_of((0, -1, 5, 5, 5, 7), [])
     assert lens == [(4,), (6,)], "the last token is drawn, and not computed"
     assert 1 <= len(tokens) <= 2

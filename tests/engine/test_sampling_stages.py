@@ -238,12 +238,9 @@ def test_a_slot_that_comes_back_is_filled_anew():
             planned = PlannedSequences.of([(slot, 0 if first else -1, length if first else 1, 1, 1, length)])
             work = Work(planned, slots.epochs[[slot]], [(0, sequence)] if first else [])
             result = runner.start(plan_step(work, slots, runner.columns, VOCAB)).result()
-            if first:
-                sequence.num_sent = 3
-                sequence.decode(slots)
+            slots.num_sent[slot] = 3
             slots.extend(planned.slots, result.counts, result.tokens, 0.0)
-        sequence.keep()
-        sequence.leave_slot(slots)
+        sequence.leave_slot()
     expected = list[int]()
     for _ in range(8):
         x = torch.arange(VOCAB).float()

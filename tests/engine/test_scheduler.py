@@ -486,16 +486,14 @@ def test_few_sequences_and_many_are_extended_alike(data):
     for i in range(6):
         own = Sequence(Request(i, [1] * draw.randrange(1, 9), greedy(1)), draw.randrange(9, 24), tuple(range(draw.randrange(3))))
         for slots in (alone, together):
-            one = Sequence(own.request, own.final_len, own.ends)
-            one.take_slot(slots, [])
-            one.decode(slots)
+            Sequence(own.request, own.final_len, own.ends).take_slot(slots, [])
     every = np.arange(6)
     for _ in range(4):
         counts = np.array([draw.randrange(4) for _ in every])
         tokens = np.array([[draw.randrange(-1, 40) for _ in range(3)] for _ in every])
         found = together.extend(every, counts, tokens, 1.5)
-        one = [alone.extend_one(i, int(counts[i]), tokens[i].tolist(), 1.5) for i in every]
-        assert [array.tolist() for array in found] == [list(column) for column in zip(*one, strict=True)]
+        one = [alone.extend(every[i : i + 1], counts[i : i + 1], tokens[i : i + 1], 1.5) for i in every]
+        assert [array.tolist() for array in found] == [np.concatenate(column).tolist() for column in zip(*one, strict=True)]
         assert (alone.lengths == together.lengths).all()
         assert (alone.tokens == together.tokens).all()
         assert (alone.times == together.times).all()

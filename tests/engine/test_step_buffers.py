@@ -17,6 +17,7 @@ from minirt.engine.limits import EngineLimits
 from minirt.engine.runner import Runner
 from minirt.engine.step_buffers import StepBuffers
 from minirt.kernels.step.table import FINAL_LEN, NEXT_TOKENS, NUM_NEXT
+from minirt.modeling.model import Model
 from minirt.step.batch import Batch, Chunk
 from minirt.step.kv_cache import KVCache, PagesSpec
 from minirt.step.plan import Edit, PlannedSequences, StepPlan
@@ -129,7 +130,8 @@ def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     own._taps = None
     own._statics, own._graphs, own._limits, own._cache = {}, object(), limits, KVCache([PagesSpec(1, 64)], 70)
     own._buffers = StepBuffers(own._cache, limits, CPU, 211, 64, 2048, 64, row_maxima_tiles=7, logits_rows=64)
-    own._row_maxima = lambda rows: own._buffers.row_maxima_of(rows, 7)
+    own._model = object.__new__(Model)
+    own._model.row_maxima_tiles = lambda rows: 7
     assert bucket in Buckets(limits).all()
     step, batch = own._static(bucket)
     assert batch.num_tokens == len(step.tokens) == tokens

@@ -184,9 +184,9 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     without constraints keep their order."""
     it, _ = bound_engine(lookahead=1)
     it._runner._model, order = Noisy(), []
-    start, collect, fill = it._runner._forward, it._collect, it._constraints.fill
+    start, collect, fill = it._runner._forward, it._collector.collect, it._constraints.fill
     it._runner._forward = lambda *args: order.append("forward") or start(*args)
-    it._collect = lambda *args: order.append("collect") or collect(*args)
+    it._collector.collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
     slots = it._runner._stages.fill_slots
     it._runner._stages.fill_slots = lambda rules: order.extend(["slots"] * len(rules)) or slots(rules)

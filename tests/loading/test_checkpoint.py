@@ -185,7 +185,7 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "_read", read)
     monkeypatch.setattr(checkpoint, "PART_BYTES", 16_000)
     with load(folder) as generator:
-        buffers.own()[:] = b"\xff" * room
+        buffers.of_thread()[:] = b"\xff" * room
         assert torch.equal(generator.logits([3, 1, 4, 1, 5]), expected)
     assert any(used) == (room > 100)
     assert all(used) == (room == 1 << 20)
@@ -207,7 +207,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
     buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
     for _ in range(2):  # the thread reads other groups after the first error
         with pytest.raises(DeviceError, match=r"cuda:0: host memory.*pinned.*16KiB.*801.*ulimit"):
-            buffers.own()
+            buffers.of_thread()
     buffers.close()
 
 
@@ -232,7 +232,7 @@ def test_no_memory_for_a_buffer(monkeypatch):
 
     monkeypatch.setattr(checkpoint.mmap, "mmap", full)
     with pytest.raises(OutOfMemoryError, match="loading buffer; expected 3KiB; found Cannot allocate"):
-        PinnedBuffers(3 << 10, None).own()
+        PinnedBuffers(3 << 10, None).of_thread()
 
 
 def test_a_failed_gpu_is_not_taken_for_memory_that_cannot_be_pinned(hf_folder, monkeypatch):
@@ -249,7 +249,7 @@ def test_a_failed_gpu_is_not_taken_for_memory_that_cannot_be_pinned(hf_folder, m
     buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
     with ThreadPoolExecutor(2) as pool:
         meet = threading.Barrier(2, timeout=60)
-        list(pool.map(lambda _: (meet.wait(), buffers.own()), range(2)))
+        list(pool.map(lambda _: (meet.wait(), buffers.of_thread()), range(2)))
     buffers.close()
     assert len(set(closed)) == 2, "all are unpinned"
 
@@ -306,7 +306,7 @@ def test_reads_that_return_less(tmp_path):
             return super().readinto(view[:7])
 
     (tmp_path / "file").write_bytes(bytes(range(100)))
-    memory = PinnedBuffers(90, None).own()
+    memory = PinnedBuffers(90, None).of_thread()
     with Slow(tmp_path / "file") as file:
         checkpoint._fill(memory, file, 13, 80)
         assert memory[:] == bytes(range(13, 93)) + bytes(10)

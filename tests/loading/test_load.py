@@ -10,7 +10,7 @@ import transformers
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
 from minirt.loading import load as choose
-from minirt.loading.options import pick_length
+from minirt.loading.resolve import pick_length
 from minirt.models import parse_config
 
 

@@ -16,7 +16,7 @@ from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading import memory
 from minirt.loading.load import plan_load, plan_model
-from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, out_of_memory_while, plan_memory
+from minirt.loading.memory import does_not_fit, measured_plan, out_of_memory_while, plan_memory
 from minirt.modeling.config import RopeConfig
 from minirt.models.decoder import decoder_layers
 from minirt.sizes import format_size
@@ -54,7 +54,7 @@ def free(monkeypatch):
 
 def plan(step, *, device=GPU, **options):
     return plan_memory(
-        Model(), LENGTH, device, MemoryOptions(**options), step_bytes=lambda tokens: step(tokens) and step(tokens) * MB
+        Model(), LENGTH, device, LoadOptions(**options), step_bytes=lambda tokens: step(tokens) and step(tokens) * MB
     )
 
 
@@ -98,11 +98,11 @@ def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
     with pytest.warns(
         RuntimeWarning, match=r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
     ):
-        made = measured_plan(Model(), MemoryOptions())
+        made = measured_plan(Model(), LoadOptions())
     assert made.measured
     monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: None)
     with pytest.raises(OutOfMemoryError, match=r"weights 1,?000MiB.*expected .*found 1\.32GiB, 90% of 1\.46GiB free"):
-        measured_plan(Model(), MemoryOptions())
+        measured_plan(Model(), LoadOptions())
 
 
 def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monkeypatch):
@@ -112,12 +112,12 @@ def test_a_cache_that_was_asked_for_and_shortens_the_context_says_so(free, monke
     free(600, others=2500)
     words = r"--kv-cache-memory 12MiB has room for 768 tokens, so the context is that instead of 6,400: use --max-model-len 768 "
     with pytest.warns(RuntimeWarning, match=words + "or --kv-cache-memory 100MiB or --kv-cache-dtype fp8") as said:
-        assert measured_plan(Model(), MemoryOptions(kv_cache_memory=12 * MB)).context == 768
+        assert measured_plan(Model(), LoadOptions(kv_cache_memory=12 * MB)).context == 768
     assert "other processes" not in str(said[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert measured_plan(Model(), MemoryOptions(kv_cache_memory="100MiB")).context == LENGTH
-        assert measured_plan(Model(), MemoryOptions(kv_cache_memory=12 * MB, max_model_len=768)).context == 768
+        assert measured_plan(Model(), LoadOptions(kv_cache_memory="100MiB")).context == LENGTH
+        assert measured_plan(Model(), LoadOptions(kv_cache_memory=12 * MB, max_model_len=768)).context == 768
 
 
 def test_a_context_that_was_asked_for_is_not_shortened(free, monkeypatch):
@@ -126,18 +126,18 @@ def test_a_context_that_was_asked_for_is_not_shortened(free, monkeypatch):
     free(400)
     words = r"--max-model-len 6400: a context of 6,400 tokens needs 100MiB of KV cache, which has room for 86MiB, 5,504 tokens"
     with pytest.raises(OutOfMemoryError, match=words + r" \(use --max-model-len 5504\)") as error:
-        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH))
+        measured_plan(Model(), LoadOptions(max_model_len=LENGTH))
     assert error.value.is_usage
-    assert measured_plan(Model(), MemoryOptions(max_model_len=5504)).context == 5504
+    assert measured_plan(Model(), LoadOptions(max_model_len=5504)).context == 5504
     with pytest.raises(OutOfMemoryError, match=r"5,505 tokens needs 87MiB of KV cache, which has room for 86MiB"):
-        measured_plan(Model(), MemoryOptions(max_model_len=5505))
+        measured_plan(Model(), LoadOptions(max_model_len=5505))
     with pytest.raises(OutOfMemoryError, match=r"65 tokens needs 2MiB of KV cache, which has room for 1MiB, 64 tokens"):
-        measured_plan(Model(), MemoryOptions(max_model_len=65, kv_cache_memory=2 * MB - 1))
+        measured_plan(Model(), LoadOptions(max_model_len=65, kv_cache_memory=2 * MB - 1))
     with pytest.raises(ConfigError, match=r"--max-model-len: .*from 1 to 6400, the positions .* found 6401"):
-        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH + 1))
+        measured_plan(Model(), LoadOptions(max_model_len=LENGTH + 1))
     free(0)
     with pytest.raises(OutOfMemoryError, match=r"does not fit: .* and 100 KV pages 100MiB"):
-        measured_plan(Model(), MemoryOptions(max_model_len=LENGTH))
+        measured_plan(Model(), LoadOptions(max_model_len=LENGTH))
 
 
 def test_a_load_refuses_a_context_that_does_not_fit_before_it_allocates(hf_folder, monkeypatch):
@@ -157,17 +157,17 @@ def test_a_load_refuses_a_context_that_does_not_fit_before_it_allocates(hf_folde
 
 def test_an_estimate_counts_nothing_as_loaded(free):
     free(2000)
-    options = MemoryOptions(kv_cache_memory=300 * MB, max_num_batched_tokens=1)
+    options = LoadOptions(kv_cache_memory=300 * MB, max_num_batched_tokens=1)
     made = plan_memory(Model(), LENGTH, torch.device("cpu"), options)
     assert (made.free, made.budget, made.step) == (2000 * MB, 2000 * MB, 0)
     assert made.needed == (1000 + 400 + 300) * MB, "rope tables are computed with temporary tensors"
-    assert plan_memory(Model(), LENGTH, torch.device("cpu"), MemoryOptions()).pages == 600 // 4
+    assert plan_memory(Model(), LENGTH, torch.device("cpu"), LoadOptions()).pages == 600 // 4
 
 
 @pytest.mark.parametrize("wrong", [0, -0.5, 1.01, True, "0.9", float("nan")])
 def test_bad_shares(wrong):
-    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*above 0, at most 1"):
-        MemoryOptions(gpu_memory_utilization=wrong)
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*above 0 and at most 1"):
+        LoadOptions(gpu_memory_utilization=wrong)
 
 
 def test_a_share_of_no_gpu_is_refused(free):
@@ -193,7 +193,7 @@ def test_what_other_processes_hold_is_said(free, monkeypatch):
         raise does_not_fit(made, "cuda:0", "use --fp8")
     monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", needed)
     with pytest.warns(RuntimeWarning, match=rf"so the context is that instead of 6,400.*; {words}"):
-        measured_plan(Model(), MemoryOptions())
+        measured_plan(Model(), LoadOptions())
     for others in (0, None):
         free(400, others=others)
         made = plan(lambda tokens: tokens // 32)
@@ -263,18 +263,18 @@ class Recurrent(Model):
 def test_states_lower_the_number_of_sequences(free):
     """90% of 1,500 MiB, less 1,100: 250 MiB, of which states take half at most. Pages and steps get the rest."""
     free(400)
-    made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda tokens: tokens * MB // 32)
+    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda tokens: tokens * MB // 32)
     assert (made.max_num_seqs, made.state, made.other) == (12, 10 * MB, 220 * MB)
     assert (made.max_num_batched_tokens, made.snapshots, made.pages) == (1024, 2, 250 - 120 - 32 - 20)
     assert made.fits
     assert made.full == 12 * 100
     assert ("rope tables and states", 220 * MB, "states of 12 sequences, 10MiB each") in made.rows()
-    assert plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(max_num_seqs=5), step_bytes=lambda _: MB).max_num_seqs == 5
-    asked = MemoryOptions(kv_cache_memory=200 * MB)
+    assert plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(max_num_seqs=5), step_bytes=lambda _: MB).max_num_seqs == 5
+    asked = LoadOptions(kv_cache_memory=200 * MB)
     made = plan_memory(Recurrent(), LENGTH, GPU, asked, step_bytes=lambda _: MB)
     assert (made.max_num_seqs, made.pages) == (5, 200), "beside 200 pages"
     free(0)
-    made = plan_memory(Recurrent(), LENGTH, GPU, MemoryOptions(), step_bytes=lambda _: MB)
+    made = plan_memory(Recurrent(), LENGTH, GPU, LoadOptions(), step_bytes=lambda _: MB)
     assert made.max_num_seqs == 1
     assert not made.fits
 
@@ -282,7 +282,7 @@ def test_states_lower_the_number_of_sequences(free):
 def test_kept_states(free):
     """900 MiB are left for pages and kept states. These get a quarter, four for each sequence at most; or what is asked for."""
     free(1300)  # 90% of 2,400 MiB, less 1,100 of weights and tables, 100 of ten states and 60 of steps
-    options = MemoryOptions(max_num_seqs=10)
+    options = LoadOptions(max_num_seqs=10)
     made = plan_memory(Recurrent(), LENGTH, GPU, options, step_bytes=lambda _: 60 * MB)
     assert (made.max_num_seqs, made.snapshots, made.pages) == (10, 22, 900 - 220)
     assert made.needed == made.budget
@@ -306,20 +306,20 @@ def test_no_room_for_kept_states_is_said(free, monkeypatch):
     free(400)
     monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda *_, **__: 95 * MB)
     with pytest.warns(RuntimeWarning, match="no prefix cache: .* 10MiB .*--state-cache-memory"):
-        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12)).snapshots == 0
+        assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12)).snapshots == 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", "no prefix cache")
-        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=2)).snapshots == 3
-        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12, state_cache_memory=0)).snapshots == 0
+        assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=2)).snapshots == 3
+        assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12, state_cache_memory=0)).snapshots == 0
 
 
 @pytest.mark.parametrize("wrong", [-1, "much", 1.5, True])
 def test_a_wrong_size_of_kept_states_is_refused(wrong):
     with pytest.raises(ConfigError, match="--state-cache-memory"):
-        MemoryOptions(state_cache_memory=wrong)
+        LoadOptions(state_cache_memory=wrong)
     with pytest.raises(ConfigError, match="no prefix cache"):
-        MemoryOptions(state_cache_memory=1 << 20, prefix_cache=False)
+        LoadOptions(state_cache_memory=1 << 20, prefix_cache=False)
 
 
 def test_fewer_sequences_are_said(free, monkeypatch):
@@ -330,11 +330,11 @@ def test_fewer_sequences_are_said(free, monkeypatch):
         "minirt.engine.step_memory.measure_step_bytes", lambda model, limits, **_: seen.append(limits.max_num_seqs) or MB
     )
     with pytest.warns(RuntimeWarning, match=r"12 instead of 64 sequences run at once \(--max-num-seqs\): .* 10MiB"):
-        made = measured_plan(Recurrent(), MemoryOptions())
+        made = measured_plan(Recurrent(), LoadOptions())
     assert {made.max_num_seqs, *seen} == {12}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert measured_plan(Recurrent(), MemoryOptions(max_num_seqs=12, prefix_cache=False)).max_num_seqs == 12
+        assert measured_plan(Recurrent(), LoadOptions(max_num_seqs=12, prefix_cache=False)).max_num_seqs == 12
 
 
 @pytest.mark.parametrize(("longest", "counts"), [(2**15, 2), (2**15 + 1, 4)])
@@ -345,5 +345,5 @@ def test_the_estimate_holds_what_requests_may_ask_of_sampling(longest, counts):
     assert processors.slots.counts.nbytes == 256 * 152_064 * counts
     assert 0 <= held - 256 * slot_bytes(152_064, longest) <= 256 * 64
     model = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu"))
-    steps = [memory.estimate_step(model, longest, 512, MemoryOptions(max_num_seqs=n)) for n in (64, 320)]
+    steps = [memory.estimate_step(model, longest, 512, LoadOptions(max_num_seqs=n)) for n in (64, 320)]
     assert steps[1] - steps[0] > held + 3 * 256 * 152_064 * 4, "three buffers of logits, too"

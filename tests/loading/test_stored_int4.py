@@ -27,7 +27,8 @@ from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.layers.moe import MoE
 from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
-from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4Awq, StoredInt4Gptq, StoredInt4Packed
+from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4
+from minirt.modeling.quantization_config import INT4_LAYOUTS, Int4Scheme
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
@@ -112,7 +113,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", [StoredInt4Packed(128), StoredInt4Gptq(128), StoredInt4Awq(128), QuantizedToInt4()])
+@pytest.mark.parametrize("form", [*(StoredInt4(Int4Scheme(layout)) for layout in INT4_LAYOUTS), QuantizedToInt4()])
 def test_pieces_bound_the_temporary_memory(form, monkeypatch):
     """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
     monkeypatch.setattr(type(form), "chunk", 1 << 14)

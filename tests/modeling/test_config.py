@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import transformers
+from support.config_files import num_parameters
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.loading.options import pick_length
+from minirt.loading.resolve import pick_length
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 from minirt.models.decoder import decoder_config
@@ -176,7 +177,7 @@ def test_real_config(name: str) -> None:
         check_token_ids(raw, "config.json", parsed.vocab_size)
     expected = facts.pop("warning", None)
     assert [expected in str(warning.message) for warning in caught] == ([True] if expected else [])
-    assert parsed.num_parameters / 1e9 == pytest.approx(facts.pop("billions"), rel=2e-3)
+    assert num_parameters(parsed) / 1e9 == pytest.approx(facts.pop("billions"), rel=2e-3)
     found = {
         **{name: getattr(parsed, name) for name in ModelConfig.__dataclass_fields__},
         "context_len": parsed.context_len,
@@ -219,7 +220,7 @@ BAD: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: str(v)[:20])
 def test_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(raw_config(**{name: value}), where="some/config.json")
+        parse_config(raw_config(**{name: value}), file="some/config.json")
     assert name in str(caught.value)
     assert "some/config.json" in str(caught.value)
     assert not isinstance(caught.value, UnsupportedError)

@@ -80,7 +80,7 @@ def test_shape():
 
 
 def test_loads_strictly(generator):
-    assert generator.config.num_parameters <= 12_000_000
+    assert generator.plan.num_parameters <= 12_000_000
     assert generator.config.qkv_bias
     assert len(generator.unused_tensors) == 16
     assert all(name.startswith("mtp.") for name in generator.unused_tensors), "drafts are not asked for"

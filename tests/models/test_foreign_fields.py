@@ -53,7 +53,7 @@ def test_every_field_is_refused_in_every_architecture(name: str, kind: str) -> N
     if name in OWN.get(kind, ()):
         return
     with pytest.raises(UnsupportedError) as caught:
-        parse_config(raw_config(kind, **{name: 77}), where="some/config.json")
+        parse_config(raw_config(kind, **{name: 77}), file="some/config.json")
     place = f"text_config.{name}" if kind in INNER else name
     assert str(caught.value).startswith(f"some/config.json, field {place}: the field means ")
     assert "found 77" in str(caught.value)

@@ -308,7 +308,7 @@ def test_the_end_of_a_reasoning_block_costs_little(monkeypatch):
     assert len(bound[0]._tail) < len("!?!")
     for i in range(grammar._MAX_REASONING_ENDS):
         compiled(own, regex="a", reasoning_end=f"?{i}")
-    assert len(own._need_tools().tokenizer._reasoning_ends) <= grammar._MAX_REASONING_ENDS
+    assert own._need_tokenizer().reasoning_end.cache_info().currsize <= grammar._MAX_REASONING_ENDS
 
 
 def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():

@@ -110,7 +110,6 @@ def test_texts_that_are_not_allowed(schema, text):
         ('{"type": "null"}\nx: %json {"if": {}}', UnsupportedError, '2: .* found "if"'),
         ('true\nx: "a" # %json {\ny: /%json {/ "%json {" %lark {\nstart: %json {"if": 1}}', UnsupportedError, '4: .*"if"'),
         ('{"type":\n\n"null"} x\nx: nope', InputError, r'found line 4, column \d+: unknown name: "nope"$'),
-        ('{"multipleOf": 60000} %json {"multipleOf": 50000}', UnsupportedError, "remainders"),
     ],
 )
 def test_schemas_in_a_lark_grammar_are_checked_alike(schema, error, message):
@@ -152,17 +151,16 @@ def test_no_white_space_at_all():
 
 
 @pytest.mark.parametrize("schema", [
-    {"type": "integer", "multipleOf": 9_999_991}, {"multipleOf": 199_999.5},
-    {"$defs": {"a": {"multipleOf": 499_979}}, "items": {"$ref": "#/$defs/a"}},
+    {"type": "integer", "multipleOf": 9_999_991}, {"$defs": {"a": {"multipleOf": 499_979}}, "items": {"$ref": "#/$defs/a"}},
     {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
     {"prefixItems": [{"multipleOf": 10_007 + i} for i in range(0, 40, 2)]},
-    {"multipleOf": 991, "anyOf": [{"multipleOf": 0.997}, {"multipleOf": 9.83}]}, {"multipleOf": 10**300},
+    {"multipleOf": 991, "anyOf": [{"multipleOf": 0.997}, {"multipleOf": 9.83}]},
     {"properties": {"a": {"multipleOf": 997}}, "patternProperties": {"a": {"multipleOf": 991}}},
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["json", "grammar"])
-def test_numbers_whose_multiples_take_minutes_to_compile_are_refused(schema, kind):
-    spec = {"json": schema} if kind == "json" else {"grammar": f"start: %json\n {json.dumps(schema)}"}
-    with pytest.raises(UnsupportedError, match=rf'^structured_outputs\.{kind}.*: "multipleOf" .*at most 100,000 remainders'):
+def test_numbers_whose_multiples_take_minutes_to_compile_are_refused(schema):
+    spec = {"grammar": f"start: %json\n {json.dumps(schema)}"} if "prefixItems" in schema else {"json": schema}
+    message = r"^structured_outputs\.\w+: the grammar is too complex; expected one that compiles in 0.5 s .*simplify its multipleOf"
+    with pytest.raises(InputError, match=message):
         compiled(OWN, **spec)
 
 

@@ -2,8 +2,18 @@
 
 from typing import Any
 
+from minirt.modeling.config import ModelConfig
+
 INNER = {"mistral3": "ministral3", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Number of weights of the architecture's layers; shared ones count once."""
+    from minirt.modeling.model import Model
+    from minirt.models import build
+
+    return Model(config, build(config)).num_parameters
 
 
 def as_file(raw: dict[str, Any]) -> dict[str, Any]:

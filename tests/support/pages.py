@@ -13,7 +13,7 @@ Fences by their info string:
 In expected output, `…` stands for any text.
 
 As a script, `python tests/support/pages.py FOLDER PAGE…` runs the pages in FOLDER and prints {page: [fault, …]} as JSON. Each
-page has a process of its own, forked from one that has imported PyTorch.
+page has a separate process, forked from one that has imported PyTorch.
 """
 
 import json
@@ -58,32 +58,32 @@ class Example(NamedTuple):
 
 
 def fences(text: str) -> list[Fence]:
-    found = re.finditer(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ ]*$", text, flags=re.DOTALL | re.MULTILINE)
-    return [Fence(text.count("\n", 0, f.start()) + 1, f["info"].strip(), f["text"]) for f in found]
+    blocks = re.finditer(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ ]*$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Fence(text.count("\n", 0, block.start()) + 1, block["info"].strip(), block["text"]) for block in blocks]
 
 
 def examples(text: str) -> list[Example]:
     """The examples of a page, in order. Raises ValueError for an unknown info string or command."""
-    found: list[Example] = []
+    listed: list[Example] = []
     previous: Fence | None = None
     for fence in fences(text):
         kind, _, why = fence.info.partition(" ")
         if kind == "python":
-            found.append(Example(fence.line, kind, fence.text, None, _reason(fence, why)))
+            listed.append(Example(fence.line, kind, fence.text, None, _reason(fence, why)))
         elif kind == "console":
             failing = why == "error"
             reason = None if failing else _reason(fence, why)
-            found += _commands(fence, "error" if failing else "console", reason)
+            listed += _commands(fence, "error" if failing else "console", reason)
         elif kind == "sh" and why:
             reason, lines = _reason(fence, why), enumerate(fence.text.splitlines(), fence.line + 1)
             commands = ((number, line) for number, line in lines if line.strip() and not line.startswith("#"))
-            found += [Example(number, "console", line, None, reason) for number, line in commands]
+            listed += [Example(number, "console", line, None, reason) for number, line in commands]
         elif fence.info not in SHOWN:
             raise ValueError(f"line {fence.line}: unknown info string {fence.info!r}")
         elif fence.info == "text" and previous is not None and previous.info == "python" and _follows(text, previous, fence):
-            found[-1] = found[-1]._replace(expected=fence.text)
+            listed[-1] = listed[-1]._replace(expected=fence.text)
         previous = fence
-    return found
+    return listed
 
 
 def _reason(fence: Fence, why: str) -> str | None:
@@ -110,11 +110,11 @@ def _commands(fence: Fence, kind: str, why: str | None) -> Iterator[Example]:
         yield Example(fence.line + start + 1, kind, source, "".join(lines[start + 1 : end]), why)
 
 
-def matches(expected: str, found: str) -> bool:
-    """Whether `found` matches `expected`, in which `…` stands for any text. Ignores spaces at the ends of lines."""
-    expected, found = ("\n".join(line.rstrip() for line in text.strip("\n").split("\n")) for text in (expected, found))
+def matches(expected: str, printed: str) -> bool:
+    """Whether `printed` matches `expected`, in which `…` stands for any text. Ignores spaces at the ends of lines."""
+    expected, printed = ("\n".join(line.rstrip() for line in text.strip("\n").split("\n")) for text in (expected, printed))
     pattern = ".*".join(re.escape(part) for part in expected.split("…"))
-    return re.fullmatch(pattern, found, flags=re.DOTALL) is not None
+    return re.fullmatch(pattern, printed, flags=re.DOTALL) is not None
 
 
 def parses(command: str) -> str | None:
@@ -128,10 +128,10 @@ def parses(command: str) -> str | None:
         return None
     parsed: click.Command = cli
     while isinstance(parsed, click.Group) and words[1:] and not words[1].startswith("-"):
-        found = parsed.commands.get(words[1])
-        if found is None:
+        subcommand = parsed.commands.get(words[1])
+        if subcommand is None:
             return f"no such command {words[1]!r}"
-        parsed, words = found, words[1:]
+        parsed, words = subcommand, words[1:]
     try:
         parsed.make_context(words[0], words[1:])
     except click.exceptions.Exit:  # --help, --version
@@ -142,7 +142,7 @@ def parses(command: str) -> str | None:
 
 
 def skipped_fault(example: Example) -> str | None:
-    """What is wrong with an example that is not run, as far as this can be found without running it."""
+    """What is wrong with an example that is not run: Python that does not compile, or options that do not exist."""
     if example.kind == "python":
         try:
             compile(example.source, "example", "exec")
@@ -231,10 +231,10 @@ def _fault(example: Example, namespace: dict) -> str | None:
         return f"exit code {code}: {err[-2000:]}"
     if example.kind == "python" and re.search(r"/minirt/\S+:[0-9]+: \w*Warning: ", err):
         return err
-    found = err.removeprefix(_NOTE) if example.kind == "error" else out
-    if example.expected is None or matches(example.expected, found):
+    printed = err.removeprefix(_NOTE) if example.kind == "error" else out
+    if example.expected is None or matches(example.expected, printed):
         return None
-    return f"expected:\n{example.expected}\nfound:\n{found}"
+    return f"expected:\n{example.expected}\nfound:\n{printed}"
 
 
 def _run_page(page: Path) -> list[str]:

@@ -15,10 +15,12 @@ import uvicorn
 
 from minirt.engine.request import TokenOutput
 from minirt.server.app import App
-from minirt.server.front import Front, ServerOptions
+from minirt.server.front import Front
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
+from minirt.server.options import ServerOptions
 from minirt.server.remote_engine import RemoteEngine
+from minirt.server.run import listen
 from minirt.server.wire import TO_ENGINE, Abort, AskTokens, Found, Frames, Ready, Start, Step, Submit, Tokens, frame
 from support.cli import start
 
@@ -173,7 +175,7 @@ async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = F
     running = asyncio.create_task(fake.run(folder, max_len, keeps_states))
     engine = await RemoteEngine.connect(own, None, Start({}, False))
     this = Front(ServerOptions(**{"model": "fake", "quiet": True} | options), engine, Metrics("fake"), 0)
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         App(this), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
     )  # fmt: skip
@@ -202,9 +204,8 @@ async def front(folder: Path | None, max_len: int = 4096, keeps_states: bool = F
         async with asyncio.timeout(10):
             while this.exchanges:
                 await asyncio.sleep(0.001)
-        await engine.stop()
+        await this.close()
         await running
-        this.close()
         for _ in range(100):
             if not (left := asyncio.all_tasks() - tasks):
                 break

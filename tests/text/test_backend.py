@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Backend], Any]] = {
     "id_to_token": lambda backend: backend.id_to_token(1),
     "token_to_id": lambda backend: backend.token_to_id("a"),
     "get_vocab": lambda backend: backend.vocabulary(),
-    "get_added_tokens_decoder": lambda backend: backend.special_tokens(),
+    "get_added_tokens_decoder": lambda backend: backend.added_tokens(),
     "add_special_tokens": lambda backend: backend.add_special_tokens(["a"]),
     "decoder": lambda backend: backend.decoder(),
 }

@@ -17,7 +17,7 @@ from minirt.text.json_checker import completed, escaped
 from minirt.text.reasoning import ReasoningParser
 from minirt.text.reply import ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
-from minirt.text.tool_calls import CallListParser, NamedCallParser, tool_call_parser
+from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser
 from minirt.text.tools import read_tools, types
 
 TOOLS = read_tools([{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
@@ -79,7 +79,7 @@ def template(spec, prompt="<bot>"):
 
 
 def form(name):
-    return lambda: tool_call_parser(name, TOOLS)
+    return lambda: FORMATS[name].parser(TOOLS)
 
 
 CODER = "<tool_call>\n<function=f>\n"
@@ -123,8 +123,8 @@ CASES = [
     (lambda: NamedCallParser("f"), lambda n: " " * n + '{"s": "' + "x" * n + '"}' + " " * n + "y"),
     (lambda: ReasoningParser(inside=True), lambda n: "word " * (n // 5) + " " * n + "</think>" + " " * n + "</think>"),
     (lambda: ReasoningParser(), lambda n: " " * n + "<think>" + "</think" * (n // 7)),
-    (lambda: ReasoningParser(True, ends=tool_calls.CALLS_END_REASONING["qwen3_coder"]), lambda n: "<tool_call>\n<func" * (n // 17)),
-    (lambda: ReplyParser(ReasoningParser(), tool_call_parser("hermes", TOOLS)), lambda n: "<think>a</think>" + "<tool_call> " * (n // 12)),
+    (lambda: ReasoningParser(True, ends=tool_calls.FORMATS["qwen3_coder"].end_reasoning), lambda n: "<tool_call>\n<func" * (n // 17)),
+    (lambda: ReplyParser(ReasoningParser(), FORMATS["hermes"].parser(TOOLS)), lambda n: "<think>a</think>" + "<tool_call> " * (n // 12)),
     (template(QWEN3, START), lambda n: '<tool_call>{"name": "f", "arguments": {"s": "' + "x" * n + '"}}</tool_call>'),
     (template(QWEN3, START), lambda n: '<tool_call>{"name": "f", "arguments": {}}</tool_call> ' * (n // 54)),
     (template(QWEN3, START), lambda n: "a</think>" * (n // 9)),

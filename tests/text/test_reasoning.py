@@ -7,7 +7,7 @@ import pytest
 
 from minirt.text.reasoning import ReasoningParser, opens_reasoning
 from minirt.text.reply import ContentDelta, ReasoningDelta, ReplyParser, collect, parse
-from minirt.text.tool_calls import tool_call_parser
+from minirt.text.tool_calls import FORMATS
 from minirt.text.tools import read_tools
 
 # inside at the beginning, text, reasoning, content
@@ -89,12 +89,12 @@ def test_reasoning_then_calls_in_every_cut():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>'
     text = f"I could write {call}.\n</think>\n\nSo:\n{call}"
     for pieces in cuts(text):
-        parser = ReplyParser(ReasoningParser(True), tool_call_parser("hermes", tools))
+        parser = ReplyParser(ReasoningParser(True), FORMATS["hermes"].parser(tools))
         reply = collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
         assert (reply.reasoning, reply.content) == (f"I could write {call}.", "So:"), pieces
         assert [(c.name, c.arguments) for c in reply.tool_calls] == [("f", '{"a": "<think>"}')]
     assert parse(ReplyParser(), "<think>x").content == "<think>x"
-    assert parse(ReplyParser(None, tool_call_parser("hermes", tools)), call).tool_calls[0].name == "f"
+    assert parse(ReplyParser(None, FORMATS["hermes"].parser(tools)), call).tool_calls[0].name == "f"
     assert parse(ReplyParser(ReasoningParser()), "<think>x</think>" + call).content == call
 
 

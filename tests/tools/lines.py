@@ -7,14 +7,15 @@ python tests/tools/lines.py [REVISION]    prints a table of the working tree; wi
 
 import ast
 import io
+import os
 import subprocess
 import sys
 import tarfile
-import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+TOP = ("minirt", "models", "kernels", "bench", "examples", "tests")
 # The core: what one reads to know how a token is made. `minirt` stands for the files of that folder alone.
 CORE = (
     "minirt", "minirt/engine", "minirt/step", "minirt/layers", "minirt/modeling", "minirt/loading", "minirt/speculative",
@@ -24,6 +25,7 @@ ROOMS = (
     *CORE, "kernels", "minirt/server", "minirt/text", "minirt/structured", "minirt/cli", "minirt/nn", "minirt/patching", "bench",
     "models/recipe", "examples", "tests",
 )  # fmt: skip
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Lines(NamedTuple):
@@ -32,19 +34,20 @@ class Lines(NamedTuple):
 
 
 def count(source: str) -> Lines:
-    """Lines of one module."""
-    skipped: set[int] = set()
+    """Lines of one module. A string over several lines is code, whatever its lines look like, unless it is a docstring."""
+    lines = source.split("\n")
+    code = {number for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")}
+    documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node, False) is not None:
-            text = node.body[0]
-            skipped.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    code: set[int] = set()
-    quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in quiet:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return Lines(len(code - skipped), source.count("\n"))
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            code.update(_lines(node))
+        elif isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            documentation.update(_lines(node.body[0]))
+    return Lines(len(code - documentation), len(lines) - 1)
+
+
+def _lines(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def room(path: str) -> str:
@@ -67,10 +70,9 @@ def rooms(sources: dict[str, str]) -> dict[str, Lines]:
 
 
 def working_tree() -> dict[str, str]:
-    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
-    paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    paths = [path for path in paths if (ROOT / path).is_file() and not (ROOT / path).is_symlink()]
-    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    """Text of each module by its path."""
+    folders = [ROOT, *(Path(folder) for top in TOP for folder, _, _ in os.walk(ROOT / top))]  # links are not followed
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py")}
 
 
 def revision(name: str) -> dict[str, str]:

@@ -19,12 +19,12 @@ STATE = StateSpec((("sum", (7,), torch.float32), ("count", (2, 3), torch.int32))
 
 def written(*specs):
     """What a step of three tokens has written. All values of the n-th tensor of the cache are n."""
-    own = CombinedSpec(specs).allocate(CacheRoom(2, PAGE, 1, torch.float32, "cpu"))
-    for i, tensor in enumerate(own.tensors()):
+    cache = CombinedSpec(specs).allocate(CacheRoom(2, PAGE, 1, torch.float32, "cpu"))
+    for i, tensor in enumerate(cache.tensors()):
         tensor.fill_(i)
-    found = view(own).written(Batch.build([Chunk([5, 6, 7], 0, [1], slot=0)], PAGE))
-    assert all(rows.dtype == torch.float64 for rows in found.values())
-    return {name: rows.unique().item() for name, rows in found.items()}
+    written = view(cache).written(Batch.build([Chunk([5, 6, 7], 0, [1], slot=0)], PAGE))
+    assert all(rows.dtype == torch.float64 for rows in written.values())
+    return {name: rows.unique().item() for name, rows in written.items()}
 
 
 def test_each_part_has_names_of_its_own():
@@ -39,17 +39,17 @@ def test_each_part_has_names_of_its_own():
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float64), (FP8, FP8)], ids=str)
 def test_a_copy_is_wide_where_it_can_be(dtype, wide):
     """Values in fp64; FP8 codes with their scales, and integers, as they are. Nothing is shared with the original."""
-    own = CombinedSpec((KV, STATE)).allocate(CacheRoom(2, PAGE, 3, dtype, "cpu"))
-    for tensor in own.tensors():
+    cache = CombinedSpec((KV, STATE)).allocate(CacheRoom(2, PAGE, 3, dtype, "cpu"))
+    for tensor in cache.tensors():
         tensor.view(torch.uint8).zero_()
-    copied = view(own).clone(wide=True)
+    copied = view(cache).clone(wide=True)
     pages, state = copied
     assert pages.k.dtype == pages.v.dtype == wide
     assert dtype != FP8 or pages.k_scale.dtype == pages.v_scale.dtype == torch.float32
     assert (state["sum"].dtype, state["count"].dtype) == (torch.float64, torch.int32)
     for tensor in copied.tensors():
         tensor.view(torch.uint8).fill_(1)
-    assert not any(tensor.view(torch.uint8).any() for tensor in own.tensors())
+    assert not any(tensor.view(torch.uint8).any() for tensor in cache.tensors())
 
 
 def test_a_cache_without_a_view_is_refused():

@@ -18,12 +18,13 @@ from support import compare_faults  # noqa: F401  (registers the faults)
 from support.cli import refused
 
 from minirt import Generator
-from minirt.bench import bounds
-from minirt.bench.compare import compare, picture
+from minirt.bench import bounds, picture
+from minirt.bench.compare import compare
 from minirt.bench.compare import default_text as compare_text
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.model import compare_text as over_text
+from minirt.bench.compare.report import draw
 from minirt.bench.report import FORMATS, context
 from minirt.cli import compare as cli_compare
 from minirt.errors import ContextLengthError, InputError
@@ -110,11 +111,11 @@ def test_picture(suffix, timed, sound, tmp_path):
     rows = [row | compare._times(2e-3, 1e-3) for row in result.rows] if timed else result.rows
     report = compare_report.report(shared, compare.Result(rows, None, {}, []), cuda=False)
     target = tmp_path / f"a{suffix}"
-    picture.draw(report.context, report.results, target)
+    draw(report.context, report.results, target)
     assert target.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert target.stat().st_size > 5000
     with pytest.raises(Exception, match="cannot write the picture"):
-        picture.draw(report.context, report.results, tmp_path / "none" / "a.png")
+        draw(report.context, report.results, tmp_path / "none" / "a.png")
 
 
 def test_the_command(run, folder, tmp_path):
@@ -272,18 +273,18 @@ def test_divergence_and_agreement_against_their_definitions(model, folder):
     """Doubled logits have the same top tokens and a KL divergence that PyTorch also computes."""
     model.resolve(["eager", "head=compare-doubled"])
     places = compare_layers.places(model)
-    found = over_text(model, places, TOKENS, bounds.floor(torch.float32))
+    compared = over_text(model, places, TOKENS, bounds.floor(torch.float32))
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
         logits = generator.logits(TOKENS).double()
-    own, other = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
-    kl = torch.nn.functional.kl_div(other, own, log_target=True, reduction="none").sum(-1)
-    assert found.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert found.kl_max == pytest.approx(kl.max().item(), rel=1e-5)
-    assert found.kl_truth == pytest.approx(found.kl_mean, rel=1e-4)
-    assert found.kl_truth_torch < 1e-9
-    assert found.agree == found.tokens == len(TOKENS)
-    assert found.relative == pytest.approx(1, rel=1e-5)
-    assert [fault.split(":")[0] for fault in found.faults] == ["logits"]
+    expected, other = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
+    kl = torch.nn.functional.kl_div(other, expected, log_target=True, reduction="none").sum(-1)
+    assert compared.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert compared.kl_max == pytest.approx(kl.max().item(), rel=1e-5)
+    assert compared.kl_truth == pytest.approx(compared.kl_mean, rel=1e-4)
+    assert compared.kl_truth_torch < 1e-9
+    assert compared.agree == compared.tokens == len(TOKENS)
+    assert compared.relative == pytest.approx(1, rel=1e-5)
+    assert [fault.split(":")[0] for fault in compared.faults] == ["logits"]
 
 
 # ── the truth, the inputs and the bounds ──

@@ -15,7 +15,7 @@ import torch
 from support.cli import refused
 
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
-from minirt.bench.kernels import attention_operations, operations, picture, report
+from minirt.bench.kernels import attention_operations, operations, report
 from minirt.bench.kernels import benchmark as bench
 from minirt.bench.kernels.operations import Form, Problem, Step
 from minirt.bench.report import FORMATS, machine
@@ -114,11 +114,11 @@ def test_rows_to_compare(T, rows):
 def test_cost_of_linears_is_their_tensors(name, quantization):
     """Costs leave out norms, biases and scales of FP8, which are one row each."""
     step = point(name).step
-    own = operations.Operands(step, operations.linears(CONFIG)[name], quantization)
-    tensors = [own.x, own.weight, own.out] + [own.residual] * (own.residual is not None)
-    tensors += [own.scale] * (quantization == "int4")
-    rows, K = own.weight.shape[0], own.linear.K
-    assert own.cost() == (sum(t.nbytes for t in tensors), 2 * step.tokens * rows * K)
+    operands = operations.Operands(step, operations.linears(CONFIG)[name], quantization)
+    tensors = [operands.x, operands.weight, operands.out] + [operands.residual] * (operands.residual is not None)
+    tensors += [operands.scale] * (quantization == "int4")
+    rows, K = operands.weight.shape[0], operands.linear.K
+    assert operands.cost() == (sum(t.nbytes for t in tensors), 2 * step.tokens * rows * K)
 
 
 def test_cost_of_attention():
@@ -375,8 +375,8 @@ def on_gpu():
 
 def test_medians_shares_and_losses(on_gpu):
     row = on_gpu.results[0]
-    own = row["seconds"]["triton"]  # eager, library and Triton take turns; two rounds are not counted
-    assert own["all"] == pytest.approx([9e-6, 12e-6, 15e-6])
+    times = row["seconds"]["triton"]  # eager, library and Triton take turns; two rounds are not counted
+    assert times["all"] == pytest.approx([9e-6, 12e-6, 15e-6])
     assert row["share_of_limit"] == pytest.approx(row["limit_s"] / 12e-6)
     assert row["lost_s"] == pytest.approx(12e-6 - row["limit_s"])
     assert row["bytes_per_s"] == pytest.approx(row["bytes"] / 12e-6)
@@ -392,12 +392,12 @@ def test_what_is_printed(on_gpu):
 
 
 def test_pictures(on_gpu, tmp_path):
-    picture.draw(on_gpu.context, on_gpu.results, tmp_path)
+    report.draw(on_gpu.context, on_gpu.results, tmp_path)
     first = {name: (tmp_path / name).read_bytes() for name in ("roofline.svg", "sweep.svg")}
-    picture.draw(on_gpu.context, copy.deepcopy(on_gpu.results), tmp_path)
+    report.draw(on_gpu.context, copy.deepcopy(on_gpu.results), tmp_path)
     assert all((tmp_path / name).read_bytes() == content for name, content in first.items())
     with pytest.raises(MinirtError, match="cannot write the picture"):
-        picture.draw(on_gpu.context, on_gpu.results, tmp_path / "none")
+        report.draw(on_gpu.context, on_gpu.results, tmp_path / "none")
 
 
 def test_names():
@@ -408,11 +408,11 @@ def test_names():
 
 
 def test_points():
-    own = bench.points(["qkv", "attention_decode"], {"a": CONFIG, "b": CONFIG}, torch.float32, CPU, (3, 4), (7,))
-    assert [(p.name, p.model, p.step.tokens, p.step.context) for p in own][:4] == [
+    points = bench.points(["qkv", "attention_decode"], {"a": CONFIG, "b": CONFIG}, torch.float32, CPU, (3, 4), (7,))
+    assert [(p.name, p.model, p.step.tokens, p.step.context) for p in points][:4] == [
         ("qkv", "a", 3, 0), ("qkv", "a", 4, 0), ("attention_decode", "a", 3, 7), ("attention_decode", "a", 4, 7),
     ]  # fmt: skip
-    assert len(own) == 8
+    assert len(points) == 8
     assert len(bench.points(["qkv"], {"a": CONFIG}, torch.float32, CPU)) == len(bench.BENCHMARKS["qkv"].points)
 
 

@@ -29,11 +29,11 @@ def chunks(body: bytes, sizes: list[int]) -> bytes:
 
 
 def parsed(pieces: list[bytes]) -> tuple[list[bytes], ResponseParser]:
-    response, events, found = ResponseParser(), EventParser(), []
+    response, events, payloads = ResponseParser(), EventParser(), []
     for piece in pieces:
         for part in response.feed(piece):
-            found += events.feed(part)
-    return found + events.end(), response
+            payloads += events.feed(part)
+    return payloads + events.end(), response
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:

@@ -29,13 +29,12 @@ def test_every_run_is_a_command(name):
     words = collect.RUNS[name]
     if words[0].endswith(".py"):
         assert collect.command(name)[-len(words)].endswith(f"bench/tools/{words[0]}")
-        preset = next(i for i, word in enumerate(words) if models.preset(word) is not None)
-        if words[0] == "stored_format.py":
-            assert words[preset - 1] in stored_format.FORMATS
-            assert words[preset + 1 :] == ["steps"]
+        assert models.preset(words[1]) is not None
+        assert "--stored" not in words or words[words.index("--stored") + 1] in stored_format.FORMATS
         return
     command, options = parsed(words)
-    assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command
+    kind = name.split("-")[0]
+    assert ("speed" if kind in ("decode", "prefill", "chunking") else kind) == command
     chosen = options.get("models") or [options["model"]]
     assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
@@ -43,33 +42,34 @@ def test_every_run_is_a_command(name):
 
 
 def test_a_start_is_timed_in_a_process_of_its_own(tmp_path):
-    found = startup.child(["embedded"], str(tmp_path))
-    assert 0 < found["imported_s"] < found["loaded_s"] <= found["ready_s"] < found["first_token_s"]
+    stages = startup.child(["embedded"], str(tmp_path))
+    assert 0 < stages["imported_s"] < stages["loaded_s"] <= stages["ready_s"] < stages["first_token_s"]
     with pytest.raises(SystemExit, match="ModelNotFoundError"):
         startup.child(["nothing"], str(tmp_path))
 
 
 def test_every_kernel_is_measured():
     runs = [words for name, words in collect.RUNS.items() if words[:2] == ["bench", "kernels"] and "others" not in name]
-    found = [name for words in runs for name in kernels.select(parsed(words)[1]["names"])]
-    assert sorted(found) == sorted(kernels.BENCHMARKS)
+    measured = [name for words in runs for name in kernels.select(parsed(words)[1]["names"])]
+    assert sorted(measured) == sorted(kernels.BENCHMARKS)
 
 
 def test_what_pages_show_is_collected():
-    """All results except loading, which needs a checkpoint of 15 GB, memory, which needs a GPU of its own, those of a CPU, and
-    the comparison with vLLM, which needs an environment with vLLM."""
+    """All results except those whose script is gone, those of a CPU, and the comparison with vLLM, which needs an environment
+    with vLLM."""
     from minirt.bench.tools import tables
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
-    left = set(tables.BLOCKS["loading"].sources)
-    left |= {"h200-memory", "h200-memory-quantized-pages", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
+    gone = "loading", "memory", "ablation", "sampling"
+    left = {source for name in gone for source in tables.BLOCKS[name].sources}
+    left |= {"cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
     left |= {"cpu-format-quality", "cpu-trained-models", results.BESIDE_VLLM, results.IN_PROCESS}
     runs = [f"{gpu}-{name}" for name in collect.RUNS for gpu in results.GPUS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
 
 
-@pytest.mark.parametrize("limit", collect._STEP_LIMITS)
+@pytest.mark.parametrize("limit", [8448, 2048, 512])
 def test_prompts_arrive_beside_requests(limit):
     """The run has the limit of its name, and there is room for the prompts and the decoding requests."""
     options = parsed(collect.RUNS[f"chunking-{limit}"])[1]

@@ -44,19 +44,19 @@ def tool(*words):
 def test_a_change_is_found_and_a_new_signature_is_none(tmp_path):
     """`scale` has its parameters in another order, and one more that is None; `add` computes something else."""
     running = []
-    for name, own in (("old", OLD), ("new", NEW)):
+    for name, numbers in (("old", OLD), ("new", NEW)):
         script = tmp_path / name / "calls.py"
         script.parent.mkdir()
-        script.write_text(CALLS.format(**own))
+        script.write_text(CALLS.format(**numbers))
         running.append(tool("compile", tmp_path / f"{name}.json", "--model", "--calls", script, "--processes", 1))
     for process in running:
         said, complaint = process.communicate()
         assert process.returncode == 0, complaint[-4000:]
         assert "sm_90 add" in said
     old, new = (json.loads((tmp_path / f"{name}.json").read_text())["variants"] for name in ("old", "new"))
-    found = [(pair.old["kernel"], pair.verdict) for pair in compiled_code.compare(old, new)]
-    assert sorted(found) == [("add", DIFFERENT), ("add", DIFFERENT), ("scale", SAME)]
-    assert all(own["registers"] > 0 and own["opcodes"]["EXIT"] >= 1 for own in old + new)
+    verdicts = [(pair.old["kernel"], pair.verdict) for pair in compiled_code.compare(old, new)]
+    assert sorted(verdicts) == [("add", DIFFERENT), ("add", DIFFERENT), ("scale", SAME)]
+    assert all(variant["registers"] > 0 and variant["opcodes"]["EXIT"] >= 1 for variant in old + new)
     process = tool("compare", tmp_path / "old.json", tmp_path / "new.json")
     said, complaint = process.communicate()
     assert process.returncode == 1, complaint
@@ -89,7 +89,7 @@ def variant(kernel="k", key="64", registers=10, uses=("m, 1 tokens",), **opcodes
 def test_pairs(old, new, expected):
     pairs = compiled_code.compare(old, new)
     assert [pair.verdict for pair in pairs] == expected
-    left, right = ([own for pair in pairs if (own := getattr(pair, side)) is not None] for side in ("old", "new"))
+    left, right = ([variant for pair in pairs if (variant := getattr(pair, side)) is not None] for side in ("old", "new"))
     assert sorted(map(repr, left)) == sorted(map(repr, old))
     assert sorted(map(repr, right)) == sorted(map(repr, new))
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from minirt import models
-from minirt.bench import decode
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.measure import Runs
 from minirt.bench.tools import mixture, tables
 
 
@@ -19,18 +19,17 @@ def test_measure(monkeypatch):
     monkeypatch.setattr(mixture, "CONTEXT", 9)
     monkeypatch.setattr(mixture, "read_ceiling", lambda device: Ceiling(1e9, "made up"))
     monkeypatch.setattr(mixture, "matmul_ceiling", lambda device, dtype: MatmulCeiling(1e12, "made up"))
-    run = decode.timed_run  # on a busy machine more steps may take no more time
-    monkeypatch.setattr(decode, "timed_run", lambda *args: (args[2][0].max_tokens / 100, run(*args)[1]))
-    own = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory": 1 << 22, "dtype": "float32"}
-    record = mixture.measure("Qwen3-30B-A3B", False, **own)
+    timed = Runs.timed  # on a busy machine more steps may take no more time
+    monkeypatch.setattr(Runs, "timed", lambda *args: (args[3][0] / 100, timed(*args)[1]))
+    load = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory": 1 << 22, "dtype": "float32"}
+    record = mixture.measure("Qwen3-30B-A3B", False, **load)
     assert [row["batch_size"] for row in record["results"]] == [1, 3]
     assert all(2 <= row["experts"]["touched"] <= 6 for row in record["results"] + record["prompts"])
     assert all(row["share_of_limit"] > 0 for row in record["prompts"])
     assert record["correctness"]["checked"]
     assert record["correctness"]["batch_sizes"] == [1, 3]
-    skipped = mixture.measure("Qwen3-30B-A3B", False, True, **own)
+    skipped = mixture.measure("Qwen3-30B-A3B", False, True, **load)
     assert "not checked" in skipped["correctness"]["why"]
     table = tables.mixture_table({"a": record | {"dtype": "bf16"}})
     assert "decode step, batch 3" in table
     assert "prompt of 40 tokens" in table
-    assert tables.mixture_start_table({"a": record})

@@ -61,8 +61,8 @@ class Bench:
         def step(case, configs):
             assert case.tokens == 8
             self.asked.append(list(configs))
-            own = left.pop(0)
-            return [own[config.us] / 1e3 for config in configs]
+            times = left.pop(0)
+            return [times[config.us] / 1e3 for config in configs]
 
         return tune.tune(replace(self.case, tokens=8), self.time, step)
 
@@ -155,12 +155,12 @@ def test_cases_are_of_the_kernels_that_launches_choose(monkeypatch):
     monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(90, 132))
     shapes = [LinearShape(N, 3584, False, False, torch.bfloat16, False, int4=True) for N in (18944, 512)]
     shapes += [LinearShape(512, 96, False, False, torch.float32, False, int4=four) for four in (False, True)]
-    found = {}
+    tuned = {}
     for name, (family, cases) in tuning.registered().items():
         for case in cases(shapes, (1, 8, 100), torch.device("cpu")):
-            found.setdefault(name, []).append((case.bucket.split("K=")[0], case.tokens))
+            tuned.setdefault(name, []).append((case.bucket.split("K=")[0], case.tokens))
             assert case.family is family
-    assert found == {
+    assert tuned == {
         "gemv_int4_sm90": [("N=18944 ", 1)],
         "gemm_int4_small_sm90": [("N=512 ", 1), ("N=18944 ", 8)],
         "gemm_int4_sm90": [("T=128 N=18944 ", 128), ("T=128 N=512 ", 128)],
@@ -198,10 +198,10 @@ def test_facts_of_a_case_are_those_of_the_launch(stored, gated, monkeypatch):
 @pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])
 def test_the_steps_of_so_many_tokens(tokens, counts, context):
     """Each sequence has its own pages and a cached context."""
-    found = whole_steps.chunks(tokens, 48)
-    assert [len(chunk.tokens) for chunk in found] == counts
-    assert {chunk.start + len(chunk.tokens) for chunk in found} == {context}
-    pages = [page for chunk in found for page in chunk.pages]
+    chunks = whole_steps.chunks(tokens, 48)
+    assert [len(chunk.tokens) for chunk in chunks] == counts
+    assert {chunk.start + len(chunk.tokens) for chunk in chunks} == {context}
+    pages = [page for chunk in chunks for page in chunk.pages]
     assert sorted(pages) == list(range(len(counts) * -(-context // 48)))
 
 
@@ -210,13 +210,13 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
     from minirt import Generator
     family, seen = Family("mine", Config, (), (), lambda facts, gpu: None), []
 
-    def found():
+    def override():
         return family.lookup(torch.device("cpu"), ())
 
     def captured(work, device):
         logits = work()
-        seen.append((found(), tuple(logits.shape)))
-        return found()
+        seen.append((override(), tuple(logits.shape)))
+        return override()
 
     monkeypatch.setattr(whole_steps, "captured", captured)
     monkeypatch.setattr(whole_steps, "replays", lambda graphs: [graph.us * len(seen) for graph in graphs])
@@ -226,7 +226,7 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
     vocabulary = generator.config.vocab_size
     assert seen == [(Config(10), (3, vocabulary)), (Config(7), (3, vocabulary))] * whole_steps.CAPTURES
     assert times == [10 * 4, 7 * 4]  # the median of three rounds, after two, four and six captures
-    assert found() is None
+    assert override() is None
 
 
 @pytest.fixture

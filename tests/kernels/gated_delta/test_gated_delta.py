@@ -445,7 +445,7 @@ def test_snapshots_are_states_of_runs_that_end_there(kernels, drafts, make, devi
             served.lengths[row] = length
             (found,), (expected,) = served.step([(row, x[length:], ba[length:])]), ends.step([(i, x[length:], ba[length:])])
             assert torch.equal(found, expected)
-            if kernels and device.type == "cuda":  # on an H100, 2e-7 apart (docs/decisions/prefix-cache-states.md)
+            if kernels and device.type == "cuda":  # on an H100, 2e-7 apart (docs/decisions/gated-delta.md)
                 torch.testing.assert_close(found, outs[0][i][offset:], rtol=1e-5, atol=1e-6)
             elif not kernels or len(found) > 3:  # others are computed by another kernel
                 assert torch.equal(found, outs[0][i][offset:])

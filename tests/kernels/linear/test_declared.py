@@ -85,7 +85,7 @@ def test_the_norm_and_row_maxima_are_declared():
     """With one token, no kernel before the product normalizes x; with more, one does."""
     for regime in REGIMES:
         assert regime.limits.norm or regime.first > 1
-        assert regime.limits.row_maxima == (regime.row_maxima_tiles is not dispatch._none)
+        assert regime.limits.row_maxima == (regime.row_maxima_tiles is not dispatch.LinearRegime.row_maxima_tiles)
 
 
 def test_a_split_is_declared_where_configurations_have_one():

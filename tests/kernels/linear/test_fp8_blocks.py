@@ -185,8 +185,8 @@ def test_no_strip_of_a_hopper_tile_reaches_into_a_second_block(T, gated):
         assert gemm_sm90.rule(facts, Gpu(90, 132))
         for c in found:
             assert c.promote == 0
-            columns = (c.width + c.more) // (1 + gated)
-            pairs = [(0, c.width)] + ([(c.width // (1 + gated), c.more)] if c.more else [])
+            columns = (c.width + c.second) // (1 + gated)
+            pairs = [(0, c.width)] + ([(c.width // (1 + gated), c.second)] if c.second else [])
             for start in range(0, N, columns):
                 for first, width in pairs:
                     strips = [start + first] if gated else [start + first, start + first + width // 2]

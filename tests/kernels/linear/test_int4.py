@@ -10,7 +10,8 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.launch import Gpu, Workspace, capability
 from minirt.kernels.linear import dispatch, int4
-from minirt.kernels.linear.gemv_int4 import GemvInt4Config, gemv_int4
+from minirt.kernels.linear.gemv import GemvConfig
+from minirt.kernels.linear.gemv_int4 import gemv_int4
 from minirt.kernels.linear.int4 import Int4Config
 from minirt.kernels.linear.product import Norm, ProductFacts
 
@@ -91,10 +92,10 @@ def test_configurations(case, dtype, make, nan, agrees, device):
 
 
 ONE_TOKEN = [  # N, K, group, activation, configuration
-    (5, 97, 128, None, GemvInt4Config(2, 1, 2)),  # columns in pairs that no word fills: single loads
-    (9, 1096, 64, None, GemvInt4Config(4, 1, 1)),
-    (3, 1096, 128, "silu", GemvInt4Config(2, 1, 2)),
-    (2, 1100, 32, "gelu", GemvInt4Config(1, 2, 3)),
+    (5, 97, 128, None, GemvConfig(2, 1, 2)),  # columns in pairs that no word fills: single loads
+    (9, 1096, 64, None, GemvConfig(4, 1, 1)),
+    (3, 1096, 128, "silu", GemvConfig(2, 1, 2)),
+    (2, 1100, 32, "gelu", GemvConfig(1, 2, 3)),
 ]
 
 

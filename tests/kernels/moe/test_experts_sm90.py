@@ -27,8 +27,8 @@ CASES = [
     {"T": 40, "E": 3, "k": 2, "H": 256, "I": 144, "block_t": 16, "strip": 128},
     {"T": 40, "E": 5, "k": 1, "H": 128, "I": 80, "block_t": 32, "strip": 64},
     {"T": 150, "E": 3, "k": 1, "H": 192, "I": 80, "block_t": 128, "strip": 128},
-    {"T": 190, "E": 2, "k": 1, "H": 144, "I": 80, "block_t": 128, "strip": 128, "more": 32},
-    {"T": 150, "E": 2, "k": 1, "H": 192, "I": 72, "block_t": 64, "strip": 128, "more": 32},
+    {"T": 190, "E": 2, "k": 1, "H": 144, "I": 80, "block_t": 128, "strip": 128, "extra": 32},
+    {"T": 150, "E": 2, "k": 1, "H": 192, "I": 72, "block_t": 64, "strip": 128, "extra": 32},
 ]
 # The same with scales of blocks of g rows, and two programs on an SM. A last block of rows that is not full; columns of a last
 # block; strips of gate and up past the last row.
@@ -116,7 +116,7 @@ def check_products(case, x, logits, gate_up, down, quantize, config, nan, launch
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
-    T, E, _, H, inter, block_t, strip, *more = case.values()
+    T, E, _, H, inter, block_t, strip, *extra = case.values()
     if fp8 and (H % 16 or inter % 16):
         pytest.skip("TMA cannot move such rows")
     monkeypatch.setattr(experts_sm90, "_PROMOTE", 128)  # so that sums are set aside, in every other case
@@ -126,7 +126,7 @@ def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
     if T > 100:
         logits[:, 1] += 3
     quantize = in_rows if fp8 else lambda x: Quantized(x, None, x.double())
-    config = experts_sm90.derive_config(block_t, strip, 1, *more)
+    config = experts_sm90.derive_config(block_t, strip, 1, *extra)
     x = make(T, H, dtype=dtype)
     check_products(case, x, logits, quantize(gate_up), quantize(down), quantize, config, nan, on_hopper)
 
