@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,8 +13,8 @@ from minirt import models
 from minirt.engine.request import Request
 from minirt.errors import EngineError, InputError
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.server.engine_process import _Server
-from minirt.server.wire import Abort, Start, Submit, frame
+from minirt.server.engine_process import _Connection, _Server
+from minirt.server.wire import Abort, Frames, Start, Submit, Tokens, frame
 
 
 class Fake:
@@ -75,6 +76,21 @@ def test_an_engine_that_has_ended():
     fake.submit = submit
     server.handle(Submit(requests(3)))
     assert isinstance(fake.sent[0].error, EngineError)
+
+
+def test_messages_of_several_threads_are_whole():
+    """Each is longer than what the socket takes at once, so that a thread waits within its message."""
+    front, engine = socket.socketpair()
+    messages = [Tokens([i] * 500_000) for i in range(8)]
+    with ThreadPoolExecutor(len(messages)) as pool, front:
+        front.settimeout(20)
+        connection, frames, bodies = _Connection(engine.detach()), Frames(), []
+        sending = [pool.submit(connection.send, message) for message in messages]
+        while len(bodies) < len(messages):
+            bodies += frames.feed(front.recv(1 << 16))
+        for done in sending:
+            done.result()
+    assert sorted(bodies) == sorted(frame(message)[4:] for message in messages)
 
 
 def test_a_warning_of_a_model_is_printed_once(tmp_path):

@@ -13,7 +13,7 @@ from minirt import models
 from minirt.engine.request import EngineStats, TokenLogprobs, TokenOutput
 from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
 from minirt.server import exchange, generation, protocol
-from minirt.server.metrics import Metrics
+from minirt.server.metrics import Histogram, Metrics
 from minirt.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(models.embedded())
@@ -336,6 +336,15 @@ def test_tokens_that_were_computed_again_for_want_of_a_state_are_a_metric():
         text = Metrics("fake").exposition(stats).decode()
         assert (f'vllm:prefix_cache_recomputed_total{{model_name="fake"}} {recomputed}.0\n' in text) == shown
         assert ("recomputed" in text) == shown
+
+
+def test_a_bound_of_a_histogram_is_the_last_value_of_its_bucket():
+    histogram = Histogram([0.5, 2])
+    for value, times in ((0.4, 1), (0.5, 2), (2, 1), (2.1, 3)):
+        histogram.observe(value, times)
+    samples = [(sample.labels.get("le"), sample.value) for sample in histogram.metric("m", "", "model").samples]
+    assert samples[:4] == [("0.5", 3), ("2.0", 4), ("+Inf", 7), (None, 7)]
+    assert samples[4][1] == pytest.approx(0.4 + 1 + 2 + 6.3)
 
 
 def test_metrics_without_an_answer_of_the_engine(monkeypatch):

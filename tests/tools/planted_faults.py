@@ -82,6 +82,8 @@ def plant(fault: Fault, folder: Path) -> tuple[str, str]:
             file.write_text(before, encoding="utf-8")
         lines = (done.stdout or done.stderr).strip().splitlines() or [""]
         said = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1])
+        if done.returncode < 0:  # interpreted kernels read any address
+            return "caught" if run(test).returncode == 0 else "FAILS ANYWAY", f"{test} ends by signal {-done.returncode}"
         if done.returncode == 1:
             failed = said.removeprefix("FAILED ").partition(" - ")[0]
             return "caught" if run(failed).returncode == 0 else "FAILS ANYWAY", said

@@ -132,6 +132,12 @@ def test_large_batches(sms, make, cache, nan, agrees, device, monkeypatch):
     check_fused({**case, "seq_lens": lens[::-1][:33]}, True, torch.float32, make, cache, nan, agrees, device)
 
 
+def test_more_splits_than_are_combined_at_once(make, cache, nan, agrees, device):
+    """The largest score of some heads is in the second round: sums of the first one are scaled."""
+    case = {"Nq": 8, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": [64 * 50], "split": 64}
+    check(case, torch.float32, make, cache, nan, agrees, device)
+
+
 def test_split_starts():
     assert kernel.splits_before([0, 1, 256, 257, 0, 1000]) == [0, 0, 1, 2, 4, 4, 8]
     assert kernel.splits_before([65], 64) == [0, 2]
