@@ -112,8 +112,8 @@ def test_both_engines_in_the_readme():
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    assert told.startswith("Both engines ran as they do by default, vLLM N, each on a different card. –: not measured in this ")
-    assert f"minirt is faster at 6 of 6 points. [The other points]{all_points}" in told
+    assert told.startswith("Both engines ran with their default settings, vLLM N, on different cards")
+    assert f"[Other points]{all_points}" in told
     assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
     assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
     assert "2026-01-02" in origin
@@ -146,9 +146,9 @@ def test_all_points_of_both_engines():
 def test_the_headline_is_about_what_vllm_does_by_default():
     """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
     text = tables.headline(beside())
-    faster = "1.50 times in bf16 (batch 64 and 256) and 2.50 to 2.60 times in `--fp8` (batch 64 and 256)"
-    assert text.startswith(f"**Decode steps of M are faster than those of vLLM 7: {faster}**, on Xs, ")
-    assert "random weights" in text, "beside the first figure, not far below it"
+    bf16, fp8 = "1.50 times as fast as vLLM 7 in bf16 (batch 64 and 256)", "2.50 to 2.60 times as fast as vLLM in `--fp8` (batch 64"
+    assert text.startswith(f"**On Xs, minirt decodes M {bf16} and {fp8} and 256).** ")
+    assert "Weights were random" in text, "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
