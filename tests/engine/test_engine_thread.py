@@ -277,6 +277,28 @@ def test_an_exception_in_one_command_leaves_the_waiting_requests(thread):
     assert at_rest(it, cache)
 
 
+def test_an_abort_that_raises_is_carried_out(thread, monkeypatch):
+    """Its request, which has not started, would run to its end for nobody."""
+    it, cache = thread()
+    abort, raised, ready = it.engine.abort, [], threading.Event()
+
+    def abort_at_the_second_time(request_id):
+        if raised:
+            return abort(request_id)
+        raised.append(request_id)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(it.engine, "abort", abort_at_the_second_time)
+    busy = threading.Thread(target=it.call, args=(lambda _: ready.wait(60),))
+    busy.start()
+    with Client(it) as client:
+        client.submit([request(it, [7, 8], 200)])
+    threading.Timer(0.2, ready.set).start()
+    assert at_rest(it, cache)
+    assert raised
+    busy.join()
+
+
 def test_exceptions_before_any_request_has_started_end_the_waiting_requests(thread, monkeypatch):
     """Else the engine's thread would try for ever, and its callers would wait for ever."""
     it, cache = thread()
