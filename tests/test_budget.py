@@ -1,0 +1,62 @@
+"""Each room of the code has a budget of lines, so growth is a decision that is made in sight.
+
+`python tests/tools/lines.py` prints the counts: code without blank lines, comments and docstrings. Anyone may lower a number;
+raising one needs the reason on its line.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("lines", Path(__file__).with_name("tools") / "lines.py")
+lines = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lines)
+
+CORE = 11_499  # what one reads to know how a token is made: the rooms of `lines.CORE` together
+BUDGET = {
+    "minirt": 2_446,
+    "minirt/engine": 3_299,
+    "minirt/step": 372,
+    "minirt/layers": 847,
+    "minirt/modeling": 1_656,
+    "minirt/loading": 1_737,
+    "minirt/speculative": 319,
+    "models": 823,
+    "models/recipe": 966,
+    "kernels": 12_246,
+    "minirt/server": 3_176,
+    "minirt/text": 2_670,
+    "minirt/structured": 1_250,
+    "minirt/cli": 2_968,
+    "minirt/nn": 347,
+    "minirt/patching": 643,
+    "bench": 6_926,
+    "examples": 147,
+    "tests": 41_152,
+}
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return lines.rooms(lines.working_tree())
+
+
+@pytest.mark.parametrize("room", BUDGET)
+def test_a_room_keeps_to_its_budget(counted, room):
+    """Catches growth that nobody decided on."""
+    code = counted[room].code
+    assert code <= BUDGET[room], f"{room} has {code:,} lines of code: take something away, or raise its budget and say why"
+
+
+def test_every_room_has_a_budget_and_the_core_has_its_own(counted):
+    """Catches code in a place that nobody counts, and rooms of the core that grow together."""
+    assert {room for room, number in counted.items() if number.code} - {"the top level"} == set(BUDGET)
+    core = sum(counted[room].code for room in lines.CORE)
+    assert core <= CORE, f"the core has {core:,} lines of code"
+
+
+def test_lines_of_code():
+    """Catches docstrings, comments and blank lines that count, and strings over several lines that count once."""
+    source = '"""A\n\nB"""\n\nimport a  # why\n\n\ndef f():\n    """C\n    D"""\n    # E\n    return """x\n\ny"""\n'
+    assert lines.count(source) == (5, 14)
