@@ -119,8 +119,8 @@ class Processor:
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
         text, variables = self.text(), dict(chat_template_kwargs or {})
         if unused := [str(name) for name in variables if not text.template_uses(str(name))]:
-            what = "the model's chat template has no such variable"
-            raise InputError(what, where="chat_template_kwargs", found=", ".join(unused))
+            what = f"the model's chat template does not use {' or '.join(map(shortened, unused))}"
+            raise InputError(what, where="chat_template_kwargs")
         return text.encode_chat(list(messages), max_tokens, with_history=self.keeps_states, variables=variables)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:

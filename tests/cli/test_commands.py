@@ -458,7 +458,7 @@ def test_variables_of_the_chat_template(run, hf_folder, tmp_path):
         out = run(*base, "--chat", *switch, "--prompts", lines)[1].splitlines()
         prompts = [json.loads(line)["prompt_token_ids"] for line in out]
         assert prompts == [ids(thinks, f"[user]{own}\n{end}") for own in ("hi", "ho")]
-    refused(run(*base, "--chat", "--chat-template-kwargs", '{"mood": 1}', "hi"), "no such variable", "mood", code=2)
+    refused(run(*base, "--chat", "--chat-template-kwargs", '{"mood": 1}', "hi"), "does not use mood", code=2)
     refused(run(*base, "--chat", "--chat-template-kwargs", "[1]", "hi"), "not a JSON object", code=2)
     refused(run(*base, "--chat-template-kwargs", off, "hi"), "needs --chat", code=2)
     lines.write_text('"hi"\n')
