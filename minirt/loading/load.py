@@ -74,8 +74,8 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
         files = resolve(name, revision=revision, weights=need_weights, progress=progress, check=models.parse_config)
     except ModelNotFoundError as error:
         raise _with_advice(error, name, preset, revision) from error
-    config_file, fields = str(files.folder / "config.json"), models.decoder_fields(files.config)
-    config = models.parse_config(files.config, config_file)
+    config_file = str(files.folder / "config.json")
+    config, fields = models.parse_config(files.config, config_file), models.decoder_fields(files.config)
     check_token_ids(fields, config_file, config.vocab_size)
     check_token_ids(files.generation_config or {}, str(files.folder / "generation_config.json"), config.vocab_size)
     producer = None

@@ -179,7 +179,7 @@ def test_an_early_answer_reaches_a_client_that_sends_first():
         reader, _, (status, _, _) = await upload(ask, message(BIG, TOKENS, **CLOSE))
         assert (status, await reader.read()) == (503, b"")
 
-    run(scenario, max_body_size=1000)
+    run(scenario, max_body_size=1024)
     run(with_key, api_keys=("k",))
     run(while_it_ends)
 
@@ -219,7 +219,7 @@ def test_the_last_answer_is_the_last_one():
                 assert await reader.read() == b""
         assert not engine.requests
 
-    run(scenario, max_body_size=1000)
+    run(scenario, max_body_size=1024)
 
 
 @pytest.mark.parametrize("refused", [b"\x16\x03\x01" * 50, b"GET /version HTTP/1.1\r\nx: " + b"a" * 300_000, "413"])
@@ -242,7 +242,7 @@ def test_the_rest_has_a_bound(refused, monkeypatch):
             await send()
         assert sent < 1 << 25  # what was read, and what sockets hold
 
-    run(scenario, max_body_size=1000)
+    run(scenario, max_body_size=1024)
 
 
 def test_the_end_of_a_refused_body_is_no_head():
@@ -251,7 +251,7 @@ def test_the_end_of_a_refused_body_is_no_head():
     async def scenario(this, engine, ask):
         errors = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-        for last in (1000, 200_000):
+        for last in (1024, 200_000):
             head = message(b"", TOKENS).replace(b"content-length: 0", b"content-length: 500000")
             reader, writer = await ask(head + b"a" * (500_000 - last))
             assert (await answer(reader))[0] == 413
@@ -261,7 +261,7 @@ def test_the_end_of_a_refused_body_is_no_head():
             await asyncio.sleep(0)
         assert errors == []
 
-    run(scenario, max_body_size=1000)
+    run(scenario, max_body_size=1024)
 
 
 def test_the_rest_has_a_time(monkeypatch):
@@ -275,7 +275,7 @@ def test_the_rest_has_a_time(monkeypatch):
             assert await reader.read() == b""
         assert not this.exchanges
 
-    run(scenario, max_body_size=1000)
+    run(scenario, max_body_size=1024)
 
 
 def test_a_broken_body_ends_its_request():
