@@ -325,4 +325,4 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
             assert fault in " ".join(faults)
         monkeypatch.setattr(compare, "settled", lambda layer, x: torch.zeros(3, dtype=torch.bool))
         wrong.clear()
-        assert compare.compare(place, step).found == {}
+        assert compare.compare(place, step).candidate == {}

@@ -36,8 +36,8 @@ def test_memory_is_checked_first(folder, monkeypatch):
         load("Qwen2.5-7B", random_weights=True, kv_cache_memory=None)
     with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 192\..*GiB; found 20.*--kv-cache-memory"):
         load(folder, kv_cache_memory=900 << 30, max_num_seqs=1 << 20)
-    for wrong in (0, -1, 1000, 1e9, True):
-        with pytest.raises(ConfigError, match=r"--kv-cache-memory.*48KiB"):
+    for wrong, expected in (*((n, "48KiB") for n in (0, -1, 1000)), (1e9, "a number of bytes"), (True, "a number of bytes")):
+        with pytest.raises(ConfigError, match=rf"--kv-cache-memory.*{expected}"):
             load(folder, kv_cache_memory=wrong)
 
 
