@@ -668,7 +668,7 @@ def test_nan_logits_are_reported_and_nothing_stays(copy):
     ({"dtype": "half"}, "did you mean float16"), ({"dtype": "bf16"}, "did you mean bfloat16"),
     ({"dtype": torch.float32}, "did you mean float32"), ({"kv_cache_dtype": "fp8_e4m3"}, "did you mean fp8"),
     ({"max_model_len": "256"}, "not a number of tokens.*an integer from 1 to 256; found '256'"),
-    ({"kv_cache_memory": "4GiBi"}, "not a size.*such as '4GiB'; found 4GiBi"),
+    ({"kv_cache_memory": "4GiBi"}, "not a size.*such as '4GiB'; found '4GiBi'"),
     ({"threads": "2"}, "an integer from 1 to .*found '2'"), ({"progress": True}, "progress: not a function.*found True"),
 ], ids=str)  # fmt: skip
 def test_values_that_options_do_not_take(folder, options, words):
@@ -682,7 +682,7 @@ def test_values_that_options_do_not_take(folder, options, words):
     ("tensor_parallel_size", "not supported: minirt uses one GPU"), ("load_format", "here random_weights=True"),
     ("enforce_eager", "here cuda_graphs=False"), ("enable_lora", "not supported"), ("trust_remote_code", "not needed"),
     ("max_tokens", "generate takes params=SamplingParams"),
-    ("Device", "did you mean device"), ("nothing_like_it", "one of model, revision, device"),
+    ("Device", "did you mean device"), ("nothing_like_it", "one of model, device, dtype"),
 ])  # fmt: skip
 def test_options_that_do_not_exist(name, words, folder):
     """The error names `from_pretrained`, and what the option is here: names of vLLM were answered with a list of all options."""

@@ -151,7 +151,6 @@ sys.meta_path.insert(0, Watch())
     ("code", "variables", "expected"),
     [
         ("import minirt; minirt.Generator", {}, str(threads.SPIN_COUNT)),
-        ("from minirt import LoadOptions", {}, str(threads.SPIN_COUNT)),
         ("from minirt.cli import app; app.main(['env'])", {}, str(threads.SPIN_COUNT)),
         ("import minirt; minirt.Generator", {"GOMP_SPINCOUNT": "77"}, "77"),
         ("import minirt; minirt.Generator", {"OMP_WAIT_POLICY": "active"}, ""),
