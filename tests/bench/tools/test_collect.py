@@ -14,6 +14,7 @@ from minirt.bench.kernels import benchmark as kernels
 from minirt.bench.tools import collect, results, startup, stored_format
 from minirt.cli import app as cli
 from minirt.errors import InputError, MinirtError
+from minirt.loading.options import EMBEDDED
 
 
 def parsed(words):
@@ -36,7 +37,7 @@ def test_every_run_is_a_command(name):
     kind = name.split("-")[0]
     assert ("speed" if kind in ("decode", "prefill", "chunking") else kind) == command
     chosen = options.get("models") or [options["model"]]
-    assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
+    assert all(model in (None, EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
         assert kernels.select(options["names"])
 
