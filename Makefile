@@ -55,7 +55,7 @@ dev: $(VENV)/dev
 RUN := -n auto --dist loadgroup --max-worker-restart 0
 
 test: $(MODEL)/config.json
-	@echo "the tests: some 12 minutes on two idle cores; the percentage is at the end of each line"
+	@echo "the tests: some 15 to 30 minutes on two cores; the percentage is at the end of each line"
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m "not exhaustive"
 	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest $(RUN) -q -m "not slow" tests/engine/test_engine.py tests/engine/test_engine_faults.py tests/loading/test_load.py tests/cli/test_errors.py tests/test_generator.py
 
@@ -65,7 +65,7 @@ PASSED := tests/kernels/compile/passed.sha256
 
 # Kernels compiled for five GPU generations, and those of Hopper emulated from their PTX: what a change of kernels/ needs besides.
 test-compile: $(VENV)/dev
-	@echo "kernels for other GPUs: some 10 minutes on two idle cores"
+	@echo "kernels for other GPUs: some 10 to 20 minutes on two cores"
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(RUN) -m exhaustive tests/kernels
 	$(COMPILED) > $(PASSED)
 
