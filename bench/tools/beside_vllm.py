@@ -82,7 +82,7 @@ def readme_table(records: Records) -> str:
         f"Both engines ran with their default settings, vLLM {note}, on different cards of one type and with different "
         f"versions of PyTorch. Weights were random, and outputs were not compared. At batch 1, `--fp8` computes with 16-bit "
         f"activations. –: not measured in this setup. [Other points]({page}{_ALL_POINTS}), such as first tokens and long "
-        f"contexts, were measured with vLLM's engine in the calling process."
+        f"contexts, were measured in another setup: vLLM's engine ran inside the benchmark's process."
     )
     return "\n\n".join((_engines_table(records, _README_POINTS, others=False), told, _origin_of(records, page)))
 
