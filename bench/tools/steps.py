@@ -2,7 +2,7 @@
 
 python bench/tools/steps.py PRESET [--quantize fp8|int4 | --stored FORMAT] [--set NAME=NUMBER …]     random weights; prints JSON
 
-A step is the replay of its CUDA graph alone: `minirt bench decode` also measures Python's part. A prompt is one request for one
+A step is the replay of its CUDA graph alone: `minirt bench speed` also measures Python's part. A prompt is one request for one
 token, in Python. A step that does not fit into memory has no time, and says why. The limit of a step is the time to read the
 weights and the KV cache, at the measured bandwidth. Of a mixture, the weights of the expected number of experts count, if all
 are equally likely.
