@@ -36,7 +36,7 @@ _LARK = re.compile(
 _MASKERS = 16  # threads that compute masks, at most
 _MAX_REASONING_ENDS = 16  # that are kept
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
-_PLACE_SECONDS = 1.0  # how long the place of an error within a schema is looked for
+_PLACE_SECONDS = 0.2  # how long the place of an error within a schema is looked for
 
 
 class Grammar:
