@@ -7,6 +7,7 @@ from minirt.bench.tools.results import (
     BESIDE_VLLM,
     FORMATS,
     IN_PROCESS,
+    OFFLINE,
     Key,
     Point,
     Records,
@@ -18,14 +19,13 @@ from minirt.bench.tools.results import (
 )
 
 # The points that README.md shows, where vLLM ran as it does by default.
-_README_POINTS = ("step", 1, 128), ("step", 64, 128), ("step", 128, 128), ("step", 256, 128), ("offline",)
+_README_POINTS = ("step", 1, 128), ("step", 64, 128), ("step", 128, 128), ("step", 256, 128), OFFLINE
 # The sections of docs/benchmarks/models.md with all points of both engines, and with runs that were checked before timing.
 _ALL_POINTS, _CHECKED_RUNS = "#beside-vllm", "#an-earlier-vllm-on-an-h200"
 _TIE = 0.02  # times that differ by less are a tie
 _CARDS = 0.1  # by how much two cards of one type may differ
 _LIKE_BATCHES = 2  # from this batch on, both engines compute `--fp8` in FP8; minirt's single token has 16-bit activations
 _IN_PROCESS = "‡"  # marks vLLM's figures that are not of its default setting
-_OFFLINE = ("offline",)
 
 
 def _name_of(key: Key) -> str:
@@ -36,16 +36,16 @@ def _name_of(key: Key) -> str:
 
 
 def _row_of(key: Key) -> str:
-    return _name_of(key) + ", ms" * (key != _OFFLINE)
+    return _name_of(key) + ", ms" * (key != OFFLINE)
 
 
 def _cell_of(key: Key, values: Sequence[float]) -> str:
-    return " to ".join(f"{value:,.0f}" if key == _OFFLINE else milliseconds(value * 1e3) for value in values) or NONE
+    return " to ".join(f"{value:,.0f}" if key == OFFLINE else milliseconds(value * 1e3) for value in values) or NONE
 
 
 def speedups(key: Key, ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """How many times as fast as vLLM minirt is, by times or, offline, by rates: for all measurements of both, ascending."""
-    return sorted(a / b if key == _OFFLINE else b / a for a in ours for b in theirs)
+    return sorted(a / b if key == OFFLINE else b / a for a in ours for b in theirs)
 
 
 def _times(ratios: Sequence[float]) -> str:
@@ -70,9 +70,12 @@ def headline(records: Records) -> str:
         steps.append(f"{factors} times as fast as{{}} in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     peer = f" vLLM {run_of(record, 'vLLM', 'bf16').build}"
+    rates = [points_of(records, form)[OFFLINE] for form in FORMATS]
+    offline = [_times(speedups(OFFLINE, point.ours, point.theirs)) for point in rates]
     return (
-        f"**On {card}s, minirt decodes {record['model']} {steps[0].format(peer)} and {steps[1].format(' vLLM')}.** Weights were "
-        f"random, and outputs were not compared ([figures and conditions](#speed))."
+        f"**On {card}s, minirt decodes {record['model']} {steps[0].format(peer)} and {steps[1].format(' vLLM')}; offline, it "
+        f"yields {' and '.join(offline)} times as many tokens a second.** Weights were random, outputs were not compared, each "
+        f"engine had a card of its own, and vLLM ran without flashinfer ([figures and conditions](#speed))."
     )
 
 
@@ -81,12 +84,13 @@ def readme_table(records: Records) -> str:
     page = "docs/benchmarks/models.md"
     note = run_of(records[BESIDE_VLLM], "vLLM", "bf16").note
     told = (
-        f"Both engines ran with their default settings, on different cards of one type and with different versions of PyTorch; "
-        f"vLLM ran {note}, an optional package of kernels. Steps are the minimum of 3 runs of minirt and of 2 of vLLM, which "
-        f"favours minirt by an unknown amount. Weights were random, and outputs were not compared. At batch 1, minirt's `--fp8` "
-        f"has 16-bit activations, vLLM's FP8: the arithmetic differs. –: not measured in this setup. "
-        f"[Other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured in another setup: vLLM's "
-        f"engine ran inside the benchmark's process."
+        f"vLLM ran with its defaults (its engine in a process of its own, asynchronous scheduling), but {note}, an optional "
+        f"package of kernels. minirt's `--max-num-seqs` was raised to the batch. The engines ran on different cards of one type "
+        f"and with different versions of PyTorch. Steps are the minimum of 3 runs of minirt and of 2 of vLLM, which favours "
+        f"minirt by an unknown amount. Weights were random, and outputs were not compared. At batch 1, minirt's `--fp8` has "
+        f"16-bit activations, vLLM's FP8: the arithmetic differs. –: not measured in this setup. "
+        f"[Other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured with vLLM's engine inside "
+        f"the benchmark's process, so their leads may shrink."
     )
     return "\n\n".join((_engines_table(records, _README_POINTS, others=False), told, _origin_of(records, page)))
 
@@ -151,7 +155,7 @@ def ties(records: Records) -> str:
             ratios = speedups(key, point.ours, point.theirs)
             if not ratios:
                 continue
-            unit = "" if key == _OFFLINE else " ms"  # the name of a rate has its unit
+            unit = "" if key == OFFLINE else " ms"  # the name of a rate has its unit
             values = f"minirt {_cell_of(key, point.ours)}{unit}, vLLM {_cell_of(key, point.theirs)}{unit}"
             if _tied(ratios):
                 tied.append(f"{form}, {_name_of(key)} ({values})")

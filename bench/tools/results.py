@@ -35,7 +35,8 @@ def mark(record: Result) -> str:
 BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm-default"
 IN_PROCESS = "h100-80gb-hbm3-beside-vllm"  # earlier, vLLM's engine in the caller's process; on one card
 
-Key = tuple[Any, ...]  # ("step", batch, context), ("prompt", tokens) or ("offline",)
+Key = tuple[Any, ...]  # ("step", batch, context), ("prompt", tokens) or `OFFLINE`
+OFFLINE: Key = ("offline",)
 
 
 class Run(NamedTuple):
@@ -64,7 +65,7 @@ def _run(run: Result) -> Run:
         else:
             values["step", row["batch_size"], row["context_len"]] = row["step_s"]
     if run["output_tokens_per_s"] is not None:
-        values["offline",] = run["output_tokens_per_s"]
+        values[OFFLINE] = run["output_tokens_per_s"]
     several = {key: tuple(sorted(value)) if isinstance(value, list) else (value,) for key, value in values.items()}
     return Run(run["engine"], run.get("commit") or run["version"], run["versions"], run.get("note", ""), several)
 
