@@ -16,9 +16,11 @@ from minirt.errors import InputError, UnsupportedError, shortened
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 Target = Callable[[str], Any]  # from a "$ref" to the schema that it refers to, or None
-_LENGTHS = (  # and the type of values that they are about
-    ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"),
-)  # fmt: skip
+# The least and most of a length, and the type of values that it is about.
+_LENGTHS = ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object")
+COUNTS = tuple(name for *names, _ in _LENGTHS for name in names)
+BOUNDS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
+_COMPARED = {*COUNTS, *BOUNDS, "enum", "const"}  # of the schemas of one value, besides "type"
 _MAX_PARTS = 32  # schemas of one value that are compared
 _MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, counted at each place
 _GROUP_COST = 10  # visits that a group of schemas counts as
@@ -70,6 +72,8 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys
         The types that the value may have.
     """
     types = _types(parts, place)
+    if all(_COMPARED.isdisjoint(part) for part in parts):
+        return types
     # Bounds in one schema must not contradict each other, even if they are about another type than the schema's.
     about = types if len(parts) > 1 else frozenset(TYPES)
     lengths = dict[str, tuple[int, float]]()

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, quoted, shortened
 from minirt.structured import limits
-from minirt.structured.contradictions import TYPES, check_contradictions
+from minirt.structured.contradictions import BOUNDS, COUNTS, TYPES, check_contradictions
 
 MAX_DEPTH = 64  # of nested subschemas
 MIN_NUMBER, MAX_NUMBER = 1e-22, 1 << 53  # absolute values of bounds
@@ -24,10 +24,10 @@ _INT64_MAX = (1 << 63) - 1
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_ITEMS = {*_LISTS, "items"}  # "items" may be a list before draft 2020-12
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _ENFORCED = {
-    *_MAPS, *_LISTS, *_SINGLE, "$ref", "$schema", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
-    "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    *_MAPS, *_LISTS, *_SINGLE, *COUNTS, *BOUNDS, "$ref", "$schema", "const", "enum", "type", "required", "pattern", "format",
     "multipleOf",
 }  # fmt: skip
 _ANNOTATIONS = {
@@ -35,8 +35,6 @@ _ANNOTATIONS = {
     "contentMediaType", "contentEncoding",
 }  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(
@@ -245,7 +243,7 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
             yield from ((f"{keyword}/{_escaped(name)}", part) for name, part in value.items())
-        elif keyword in (*_LISTS, "items") and isinstance(value, list):
+        elif keyword in _ITEMS and isinstance(value, list):
             yield from ((f"{keyword}/{i}", part) for i, part in enumerate(value))
         elif keyword in _SINGLE:
             yield keyword, value
@@ -291,14 +289,14 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
         if any(isinstance(part, str) and _CONTROL.search(part) for part in _parts(stated)):
             what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
             raise unsupported(what, stated, hint=hint)
-    for keyword in filter(schema.__contains__, _BOUNDS):  # llguidance rounds others, cannot compile them, or crashes
+    for keyword in filter(schema.__contains__, BOUNDS):  # llguidance rounds others, cannot compile them, or crashes
         value = schema[keyword]
         in_range = isinstance(value, bool) or value == 0 or MIN_NUMBER <= abs(value) <= MAX_NUMBER
         if not in_range and not _is_open_end(keyword, value, schema.get("type")):
             expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
             what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
             raise unsupported(what, value, expected, hint)
-    for keyword in filter(schema.__contains__, ("const", "enum", *_BOUNDS)):
+    for keyword in filter(schema.__contains__, ("const", "enum", *BOUNDS)):
         for number in _parts(schema[keyword]):
             if type(number) not in (int, float) or _is_exact(number) or _is_open_end(keyword, number, schema.get("type")):
                 continue
@@ -363,26 +361,25 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
 
 
-# Keywords, what their values have to be, and how an error says it.
-_FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], object], str], ...] = (
-    (_COUNTS, lambda value: type(value) is int and value >= 0, "an integer >= 0"),
-    (_BOUNDS, lambda value: type(value) in (int, float), "a number"),
-    (("multipleOf",), lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
-    (("type",), _are_types, f"one of {', '.join(TYPES)}"),
-    (("enum",), lambda value: isinstance(value, list) and value, "a list that is not empty"),
-    (("required",), _are_names, "a list of different names"),
-    (_MAPS, lambda value: isinstance(value, dict), "an object of schemas"),
-    (_LISTS, lambda value: isinstance(value, list), "a list of schemas"),
-    (("pattern", "format", "$ref", "$schema"), lambda value: isinstance(value, str), "a text"),
-)
+# What the values of keywords have to be, and how an error says it.
+_FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
+    **dict.fromkeys(COUNTS, (lambda value: type(value) is int and value >= 0, "an integer >= 0")),
+    **dict.fromkeys(BOUNDS, (lambda value: type(value) in (int, float), "a number")),
+    "multipleOf": (lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
+    "type": (_are_types, f"one of {', '.join(TYPES)}"),
+    "enum": (lambda value: isinstance(value, list) and value, "a list that is not empty"),
+    "required": (_are_names, "a list of different names"),
+    **dict.fromkeys(_MAPS, (lambda value: isinstance(value, dict), "an object of schemas")),
+    **dict.fromkeys(_LISTS, (lambda value: isinstance(value, list), "a list of schemas")),
+    **dict.fromkeys(("pattern", "format", "$ref", "$schema"), (lambda value: isinstance(value, str), "a text")),
+}
 
 
 def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
-    for keywords, fits, expected in _FORMS:
-        for keyword in filter(schema.__contains__, keywords):
-            value = schema[keyword]
-            if not (fits(value) or (draft_4 and keyword.startswith("exclusive"))):
-                what, shown = f"{json.dumps(keyword)} has a malformed value", shortened(json.dumps(value))
-                raise InputError(what, where=place, expected=expected, found=shown)
+    for keyword in filter(_FORMS.__contains__, schema):
+        (fits, expected), value = _FORMS[keyword], schema[keyword]
+        if not (fits(value) or (draft_4 and keyword.startswith("exclusive"))):
+            what, shown = f"{json.dumps(keyword)} has a malformed value", shortened(json.dumps(value))
+            raise InputError(what, where=place, expected=expected, found=shown)
     if (optional := len(schema.get("properties", ())) - len(schema.get("required", ()))) > limits.MAX_ROW // 2:
         raise InputError("too many optional properties", where=place, expected="about 480", found=optional)
