@@ -67,15 +67,15 @@ def headline(records: Records) -> str:
         batches = sorted({key[1] for key in ratios})
         factors = _times(sorted(ratio for each in ratios.values() for ratio in each))
         between = " and " if len(batches) == 2 else " to "
-        steps.append(f"{factors} times as fast as{{}} in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
+        steps.append(f"{factors} times as fast in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
-    peer = f" vLLM {run_of(record, 'vLLM', 'bf16').build}"
-    rates = [points_of(records, form)[OFFLINE] for form in FORMATS]
-    offline = [_times(speedups(OFFLINE, point.ours, point.theirs)) for point in rates]
+    rates = [(form, points_of(records, form)[OFFLINE]) for form in FORMATS]
+    gains = [f"{_times(speedups(OFFLINE, point.ours, point.theirs))} times in {title_of(form)}" for form, point in rates]
+    peer = run_of(record, "vLLM", "bf16")
     return (
-        f"**On {card}s, minirt decodes {record['model']} {steps[0].format(peer)} and {steps[1].format(' vLLM')}; offline, it "
-        f"yields {' and '.join(offline)} times as many tokens a second.** Weights were random, outputs were not compared, each "
-        f"engine had a card of its own, and vLLM ran without flashinfer ([figures and conditions](#speed))."
+        f"**{record['model']} on {card}s, beside vLLM {peer.build}: decode steps are {' and '.join(steps)}, offline throughput "
+        f"is {' and '.join(gains)}.** A card for each engine, and two cards of one type can differ by several per cent, so the "
+        f"smallest leads are not certain; random weights, outputs not compared, vLLM {peer.note} ([conditions](#speed))."
     )
 
 
@@ -84,13 +84,13 @@ def readme_table(records: Records) -> str:
     page = "docs/benchmarks/models.md"
     note = run_of(records[BESIDE_VLLM], "vLLM", "bf16").note
     told = (
-        f"vLLM ran with its defaults (its engine in a process of its own, asynchronous scheduling), but {note}, an optional "
-        f"package of kernels. minirt's `--max-num-seqs` was raised to the batch. The engines ran on different cards of one type "
-        f"and with different versions of PyTorch. Steps are the minimum of 3 runs of minirt and of 2 of vLLM, which favours "
-        f"minirt by an unknown amount. Weights were random, and outputs were not compared. At batch 1, minirt's `--fp8` has "
-        f"16-bit activations, vLLM's FP8: the arithmetic differs. –: not measured in this setup. "
-        f"[Other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured with vLLM's engine inside "
-        f"the benchmark's process, so their leads may shrink."
+        f"vLLM ran with its default options (its engine in a process of its own, asynchronous scheduling), but {note}, which an "
+        f"ordinary installation brings; what it would gain was not measured. minirt's `--max-num-seqs` was raised to the batch. "
+        f"The engines ran on different cards of one type and with different versions of PyTorch. Steps are the minimum of 3 runs "
+        f"of minirt and of 2 of vLLM, which favours minirt by an unknown amount. Weights were random, and outputs were not "
+        f"compared. At batch 1, minirt's `--fp8` has 16-bit activations, vLLM's FP8: the arithmetic differs. –: not measured in "
+        f"this setup. [Other points]({page}{_ALL_POINTS}), such as first tokens and long contexts, were measured with vLLM's "
+        f"engine inside the benchmark's process, so their leads may shrink."
     )
     return "\n\n".join((_engines_table(records, _README_POINTS, others=False), told, _origin_of(records, page)))
 

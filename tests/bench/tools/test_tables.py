@@ -112,7 +112,8 @@ def test_both_engines_in_the_readme():
         ["offline, output tokens/s", "12,000", "10,000", "1.20 ×", "20,000", "10,000", "2.00 ×"],
     ]
     all_points = "(docs/benchmarks/models.md#beside-vllm)"
-    assert told.startswith("vLLM ran with its defaults (its engine in a process of its own, asynchronous scheduling), but N")
+    assert told.startswith("vLLM ran with its default options (")
+    assert "asynchronous scheduling), but N, which" in told
     assert f"[Other points]{all_points}" in told
     assert origin.startswith("minirt `c` with torch 2 and Triton 3, on one NVIDIA X 1; vLLM 7 with torch 2 and Triton 3, on an")
     assert f"With torch 9 and Triton 3, minirt's bf16 times [differ by at most 10%]{all_points}." in origin
@@ -146,10 +147,10 @@ def test_all_points_of_both_engines():
 def test_the_headline_is_about_what_vllm_does_by_default():
     """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
     text = tables.headline(beside())
-    bf16, fp8 = "1.50 times as fast as vLLM 7 in bf16", "2.50 to 2.60 times as fast as vLLM in `--fp8`"
-    assert text.startswith(f"**On Xs, minirt decodes M {bf16} (batch 64 and 256) and {fp8} (batch 64 and 256); ")
-    assert "offline, it yields 1.20 and 2.00 times as many tokens a second.**" in text
-    assert "Weights were random" in text, "beside the first figure, not far below it"
+    bf16, fp8 = "1.50 times as fast in bf16 (batch 64 and 256)", "2.50 to 2.60 times as fast in `--fp8` (batch 64 and 256)"
+    assert text.startswith(f"**M on Xs, beside vLLM 7: decode steps are {bf16} and {fp8}, ")
+    assert "offline throughput is 1.20 times in bf16 and 2.00 times in `--fp8`.**" in text
+    assert "random weights" in text, "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
