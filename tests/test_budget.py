@@ -33,7 +33,7 @@ BUDGET = {
     "minirt/patching": 643,
     "bench": 6_938,
     "examples": 147,
-    "tests": 41_158,
+    "tests": 41_157,
 }
 
 

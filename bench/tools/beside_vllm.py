@@ -69,13 +69,15 @@ def headline(records: Records) -> str:
         between = " and " if len(batches) == 2 else " to "
         steps.append(f"{factors} times as fast in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
-    rates = [(form, points_of(records, form)[OFFLINE]) for form in FORMATS]
-    gains = [f"{_times(speedups(OFFLINE, point.ours, point.theirs))} times in {title_of(form)}" for form, point in rates]
+    rates = [points_of(records, form)[OFFLINE] for form in FORMATS]
+    ratios = [speedups(OFFLINE, point.ours, point.theirs) for point in rates]
+    gains = [f"{_times(each)} times vLLM's in {title_of(form)}" for each, form in zip(ratios, FORMATS, strict=True)]
+    unsure = f", so {_times(min(ratios))} may be no lead at all" * (min(ratios)[0] < 1 + _CARDS)
     peer = run_of(record, "vLLM", "bf16")
     return (
-        f"**{record['model']} on {card}s, beside vLLM {peer.build}: decode steps are {' and '.join(steps)}, offline throughput "
-        f"is {' and '.join(gains)}.** A card for each engine, and two cards of one type can differ by several per cent, so the "
-        f"smallest leads are not certain; random weights, outputs not compared, vLLM {peer.note} ([conditions](#speed))."
+        f"**{record['model']} on an {card}, beside vLLM {peer.build}: offline throughput is {' and '.join(gains)}; decode steps "
+        f"are {' and '.join(steps)}.** Each engine ran on its own card, and two such cards can differ by some per cent{unsure}. "
+        f"Weights were random, outputs were not compared, and vLLM ran {peer.note} ([conditions](#speed))."
     )
 
 

@@ -148,9 +148,9 @@ def test_the_headline_is_about_what_vllm_does_by_default():
     """Catches the factors of other settings (1.75 and 3.00), and the worse one of two measurements left out."""
     text = tables.headline(beside())
     bf16, fp8 = "1.50 times as fast in bf16 (batch 64 and 256)", "2.50 to 2.60 times as fast in `--fp8` (batch 64 and 256)"
-    assert text.startswith(f"**M on Xs, beside vLLM 7: decode steps are {bf16} and {fp8}, ")
-    assert "offline throughput is 1.20 times in bf16 and 2.00 times in `--fp8`.**" in text
-    assert "random weights" in text, "beside the first figure, not far below it"
+    offline = "offline throughput is 1.20 times vLLM's in bf16 and 2.00 times vLLM's in `--fp8`"
+    assert text.startswith(f"**M on an X, beside vLLM 7: {offline}; decode steps are {bf16} and {fp8}.** ")
+    assert "Weights were random" in text, "beside the first figure, not far below it"
 
 
 def test_both_engines_with_the_protocol_and_a_later_pytorch():
