@@ -7,19 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minirt.bench.tools.results import GIB, MIB, Records, Result, format_of, mark
+from minirt.bench.tools.results import Records, Result, format_of, mark
 
 NONE = "–"  # a cell without a measured value
 
 
-def gib(gigabytes: float) -> float:
-    """GiB of a stored number of 1e9 bytes."""
-    return gigabytes * 1e9 / GIB
-
-
 def mib(megabytes: float) -> float:
     """MiB of a stored number of 1e6 bytes."""
-    return megabytes * 1e6 / MIB
+    return megabytes * 1e6 / (1 << 20)
 
 
 def milliseconds(ms: float) -> str:

@@ -23,7 +23,6 @@ VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (
 VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
-MIB, GIB = 1 << 20, 1 << 30  # stored results have bytes, or 1e6 or 1e9 of them
 
 
 def mark(record: Result) -> str:
@@ -126,7 +125,11 @@ def load(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def files_of(sources: tuple[str, ...]) -> list[Path]:
+    """The files of the stored results that match `sources`, each once, in the order of the sources."""
+    return list(dict.fromkeys(file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*"))))
+
+
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
-    """The stored results that match `sources`, each once, in the order of the sources."""
-    files = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
-    return {name: load(name) for name in dict.fromkeys(file.stem for file in files)}
+    """The stored results that match `sources`, by name."""
+    return {file.stem: load(file.stem) for file in files_of(sources)}
