@@ -6,7 +6,6 @@ python bench/tools/gpu_trace.py MODEL [BATCH …]     random weights, greedy and
 `idle`: `idle_between_steps` plus the gaps between the kernels of a step.
 """
 
-import json
 import statistics
 import sys
 from itertools import pairwise
@@ -17,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator, SamplingParams
-from minirt.bench.report import machine
+from minirt.bench.tools.results import print_record
 
 STEPS = 40
 _AROUND = 10  # steps left out before the traced ones (prompts, and some until times settle) and after them
@@ -65,8 +64,7 @@ def main() -> None:
             for temperature in (0.0, 0.8):
                 sampling = {"temperature": temperature, "top_p": 0.95}
                 results.append({"temperature": temperature} | trace(generator, batch, 128, sampling))
-        shared = machine("trace", generator.device, ["python", "bench/tools/gpu_trace.py", *sys.argv[1:]], None)
-    print(json.dumps(shared | {"model": model, "results": results}, indent=1, ensure_ascii=False))
+    print_record("trace", model=model, results=results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""The stored results, and vLLM's figures that tables and pictures show beside them."""
+"""The stored results, vLLM's figures that tables and pictures show beside them, and what scripts of this folder print."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from minirt.bench.ceiling import Ceiling
 
 Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
 Records = Mapping[str, Result]
@@ -133,3 +137,12 @@ def files_of(sources: tuple[str, ...]) -> list[Path]:
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
     """The stored results that match `sources`, by name."""
     return {file.stem: load(file.stem) for file in files_of(sources)}
+
+
+def print_record(benchmark: str, device: str = "auto", ceiling: "Ceiling | None" = None, **facts: Any) -> None:
+    """Print what a script of this folder has measured as JSON, after the machine, the versions and the script's command line."""
+    from minirt.bench.report import machine
+    from minirt.device import pick_device
+
+    command = ["python", f"bench/tools/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    print(json.dumps(machine(benchmark, pick_device(device), command, ceiling) | facts, indent=1, ensure_ascii=False))

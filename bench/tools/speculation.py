@@ -18,9 +18,7 @@ models of which the GPU holds one only, plain decoding runs first.
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -30,8 +28,8 @@ import torch
 from torch import Tensor
 
 from minirt import Generator, SamplingParams, SpeculativeOptions
-from minirt.bench.report import machine
 from minirt.bench.tools.paired import interval
+from minirt.bench.tools.results import print_record
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_NEXT, Columns, Rows
 from minirt.step.batch import Batch
 
@@ -152,7 +150,7 @@ class Timed:
 
 def synthetic(
     model: str, quantization: str | None, rate: float, method: str, adaptive: bool, alone: bool
-) -> tuple[torch.device, list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     kinds: dict[str, Any] = {"plain": None}
     if method == "mtp":  # its drafts take their time, and are right with the probability
         kinds["synthetic"] = SpeculativeOptions(method="mtp", adaptive=adaptive)
@@ -177,7 +175,6 @@ def synthetic(
                     timed_kinds[name].turn(batch, 1000 * batch + pair)
             for name in names:
                 timed_kinds[name].end(batch)
-        device = timed_kinds[names[0]].generator.device
         for name in names:
             timed_kinds[name].generator.close()
             del timed_kinds[name].generator
@@ -197,7 +194,7 @@ def synthetic(
             if name == "synthetic":
                 row |= {"drafts_a_step": statistics.mean(drafted.verified[batch]), "drafting_share": drafted.shares[batch]}
             rows.append(row)
-    return device, rows
+    return rows
 
 
 def main() -> None:
@@ -212,10 +209,9 @@ def main() -> None:
     quantization = "fp8" if options.fp8 else None
     if options.adaptive and options.method != "mtp":
         parser.error("--adaptive is for --method mtp")
-    device, rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
-    shared = machine("speculation", device, ["python", "bench/tools/speculation.py", *sys.argv[1:]], None)
-    given = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
-    print(json.dumps(shared | given | {"results": rows}, indent=1))
+    rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
+    about = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
+    print_record("speculation", **about, results=rows)
 
 
 if __name__ == "__main__":

@@ -59,13 +59,17 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
     return changed | ({"quantization_config": FORMATS[options.stored]} if options.stored else {})
 
 
-def write_config(parent: Path, options: argparse.Namespace) -> Path:
-    """Write the config.json of the preset with the changes of the options to a new folder in `parent`. Returns the folder."""
+def raw_config(preset: str) -> dict[str, Any]:
+    """The config.json of a preset."""
     from minirt.models.presets import raw_configs
 
-    raw = next((raw for name, _, raw in raw_configs() if name == options.model), None)
-    if raw is None:
-        sys.exit(f"{options.model}: no preset has this name")
+    raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
+    return raw if raw is not None else sys.exit(f"{preset}: no preset has this name")
+
+
+def write_config(parent: Path, options: argparse.Namespace) -> Path:
+    """Write the config.json of the preset with the changes of the options to a new folder in `parent`. Returns the folder."""
+    raw = raw_config(options.model)
     folder = parent / "-".join(filter(None, (options.model, options.stored)))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw | changes(options)), encoding="utf-8")

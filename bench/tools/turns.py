@@ -5,14 +5,11 @@ prompt. Each turn adds a question and an answer. For a hybrid, compare with a mo
 """
 
 import argparse
-import json
 import statistics
-import sys
 from typing import Any
 
 from minirt import Generator, SamplingParams
-from minirt.bench.report import machine
-from minirt.device import pick_device
+from minirt.bench.tools.results import print_record
 from minirt.text.tokenizer import ChatTokens
 
 TURNS, REPEATS = 20, 5
@@ -57,8 +54,7 @@ def main() -> None:
     parser.add_argument("--no-prefix-cache", action="store_true")
     options = parser.parse_args()
     results = {model: measure(model, prefix_cache=not options.no_prefix_cache) for model in options.models}
-    record = machine("turns", pick_device("auto"), ["python", "bench/tools/turns.py", *sys.argv[1:]], None)
-    print(json.dumps(record | {"results": results}, indent=1))
+    print_record("turns", results=results)
 
 
 if __name__ == "__main__":
