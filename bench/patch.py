@@ -161,16 +161,8 @@ def change(variant: str, model: Any, parts: Sequence[str] = PARTS) -> Row | None
 
 @torch.no_grad()
 def run(
-    make: Callable[[], Any],
-    sizes: Sizes,
-    variants: Sequence[str],
-    modes: Sequence[str],
-    device: torch.device,
-    *,
-    parts: Sequence[str] = PARTS,
-    seed: int = 0,
-    progress: Callable[[str], None] = silent,
-    clock: Clock = time.perf_counter,
+    make: Callable[[], Any], sizes: Sizes, variants: Sequence[str], modes: Sequence[str], device: torch.device, *,
+    parts: Sequence[str] = PARTS, seed: int = 0, progress: Callable[[str], None] = silent, clock: Clock = time.perf_counter,
 ) -> tuple[list[Row], Row]:
     """Measure the baseline and the variants one after the other, in the order of `VARIANTS`.
 

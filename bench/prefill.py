@@ -102,8 +102,7 @@ def beside(runs: Runs, input_len: int, count: int) -> dict[str, Any]:
         gaps += [b - a for times in decoding for a, b in pairwise(times) if began < b <= max(prompts)]
     row = _row(runs, input_len, firsts, statistics.median(rates))
     return row | {
-        "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}",
-        "decoding": count,
+        "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}", "decoding": count,
         "max_num_batched_tokens": runs.generator.max_num_batched_tokens,
         "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
     }

@@ -93,13 +93,7 @@ def heading(shared: Row) -> list[str]:
 
 
 def context(
-    benchmark: str,
-    generator: "Generator",
-    *,
-    name: str,
-    command: list[str],
-    correctness: Row,
-    ceiling: "Ceiling | None",
+    benchmark: str, generator: "Generator", *, name: str, command: list[str], correctness: Row, ceiling: "Ceiling | None",
     products: "MatmulCeiling | None" = None,
 ) -> Row:
     """Return the values that all results of one run of a model share: `machine`, model, correctness, ceilings.
@@ -110,14 +104,11 @@ def context(
     from minirt.modeling.model import Model
 
     return machine(benchmark, generator.device, command, ceiling) | {
-        "model": name,
-        "model_type": generator.config.model_type,
-        "weight_bytes": generator.plan.weight_bytes,
+        "model": name, "model_type": generator.config.model_type, "weight_bytes": generator.plan.weight_bytes,
         "parameters": Model(generator.config, models.build(generator.config)).num_parameters,
         "dtype": " · ".join(sorted({row.dtype for row in generator.plan.rows} | set(generator.plan.formats))),
         "kv_bytes_per_token": generator.kv_bytes_per_token,
-        "implementations": sorted({row.implementation for row in generator.plan.rows}),
-        "correctness": correctness,
+        "implementations": sorted({row.implementation for row in generator.plan.rows}), "correctness": correctness,
         "matmul_ceiling": vars(products) if products else None,
     }
 
@@ -132,17 +123,11 @@ def machine(benchmark: str, device: "torch.device", command: list[str], ceiling:
     facts = environment()
     triton = facts["triton"] if triton_installed() else None
     return {
-        "schema": 1,
-        "benchmark": benchmark,
-        "backend": "CUDA" if device.type == "cuda" else "CPU",
+        "schema": 1, "benchmark": benchmark, "backend": "CUDA" if device.type == "cuda" else "CPU",
         "device": device_name(device),
         "versions": {"python": facts["python"], "minirt": facts["minirt"], "triton": triton, "torch": torch.__version__},
-        "commit": commit(),
-        "date": date(),
-        "command": command,
-        "environment": facts,
-        "read_ceiling": vars(ceiling) if ceiling else None,
-        "datasheet_bytes_per_s": datasheet_bandwidth(device),
+        "commit": commit(), "date": date(), "command": command, "environment": facts,
+        "read_ceiling": vars(ceiling) if ceiling else None, "datasheet_bytes_per_s": datasheet_bandwidth(device),
     }
 
 

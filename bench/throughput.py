@@ -41,14 +41,9 @@ def run(runs: Runs, num_prompts: int, input_range: tuple[int, int], output_range
     ends = {"mean": statistics.fmean(times)} | {f"p{p}": percentile(times, p) for p in PERCENTILES}
     return [
         {
-            "test": test,
-            "num_prompts": num_prompts,
-            "input_tokens": sum(inputs),
-            "output_tokens": sum(outputs),
-            "seconds": summarize(times) | ends,
-            "requests_per_s": num_prompts / median,
-            "total_tokens_per_s": (sum(inputs) + sum(outputs)) / median,
-            "output_tokens_per_s": sum(outputs) / median,
+            "test": test, "num_prompts": num_prompts, "input_tokens": sum(inputs), "output_tokens": sum(outputs),
+            "seconds": summarize(times) | ends, "requests_per_s": num_prompts / median,
+            "total_tokens_per_s": (sum(inputs) + sum(outputs)) / median, "output_tokens_per_s": sum(outputs) / median,
             "time_to_first_token_s": _ends([completion.time_to_first_token_s for completion in counted]),
             "time_per_output_token_s": _ends([1 / rate for rate in rates]) if rates else None,
             "peak_memory_bytes": peak_memory(runs.generator.device),

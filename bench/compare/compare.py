@@ -209,18 +209,9 @@ def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
     compared = compare_layers.compare(place, step)
     needed = compare_layers.work(place, step)
     row = {
-        "step": step.name,
-        "layer": place.layer.name,
-        "kind": place.layer.kind,
-        "implementation": place.name,
-        "tokens": step.batch.num_tokens,
-        "rows": step.rows(place),
-        "within_bounds": not compared.faults,
-        "faults": compared.faults,
-        **_error_columns(compared),
-        "bytes": needed.bytes,
-        "flops": needed.flops,
-        **_NO_TIME,
+        "step": step.name, "layer": place.layer.name, "kind": place.layer.kind, "implementation": place.name,
+        "tokens": step.batch.num_tokens, "rows": step.rows(place), "within_bounds": not compared.faults,
+        "faults": compared.faults, **_error_columns(compared), "bytes": needed.bytes, "flops": needed.flops, **_NO_TIME,
     }
     return row, [f"{place.layer.name}, {step.name}: {fault}" for fault in compared.faults]
 
@@ -231,8 +222,7 @@ def _error_columns(compared: Comparison) -> Row:
     for name in dict.fromkeys((*compare_layers.VIEWS, *compared.candidate)):
         most = compared.limits.get(name)
         columns[name] = {
-            "error": _finite(compared.candidate.get(name)),
-            "torch": _finite(compared.torch.get(name)),
+            "error": _finite(compared.candidate.get(name)), "torch": _finite(compared.torch.get(name)),
             "limit": most._asdict() if most else dict.fromkeys(Floor._fields),
         }
     return columns
@@ -304,15 +294,9 @@ def _decode(step: Step, seconds: dict[str, float], launched: float) -> Row:
     """
     batch, best = step.batch.num_seqs, seconds["candidate"]
     decode = {
-        "batch_size": batch,
-        "context_len": step.batch.max_seq_len,
-        "launched_s": launched,
-        "eager_s": seconds["eager"],
-        "candidate_s": best,
-        "launched_tokens_per_s": batch / launched,
-        "eager_tokens_per_s": batch / seconds["eager"],
-        "candidate_tokens_per_s": batch / best,
-        "speedup": seconds["eager"] / best,
+        "batch_size": batch, "context_len": step.batch.max_seq_len, "launched_s": launched, "eager_s": seconds["eager"],
+        "candidate_s": best, "launched_tokens_per_s": batch / launched, "eager_tokens_per_s": batch / seconds["eager"],
+        "candidate_tokens_per_s": batch / best, "speedup": seconds["eager"] / best,
     }
     fusion = {
         kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best}

@@ -42,11 +42,8 @@ def _body(facts: Row, rows: list[Row]) -> str:
 
 def _facts(result: Result) -> Row:
     return {
-        "implementations": sorted({row["implementation"] for row in result.rows}),
-        "matmul_ceilings": result.matmul,
-        "skipped": result.skipped,
-        "whole_model": result.model,
-        "faults": result.faults,
+        "implementations": sorted({row["implementation"] for row in result.rows}), "matmul_ceilings": result.matmul,
+        "skipped": result.skipped, "whole_model": result.model, "faults": result.faults,
     }
 
 

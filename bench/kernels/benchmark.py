@@ -175,12 +175,8 @@ def select(patterns: Sequence[str]) -> list[str]:
 
 
 def points(
-    names: Sequence[str],
-    models: dict[str, ModelConfig],
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: Sequence[int] | None = None,
-    contexts: Sequence[int] | None = None,
+    names: Sequence[str], models: dict[str, ModelConfig], dtype: torch.dtype, device: torch.device,
+    tokens: Sequence[int] | None = None, contexts: Sequence[int] | None = None,
 ) -> list[Point]:
     """Return what to measure: each operation's default points, or every combination of `tokens` and (for attention) `contexts`.
 

@@ -59,11 +59,8 @@ def context(shared: Row, rows: list[Row], slower: list[str], products: list[Row]
         event_s: seconds that measuring adds to every time; None on a CPU.
     """
     return shared | {
-        "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED,
-        "matmul_ceilings": products,
-        "event_s": event_s,
-        "correctness": {"checked": True, "against": "the eager forms in fp64 on the same inputs"},
-        "faults": faults(rows),
+        "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED, "matmul_ceilings": products, "event_s": event_s,
+        "correctness": {"checked": True, "against": "the eager forms in fp64 on the same inputs"}, "faults": faults(rows),
         "slower": slower,
     }
 

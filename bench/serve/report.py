@@ -14,10 +14,8 @@ from minirt.threads import usable_cpus
 FORMATS = ("text", "md", "csv", "json", "jsonl")
 _WIDTH = 50
 _TITLES = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
+    "ttft": ("TTFT", "Time to First Token"), "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"), "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
     "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
@@ -47,13 +45,8 @@ class ServeReport(Report):
 def context(**facts: Any) -> Row:
     """Return what all results of a command share: `facts`, and the client's machine and versions."""
     return {
-        "schema": 1,
-        "benchmark": "serve",
-        "versions": {"python": platform.python_version(), "minirt": minirt.__version__},
-        "commit": commit(),
-        "date": date(),
-        "client_cpu": f"{platform.machine()}, {usable_cpus()} CPUs",
-        **facts,
+        "schema": 1, "benchmark": "serve", "versions": {"python": platform.python_version(), "minirt": minirt.__version__},
+        "commit": commit(), "date": date(), "client_cpu": f"{platform.machine()}, {usable_cpus()} CPUs", **facts,
     }
 
 
