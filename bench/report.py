@@ -60,12 +60,7 @@ class Report:
     def _markdown(self) -> str:
         """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
         shared = self.context
-        lines = heading(shared)
-        if shared["matmul_ceiling"]:
-            rate = shared["matmul_ceiling"]["flops_per_s"] / 1e12
-            shown = f"{rate:,.1f}" if rate >= 1 else f"{rate:.3f}"
-            lines += [f"Matrix product, same run: {shown} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
-        lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
+        lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
         rows = [shared | row for row in self.results]
         columns = _SHARED_COLUMNS + [
             (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
@@ -79,7 +74,7 @@ class Report:
 
 
 def heading(shared: Row) -> list[str]:
-    """Return the first lines of a Markdown report: device, versions, and the memory bandwidth if it was measured."""
+    """Return the first lines of a Markdown report: device, versions, and what was measured of memory bandwidth and products."""
     versions = " · ".join(
         f"{name} {version}" if (version := shared["versions"][name]) else f"no {name}" for name in ("torch", "triton")
     )
@@ -89,7 +84,10 @@ def heading(shared: Row) -> list[str]:
         rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
         lines += [f"Memory bandwidth, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
                   + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
-    return lines
+    for product in shared.get("matmul_ceilings") or filter(None, [shared.get("matmul_ceiling")]):
+        rate = product["flops_per_s"] / 1e12
+        lines += [f"Matrix product, same run: {rate:,.{1 if rate >= 1 else 3}f} TFLOP/s ({product['how']}).", ""]
+    return [*lines, f"**{shared['no_speed']}.**", ""] if shared.get("no_speed") else lines
 
 
 def context(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 
 Row = dict[str, Any]
+DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")  # a page with several kinds of writing, written for this purpose
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,6 @@ class KernelReport(Report):
     def _markdown(self) -> str:
         shared, rows = self.context, self.results
         lines = heading(shared)
-        if shared["no_speed"]:
-            lines += [f"**{shared['no_speed']}.**", ""]
-        for product in shared["matmul_ceilings"]:
-            lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
         if shared["event_s"] is not None:
             lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
         columns = _columns(rows, timed=not shared["no_speed"])

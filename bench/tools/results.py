@@ -1,4 +1,4 @@
-"""The stored results, vLLM's figures that tables and pictures show beside them, and what scripts of this folder print."""
+"""The stored results, and what scripts of this folder print."""
 
 import json
 import sys
@@ -15,16 +15,6 @@ Records = Mapping[str, Result]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 GPUS = "h200", "h100-80gb-hbm3"  # those with stored results; the names of these begin so, see `collect.prefix`
-
-# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
-# These figures are not among the stored results.
-VLLM_STEPS = {
-    (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
-}  # fmt: skip
-VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
-# The same of Qwen3-30B-A3B. vLLM's FP8 experts were fewer at 64 and 256 sequences, as its routing is less spread.
-VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (21.4, 9.75)}
-VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
 

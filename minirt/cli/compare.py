@@ -128,8 +128,8 @@ def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[in
         rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
         return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
     if text is None:
-        from minirt.bench.compare.default_text import TEXT
+        from minirt.bench.compare.compare import DEFAULT_TEXT
 
-        text = TEXT
+        text = DEFAULT_TEXT.read_text(encoding="utf-8")
     shared.require_tokenizer(generator, "--text")
     return generator.encode(text)
