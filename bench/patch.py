@@ -9,6 +9,7 @@ import gc
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -138,10 +139,10 @@ def build(name: str, random_weights: bool, dtype: torch.dtype, device: torch.dev
 
 def why_not(variant: str, device: torch.device) -> str | None:
     """Why a variant cannot be measured here, or None."""
-    if variant == "liger":
-        if find_spec("liger_kernel") is None:
-            return "liger-kernel is not installed"
-        return None if device.type == "cuda" else "its kernels need a GPU"
+    if variant == "liger" and find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    if variant == "liger" and device.type != "cuda":
+        return "its kernels need a GPU"
     if variant == "minirt fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "the GPU has no FP8"
     return None
@@ -326,12 +327,9 @@ class _Runner:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that are compared."""
-    installed = {}
-    for name in ("transformers", "liger-kernel"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = "not installed"
+    installed = {"transformers": version("transformers"), "liger-kernel": "not installed"}
+    with suppress(PackageNotFoundError):
+        installed["liger-kernel"] = version("liger-kernel")
     return installed
 
 

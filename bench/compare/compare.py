@@ -177,12 +177,11 @@ def run(
             whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]), progress)
             faults += broken
             progress(f"whole model: {shape.text_len} tokens compared")
-        if faults:
-            return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
-        if cuda:
+        timed = cuda and not faults
+        if timed:
             progress("times of the layers")
             matmul = _time_layers(rows, sequence, steps, ceiling)
-        if cuda and whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
+        if timed and whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
             progress("times of decode steps")
             whole |= _decode_on_gpu(sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)

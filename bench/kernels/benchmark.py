@@ -5,7 +5,6 @@ clock or load affect all of them. On a CPU the Triton kernel runs in Triton's in
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -307,13 +306,6 @@ class ColdClock:
     def nothing(self, repeats: int = 20) -> float:
         """Return the seconds between two events with nothing between them. Every measured time includes them."""
         return statistics.median(self(lambda: None) for _ in range(repeats))
-
-
-def host_clock(run: Callable[[], Any]) -> float:
-    """Return the seconds of one call on a CPU."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 # --- comparing two runs ---

@@ -410,24 +410,18 @@ _BESIDE = {
 _SUMS = ("library", "library_fast")  # names of cuBLAS's results, with exact and with fast accumulation
 
 
-class Telling(NamedTuple):
-    """The small and the large point that a kernel's row shows, as (tokens, context). Only attention has a context."""
+_FEW, _MANY = ((1, None), (64, None)), ((512, None), (2048, None))
+# The beginning of a kernel's name → the small and the large point that its row shows: (tokens, context), or None as the context.
+_SHOWN: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "attention_prefill": ((16, 32752), (8192, 0)), "attention_decode": ((1, 8000), (64, 1000)),
+    "attention_few": ((1, 8000), (32, 1000)), "lm_head": _FEW, "sample_": _FEW, "gated_delta_decode": _FEW, "gemm_": _MANY,
+    "gated_delta_prefill": _MANY, "": ((1, None), (2048, None)),
+}  # fmt: skip
 
-    few: tuple[int, int | None]
-    many: tuple[int, int | None]
 
-
-def telling(kernel: str) -> Telling:
+def shown_points(kernel: str) -> tuple[tuple[int, int | None], ...]:
     """The two points that the table shows for a kernel."""
-    if kernel.startswith("attention_prefill"):
-        return Telling((16, 32752), (8192, 0))
-    if kernel.startswith("attention_decode"):
-        return Telling((1, 8000), (64, 1000))
-    if kernel.startswith("attention_few"):
-        return Telling((1, 8000), (32, 1000))
-    if kernel.startswith(("lm_head", "sample_", "gated_delta_decode")):
-        return Telling((1, None), (64, None))
-    return Telling((512 if kernel.startswith(("gemm_", "gated_delta_prefill")) else 1, None), (2048, None))
+    return next(points for beginning, points in _SHOWN.items() if kernel.startswith(beginning))
 
 
 def _kernel_rows(records: Records) -> list[Result]:
@@ -454,7 +448,7 @@ def kernels_table(records: Records) -> str:
     cells = []
     for kernel, model in models.items():
         cells.append([f"`{kernel}`" + ("" if model == _MODEL else f", {model}")])
-        for tokens, context in telling(kernel):
+        for tokens, context in shown_points(kernel):
             cells[-1] += _kernel(shown.get((kernel, tokens, context)))
     point = ["tokens", "µs", "% of limit", "speedups"]
     parts = [table([f"kernel, {_MODEL}", *point, *point], cells)] if cells else []

@@ -131,6 +131,7 @@ def _measure(
 
     from minirt.bench.kernels import benchmark
     from minirt.bench.kernels.report import NO_SPEED
+    from minirt.bench.measure import host_seconds
     from minirt.device import on_device
 
     cuda, progress, rows = device.type == "cuda", progress_of(options), []
@@ -140,7 +141,7 @@ def _measure(
     repeats = options["repeats"] or (20 if cuda else 1)
     compiled = cuda if options["compiled"] is None else options["compiled"]
     with on_device(device):
-        clock = benchmark.ColdClock(device) if cuda else benchmark.host_clock
+        clock = benchmark.ColdClock(device) if cuda else host_seconds
         event_s = clock.nothing() if isinstance(clock, benchmark.ColdClock) else None
         for i, point in enumerate(points, 1):
             progress(f"{i}/{len(points)} {point}")

@@ -472,7 +472,7 @@ def test_what_tuning_finds():
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.BENCHMARKS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
-    assert set(tables.telling(name)) <= points
+    assert set(tables.shown_points(name)) <= points
 
 
 def test_the_cpu():
