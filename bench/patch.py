@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -250,12 +251,7 @@ def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: in
     for length in sizes.input_lens:
         torch._dynamo.reset()  # each size is compiled alone, as a user who has one size does
         ids = _tokens(model.config, (1, length), device, seed)
-        runner = _Runner(model, mode == "compiled", 1, length, device)
-
-        def prompt(runner: "_Runner" = runner, ids: Tensor = ids) -> None:
-            runner.reset()
-            runner.step(ids)
-
+        prompt = partial(_Runner(model, mode == "compiled", 1, length, device).prompt, ids)
         for _ in range(2):
             prompt()  # compiles, and captures CUDA graphs
         times = [_seconds(prompt, device, clock) for _ in range(sizes.repeats)]
@@ -266,15 +262,8 @@ def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: in
         runner = _Runner(model, mode == "compiled", batch_size, sizes.context_len + sizes.steps + 1, device)
         times = []
         for _ in range(sizes.repeats + 1):
-            runner.reset()
-            token = runner.step(ids, compiled=False)
-            token = runner.step(token)
-
-            def decode(runner: "_Runner" = runner, token: Tensor = token) -> None:
-                for _ in range(sizes.steps):
-                    token = runner.step(token)
-
-            times.append(_seconds(decode, device, clock) / sizes.steps)
+            token = runner.step(runner.prompt(ids, compiled=False))
+            times.append(_seconds(partial(runner.decode, token, sizes.steps), device, clock) / sizes.steps)
         test = f"tg{sizes.steps} b{batch_size} @ d{sizes.context_len}"
         yield {"test": test, "batch_size": batch_size, "tokens": batch_size} | _summary(times[1:], batch_size)
 
@@ -284,7 +273,7 @@ def _summary(times: list[float], tokens: int) -> Row:
     return {"seconds": seconds, "tokens_per_s": tokens / seconds["median"]}  # type: ignore[operator]
 
 
-def _seconds(work: Callable[[], None], device: torch.device, clock: Clock) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = clock()
@@ -313,6 +302,15 @@ class _Runner:
         else:
             self.static.reset()
         self.seen = 0
+
+    def prompt(self, ids: Tensor, compiled: bool = True) -> Tensor:
+        """The next tokens [B, 1] of prompts [B, T]."""
+        self.reset()
+        return self.step(ids, compiled)
+
+    def decode(self, token: Tensor, steps: int) -> None:
+        for _ in range(steps):
+            token = self.step(token)
 
     def step(self, ids: Tensor, compiled: bool = True) -> Tensor:
         """A forward pass of the next tokens of each sequence: ids [B, T] → the most probable next tokens [B, 1]."""

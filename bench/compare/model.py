@@ -64,10 +64,10 @@ class _Sums:
         top = t.topk(2, -1)
         noise = (e - t).abs().amax(-1) + self._least.relative * t.square().mean(-1).sqrt()
         clear = top.values[:, 0] - top.values[:, 1] > 2 * FACTOR * noise
-        rows = divergence, _kl(log_t, log_e), _kl(log_t, log_c), e.argmax(-1) == c.argmax(-1), clear
+        figures = divergence, _kl(log_t, log_e), _kl(log_t, log_c), e.argmax(-1) == c.argmax(-1), clear
         squares = (x.square().sum(-1) for x in (c - t, e - t, t))
-        rows = *rows, clear & (c.argmax(-1) == top.indices[:, 0]), *squares
-        self._sums += torch.stack([x.double().sum() for x in rows]).cpu()
+        right = clear & (c.argmax(-1) == top.indices[:, 0])
+        self._sums += torch.stack([x.double().sum() for x in (*figures, right, *squares)]).cpu()
 
     def result(self) -> TextComparison:
         *divergences, agree, clear, right, mine, theirs, truth = self._sums.tolist()

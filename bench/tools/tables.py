@@ -20,7 +20,6 @@ from minirt.bench.tools.beside_vllm import engines_table, headline, readme_table
 from minirt.bench.tools.cells import (
     NONE,
     Grid,
-    Listing,
     mib,
     milliseconds,
     ms,
@@ -275,31 +274,25 @@ def trace_table(records: Records) -> str:
     return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
-def _stage(name: str) -> Callable[[Result], str]:
-    return lambda row: f"{row[name]['median']:.1f}"
+def startup_table(records: Records) -> str:
+    """Seconds of each stage of a start, with empty and with warm kernel caches."""
+    stages = {"imported": "imported_s", "loaded": "loaded_s", "warmed up": "ready_s", "first token": "first_token_s"}
+    cells = [
+        [f"{title_of(row['format'])}, {row['caches']} kernel caches", *(f"{row[name]['median']:.1f}" for name in stages.values())]
+        for row in sorted(rows_of(records), key=lambda row: (row["format"], row["caches"] == "empty"))
+    ]
+    return table(["seconds since process start", *stages], cells)
 
 
-startup_table = Listing(
-    "seconds since process start",
-    lambda row: f"{title_of(row['format'])}, {row['caches']} kernel caches",
-    {
-        "imported": _stage("imported_s"), "loaded": _stage("loaded_s"), "warmed up": _stage("ready_s"),
-        "first token": _stage("first_token_s"),
-    },
-    order=lambda row: (row["format"], row["caches"] == "empty"),
-)  # fmt: skip
-chunking_table = Listing(
-    "`--max-num-batched-tokens`",
-    lambda row: f"{row['max_num_batched_tokens']:,}{row['mark']}",
-    {
-        "time between tokens: p50, ms": lambda row: ms(row["inter_token_s"]["p50"]),
-        "p99, ms": lambda row: ms(row["inter_token_s"]["p99"]),
-        "longest, ms": lambda row: ms(row["inter_token_s"]["max"]),
-        "prompt tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-    },
-    shown=lambda row: row["inter_token_s"] is not None,
-    order=lambda row: -row["max_num_batched_tokens"],
-)
+def chunking_table(records: Records) -> str:
+    """The time between two tokens of requests beside which prompts are computed, by the size of the chunks."""
+    cells = [
+        [f"{row['max_num_batched_tokens']:,}{row['mark']}", *(ms(row["inter_token_s"][name]) for name in ("p50", "p99", "max")),
+         f"{row['tokens_per_s']:,.0f}"]
+        for row in sorted(rows_of(records), key=lambda row: -row.get("max_num_batched_tokens", 0)) if row["inter_token_s"]
+    ]  # fmt: skip
+    heads = ["time between tokens: p50, ms", "p99, ms", "longest, ms", "prompt tokens/s"]
+    return table(["`--max-num-batched-tokens`", *heads], cells)
 
 
 def served_table(records: Records) -> str:
@@ -640,7 +633,7 @@ FINAL = {
 
 def pages() -> list[Path]:
     """Every page that has blocks."""
-    return list(dict.fromkeys(block.page for block in (*BLOCKS.values(), *FINAL.values())))
+    return list(dict.fromkeys([*(block.page for block in BLOCKS.values()), *(block.page for block in FINAL.values())]))
 
 
 def block(name: str) -> str:

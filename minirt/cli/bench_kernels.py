@@ -91,7 +91,7 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     from minirt.bench.kernels.report import KernelReport, context, draw
     from minirt.bench.report import machine
 
-    about = machine("kernels", device, words_of(ctx), limits and limits.read)
+    about = machine("kernels", device, words_of(ctx), limits.read if limits else None)
     products = [vars(product) for product in limits.products.values()] if limits else []
     report = KernelReport(context(about, rows, slower, products, event_s), rows)
     print_report(report, options)
