@@ -105,7 +105,7 @@ class ExpertUse:
 
 
 def expected(config: ModelConfig, tokens: int) -> float:
-    """The expected number of distinct experts of a layer in a step of so many tokens, if all are equally likely."""
+    """The expected number of distinct experts of a layer in a step of `tokens` tokens, if all are equally likely."""
     moe = config.moe
     return 0.0 if moe is None else expected_experts(moe.num_experts, moe.experts_per_token, tokens)
 

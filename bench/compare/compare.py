@@ -262,14 +262,10 @@ def _time_layers(
         if dtype not in rates:
             rates[dtype] = matmul_ceiling(step.batch.device, dtype)
         least = max(row["flops"] / rates[dtype].flops_per_s, row["bytes"] / ceiling.bytes_per_s if ceiling else 0.0)
-        row |= _times(times[key].eager_s, times[key].candidate_s) | {
-            "cold_l2": times[key].cold, "limit_s": least, "share_of_limit": least / times[key].candidate_s
-        }  # fmt: skip
+        eager, candidate, cold = times[key]
+        row |= {"eager_s": eager, "candidate_s": candidate, "speedup": eager / candidate, "cold_l2": cold, "limit_s": least}
+        row["share_of_limit"] = least / candidate
     return [vars(rate) for rate in rates.values()]
-
-
-def _times(eager: float, candidate: float) -> Row:
-    return {"eager_s": eager, "candidate_s": candidate, "speedup": eager / candidate}
 
 
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:

@@ -9,8 +9,8 @@ in its interpreter.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ REPEATS = 20
 _CALLS = 64  # least layer calls in one CUDA graph; with few kernels in it, the launch of the CUDA graph would dominate
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """Seconds of one call of a layer in each implementation.
 
     Attributes:

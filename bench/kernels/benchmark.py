@@ -50,7 +50,7 @@ class Benchmark:
         build: makes the `Problem` for a `Step`, its only argument here.
         points: (tokens, context) to measure by default.
         form: what is special, for the reader of a result; "": nothing.
-        context: what the context means; "": there is none.
+        context: what the context means; "": the operation has no context.
     """
 
     operation: str

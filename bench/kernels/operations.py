@@ -337,7 +337,7 @@ class Operands:
         """Return PyTorch's products: of 16-bit values, or of FP8 values, with precise and with fast accumulation.
 
         FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too. For
-        weights in blocks there is none.
+        weights in blocks PyTorch has no product.
         """
         if self.scale is None:
             return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}

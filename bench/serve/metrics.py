@@ -12,7 +12,6 @@ from minirt.bench.serve.worker import Usage
 from minirt.bench.summary import percentiles
 
 Row = dict[str, Any]
-METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 LIMITS = ("ttft", "tpot", "e2el")  # what goodput can limit
 BUSY = 0.7  # share of a CPU above which a client process may be the limit
 _SHOWN_ERRORS = 5

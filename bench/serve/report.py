@@ -11,7 +11,6 @@ from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
 from minirt.threads import usable_cpus
 
-FORMATS = ("text", "md", "csv", "json", "jsonl")
 _WIDTH = 50
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"), "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),

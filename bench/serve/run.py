@@ -78,7 +78,8 @@ def _get(target: Target, path: str, required: bool) -> Any:
     try:
         return asyncio.run(fetch())
     except ConnectError as error:
-        raise _no_connection(target, error) from error
+        hint = "start the server, or correct --base-url"
+        raise MinirtError(f"no connection: {error}", where=target.base_url, hint=hint) from error
     except (HTTPError, ValueError, RecursionError) as error:
         if not required:
             return None
@@ -86,10 +87,6 @@ def _get(target: Target, path: str, required: bool) -> Any:
         hint = "is this an OpenAI-compatible server? If it has no list of models, use --model"
         hint = "wait until the server is ready" if what.startswith("HTTP 503") else hint
         raise MinirtError(what, where=target.base_url + path, hint=hint) from error
-
-
-def _no_connection(target: Target, error: Exception) -> MinirtError:
-    return MinirtError(f"no connection: {error}", where=target.base_url, hint="start the server, or correct --base-url")
 
 
 def warm_up(target: Target, workload: Workload, count: int) -> None:

@@ -17,7 +17,7 @@ SYSTEM, QUESTION, ANSWER, GENERATION, REASONING = 1024, 100, 300, 5, 64  # token
 
 
 def measure(model: str, **options: Any) -> list[dict[str, Any]]:
-    """A row for each turn of REPEATS conversations: tokens, those that were found, medians of the first token and of steps."""
+    """A row for each turn of REPEATS conversations: prompt tokens, cached tokens, medians of the first token and of steps."""
     params, serial = SamplingParams(max_tokens=REASONING, temperature=0.0, ignore_eos=True), 0
     turns: list[list[Any]] = [[] for _ in range(TURNS)]
     with Generator.from_pretrained(model, random_weights=True, **options) as generator:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from minirt.bench.serve.client import Target
     from minirt.bench.serve.workload import Workload
 
-_LIMITS = ("ttft", "tpot", "e2el")
 _VOCAB_SIZE = 32_000  # the smallest of the well-known models
 
 
@@ -164,6 +163,8 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
     """("ttft:200", "tpot:50,e2el:3000") → {"ttft": 200.0, "tpot": 50.0, "e2el": 3000.0}."""
     if words and not given:
         raise click.UsageError(f"got an unexpected argument ({words[0]}); limits follow --goodput")
+    from minirt.bench.serve.metrics import LIMITS
+
     limits: dict[str, float] = {}
     for word in (part for text in words for part in text.split(",")):
         name, _, value = word.strip().partition(":")
@@ -171,8 +172,8 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
             limit = float(value)
         except ValueError:
             limit = math.nan
-        if name not in _LIMITS or not 0 <= limit < math.inf or name in limits:
-            expected = "METRIC:MILLISECONDS, once for a metric, of " + ", ".join(_LIMITS)
+        if name not in LIMITS or not 0 <= limit < math.inf or name in limits:
+            expected = "METRIC:MILLISECONDS, once for a metric, of " + ", ".join(LIMITS)
             raise InputError("not a limit", where="--goodput", expected=expected, found=word)
         limits[name] = limit
     return limits
