@@ -2,14 +2,15 @@
 
 import platform
 import statistics
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from minirt.bench.measure import gpu_seconds
-from minirt.device import require_memory
+from minirt.bench.measure import gpu_seconds, host_seconds
+from minirt.device import on_device, require_memory
 
 BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # much larger than the caches
 REPEATS = 20
@@ -72,40 +73,36 @@ def read_ceiling(device: torch.device, nbytes: int | None = None, repeats: int =
     Raises:
         OutOfMemoryError: the buffers do not fit in memory.
     """
-    nbytes = nbytes or BUFFER_BYTES[device.type]
-    require_memory(2 * nbytes, device, "buffers to measure the memory bandwidth", "free some memory")
-    if device.type == "cuda":
-        seconds, how = _read_gpu(device, nbytes, repeats), "Triton kernel that only reads"
-    else:
-        seconds, how = _read_cpu(nbytes, repeats), f"torch.sum, {torch.get_num_threads()} threads"
-    return Ceiling(nbytes / statistics.median(seconds), f"{how}, over {nbytes / 1e9:.2f} GB, median of {repeats}")
+    size = nbytes or BUFFER_BYTES[device.type]
+    require_memory(2 * size, device, "buffers to measure the memory bandwidth", "free some memory")
+
+    def prepare() -> Callable[[], object]:
+        if device.type == "cuda":
+            from minirt.kernels.bandwidth import read_sums
+
+            halves = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
+            return partial(read_sums, halves, read_sums(halves), check=False)
+        values = torch.rand(1 << 18).repeat(size >> 20)
+        return lambda: values.sum().item()
+
+    seconds = _seconds(prepare, device, repeats)
+    how = "Triton kernel that only reads" if device.type == "cuda" else f"torch.sum, {torch.get_num_threads()} threads"
+    return Ceiling(size / statistics.median(seconds), f"{how}, over {size / 1e9:.2f} GB, median of {repeats}")
 
 
-def _read_gpu(device: torch.device, nbytes: int, repeats: int) -> list[float]:
-    from minirt.kernels.bandwidth import read_sums
+def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
+    """The seconds of `repeats` runs of what `prepare` returns, after three that are not counted.
 
-    with torch.cuda.device(device):
-        buffer = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
-        out = read_sums(buffer)
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for start, end in events:
-            start.record()
-            read_sums(buffer, out, check=False)
-            end.record()
-        torch.cuda.synchronize()
-        del buffer
-        torch.cuda.empty_cache()  # cached memory would count as used when the KV cache is sized
-    return [start.elapsed_time(end) / 1e3 for start, end in events]
-
-
-def _read_cpu(nbytes: int, repeats: int) -> list[float]:
-    buffer = torch.rand(1 << 18).repeat(nbytes >> 20)
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        buffer.sum().item()
-        seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    Its memory is freed: cached memory would count as used when the KV cache is sized.
+    """
+    cuda = device.type == "cuda"
+    with on_device(device):
+        run, clock = prepare(), gpu_seconds if cuda else host_seconds
+        seconds = [clock(run) for _ in range(repeats + 3)][3:]
+    del run
+    if cuda:
+        torch.cuda.empty_cache()
+    return seconds
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, repeats: int = REPEATS) -> MatmulCeiling:
@@ -114,31 +111,14 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, repeats: int = REPE
     Products of float8_e4m3fn have a scale for each row and column and use the library's most precise accumulation.
     """
     n = 8192 if device.type == "cuda" else 1024
-    seconds = _multiply(n, device, dtype, repeats + 3)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # cached memory would count as used when the KV cache is sized
-    name = str(dtype).removeprefix("torch.")
-    how = f"PyTorch's product of two {name} matrices of {n} × {n}, median of {repeats}"
-    return MatmulCeiling(2 * n**3 / statistics.median(seconds[3:]), how)
 
+    def prepare() -> Callable[[], object]:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        if dtype != torch.float8_e4m3fn:
+            return partial(torch.mm, a, b.t())
+        ones = torch.ones(n, 1, device=device)
+        return partial(torch._scaled_mm, a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
 
-def _multiply(n: int, device: torch.device, dtype: torch.dtype, repeats: int) -> list[float]:
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    ones = torch.ones(n, 1, device=device)
-
-    def product() -> None:
-        if dtype == torch.float8_e4m3fn:
-            torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
-        else:
-            torch.mm(a, b.t())
-
-    seconds = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                seconds.append(gpu_seconds(product))
-        else:
-            started = time.perf_counter()
-            product()
-            seconds.append(time.perf_counter() - started)
-    return seconds
+    seconds = _seconds(prepare, device, repeats)
+    how = f"PyTorch's product of two {str(dtype).removeprefix('torch.')} matrices of {n} × {n}, median of {repeats}"
+    return MatmulCeiling(2 * n**3 / statistics.median(seconds), how)

@@ -93,11 +93,8 @@ def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int
     return {
         "checked": True,
         "against": "the eager layers on the same weights: logits, and greedy tokens up to the first near-tie of a text",
-        "logits_relative_error": error,
-        "batch_sizes": sorted(set(batch_sizes)),
-        "prompt_lens": [len(prompt) for prompt in expected.prompts],
-        "tokens_equal": compared,
-        "near_ties": near_ties,
+        "logits_relative_error": error, "batch_sizes": sorted(set(batch_sizes)),
+        "prompt_lens": [len(prompt) for prompt in expected.prompts], "tokens_equal": compared, "near_ties": near_ties,
     }
 
 

@@ -89,11 +89,7 @@ def step_times(
 
 
 def run(
-    runs: Runs,
-    batch_sizes: Sequence[int],
-    context_lens: Sequence[int],
-    ceiling: Ceiling,
-    products: MatmulCeiling,
+    runs: Runs, batch_sizes: Sequence[int], context_lens: Sequence[int], ceiling: Ceiling, products: MatmulCeiling,
     count: int = STEPS,
 ) -> list[dict[str, Any]]:
     """Measure every combination of context length and batch size, each by `count` steps.
@@ -126,26 +122,14 @@ def _row(
     weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
     limit = weights + (kv + states) / ceiling.bytes_per_s
     row = {
-        "test": test,
-        "batch_size": batch_size,
-        "context_len": context_len,
-        "tokens_before": first,
-        "step_s": summarize(steps),
-        "tokens_per_s": summarize([batch_size / seconds for seconds in steps]),
-        "graph_replay_s": replay_time(generator, batch_size, round(seen)),
-        "weight_bytes_read": read,
-        "kv_bytes_read": kv,
-        "state_bytes_moved": states,
-        "read_bytes_per_s": speed,
-        "share_of_read_ceiling": speed / ceiling.bytes_per_s,
-        "share_of_datasheet": speed / datasheet if datasheet else None,
-        "flops": flops,
-        "limit_s": limit,
-        "share_of_limit": limit / step,
-        "weight_bytes_if_uniform": step_read_bytes(generator.model, batch_size),
+        "test": test, "batch_size": batch_size, "context_len": context_len, "tokens_before": first,
+        "step_s": summarize(steps), "tokens_per_s": summarize([batch_size / seconds for seconds in steps]),
+        "graph_replay_s": replay_time(generator, batch_size, round(seen)), "weight_bytes_read": read, "kv_bytes_read": kv,
+        "state_bytes_moved": states, "read_bytes_per_s": speed, "share_of_read_ceiling": speed / ceiling.bytes_per_s,
+        "share_of_datasheet": speed / datasheet if datasheet else None, "flops": flops, "limit_s": limit,
+        "share_of_limit": limit / step, "weight_bytes_if_uniform": step_read_bytes(generator.model, batch_size),
         "experts": use and use.summary(expected(generator.config, batch_size)),
-        "time_to_first_token_s": statistics.median(first_tokens),
-        "peak_memory_bytes": peak_memory(generator.device),
+        "time_to_first_token_s": statistics.median(first_tokens), "peak_memory_bytes": peak_memory(generator.device),
     }
     runs.progress(f"{test}: {step * 1e3:.3f} ms a step")
     return row

@@ -105,7 +105,7 @@ class ExpertUse:
 
 
 def expected(config: ModelConfig, tokens: int) -> float:
-    """The expected number of distinct experts of a layer in a step of so many tokens, if all are equally likely."""
+    """The expected number of distinct experts of a layer in a step of `tokens` tokens, if all are equally likely."""
     moe = config.moe
     return 0.0 if moe is None else expected_experts(moe.num_experts, moe.experts_per_token, tokens)
 
@@ -125,15 +125,15 @@ def observe(generator: Generator, rows: int, run: Callable[[], Any]) -> ExpertUs
 
 def in_decode(generator: Generator, batch_size: int, context_len: int, seed: int) -> ExpertUse | None:
     """The experts used by decode steps like those that `bench speed` measures: random prompts, then greedy tokens."""
-    prompts = random_prompts(random.Random(seed), [context_len] * batch_size, generator.config.vocab_size)
-    params = SamplingParams(temperature=0.0, max_tokens=_STEPS + 1, ignore_eos=True, repetition_penalty=1.0)
-    return observe(generator, batch_size, lambda: generator.generate(prompts, [params] * batch_size))
+    return _in_run(generator, [context_len] * batch_size, _STEPS + 1, batch_size, seed)
 
 
 def in_prompt(generator: Generator, length: int, seed: int) -> ExpertUse | None:
     """The experts used by a random prompt, if it is computed in one step. Its last layer has a single row and is left out."""
-    prompts = random_prompts(random.Random(seed), [length], generator.config.vocab_size)
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, repetition_penalty=1.0)
-    if length > generator.max_num_batched_tokens:
-        return None
-    return observe(generator, length, lambda: generator.generate(prompts, [params]))
+    return None if length > generator.max_num_batched_tokens else _in_run(generator, [length], 1, length, seed)
+
+
+def _in_run(generator: Generator, lengths: list[int], new_tokens: int, rows: int, seed: int) -> ExpertUse | None:
+    prompts = random_prompts(random.Random(seed), lengths, generator.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0)
+    return observe(generator, rows, lambda: generator.generate(prompts, params))

@@ -25,7 +25,7 @@ def prompt_flops(config: ModelConfig, tokens: int) -> int:
 
 @singledispatch
 def attention_flops(layer: Layer, pairs: int) -> int:
-    """Operations of attention for so many pairs of a new token and a token that it sees. Register a class of layers to count."""
+    """Operations of attention for `pairs` pairs of a new token and a token that it sees. Register a class of layers to count."""
     return 0
 
 

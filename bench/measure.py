@@ -18,6 +18,7 @@ from minirt.sizes import format_size
 from minirt.step.kv_cache import PAGE_SIZE
 
 Clock = Callable[[], float]  # returns seconds, like time.perf_counter
+Timed = tuple[float, list[Completion]]  # seconds, and what was generated
 _LONG = 10.0  # seconds after which a user wants to know how long it takes
 _SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms
 
@@ -53,7 +54,12 @@ class Runs:
         if seconds * count >= _LONG:
             self.progress(f"{test}: about {seconds * count:,.0f} s for {count} more runs")
 
-    def timed(self, rng: random.Random, input_lens: Sequence[int], output_lens: Sequence[int]) -> tuple[float, list[Completion]]:
+    def repeated(self, test: str, run: Callable[[], "Timed"]) -> list["Timed"]:
+        """The results of as many runs as count, after one that does not."""
+        self.announce(test, run()[0], self.repeats)
+        return [run() for _ in range(self.repeats)]
+
+    def timed(self, rng: random.Random, input_lens: Sequence[int], output_lens: Sequence[int]) -> "Timed":
         """Return the seconds from the call until the last token of the last prompt is in Python, and the completions.
 
         Raises:
@@ -132,6 +138,13 @@ def gpu_seconds(run: Callable[[], object], before: Callable[[], object] | None =
         if queued:
             break
     return start.elapsed_time(end) / 1e3
+
+
+def host_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of one call on a CPU."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def forget_peak_memory(device: torch.device) -> None:

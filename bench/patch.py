@@ -9,7 +9,9 @@ import gc
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,10 +140,10 @@ def build(name: str, random_weights: bool, dtype: torch.dtype, device: torch.dev
 
 def why_not(variant: str, device: torch.device) -> str | None:
     """Why a variant cannot be measured here, or None."""
-    if variant == "liger":
-        if find_spec("liger_kernel") is None:
-            return "liger-kernel is not installed"
-        return None if device.type == "cuda" else "its kernels need a GPU"
+    if variant == "liger" and find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    if variant == "liger" and device.type != "cuda":
+        return "its kernels need a GPU"
     if variant == "minirt fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "the GPU has no FP8"
     return None
@@ -161,16 +163,8 @@ def change(variant: str, model: Any, parts: Sequence[str] = PARTS) -> Row | None
 
 @torch.no_grad()
 def run(
-    make: Callable[[], Any],
-    sizes: Sizes,
-    variants: Sequence[str],
-    modes: Sequence[str],
-    device: torch.device,
-    *,
-    parts: Sequence[str] = PARTS,
-    seed: int = 0,
-    progress: Callable[[str], None] = silent,
-    clock: Clock = time.perf_counter,
+    make: Callable[[], Any], sizes: Sizes, variants: Sequence[str], modes: Sequence[str], device: torch.device, *,
+    parts: Sequence[str] = PARTS, seed: int = 0, progress: Callable[[str], None] = silent, clock: Clock = time.perf_counter,
 ) -> tuple[list[Row], Row]:
     """Measure the baseline and the variants one after the other, in the order of `VARIANTS`.
 
@@ -257,12 +251,7 @@ def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: in
     for length in sizes.input_lens:
         torch._dynamo.reset()  # each size is compiled alone, as a user who has one size does
         ids = _tokens(model.config, (1, length), device, seed)
-        runner = _Runner(model, mode == "compiled", 1, length, device)
-
-        def prompt(runner: "_Runner" = runner, ids: Tensor = ids) -> None:
-            runner.reset()
-            runner.step(ids)
-
+        prompt = partial(_Runner(model, mode == "compiled", 1, length, device).prompt, ids)
         for _ in range(2):
             prompt()  # compiles, and captures CUDA graphs
         times = [_seconds(prompt, device, clock) for _ in range(sizes.repeats)]
@@ -273,15 +262,8 @@ def _measure(model: Any, mode: str, sizes: Sizes, device: torch.device, seed: in
         runner = _Runner(model, mode == "compiled", batch_size, sizes.context_len + sizes.steps + 1, device)
         times = []
         for _ in range(sizes.repeats + 1):
-            runner.reset()
-            token = runner.step(ids, compiled=False)
-            token = runner.step(token)
-
-            def decode(runner: "_Runner" = runner, token: Tensor = token) -> None:
-                for _ in range(sizes.steps):
-                    token = runner.step(token)
-
-            times.append(_seconds(decode, device, clock) / sizes.steps)
+            token = runner.step(runner.prompt(ids, compiled=False))
+            times.append(_seconds(partial(runner.decode, token, sizes.steps), device, clock) / sizes.steps)
         test = f"tg{sizes.steps} b{batch_size} @ d{sizes.context_len}"
         yield {"test": test, "batch_size": batch_size, "tokens": batch_size} | _summary(times[1:], batch_size)
 
@@ -291,7 +273,7 @@ def _summary(times: list[float], tokens: int) -> Row:
     return {"seconds": seconds, "tokens_per_s": tokens / seconds["median"]}  # type: ignore[operator]
 
 
-def _seconds(work: Callable[[], None], device: torch.device, clock: Clock) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = clock()
@@ -321,6 +303,15 @@ class _Runner:
             self.static.reset()
         self.seen = 0
 
+    def prompt(self, ids: Tensor, compiled: bool = True) -> Tensor:
+        """The next tokens [B, 1] of prompts [B, T]."""
+        self.reset()
+        return self.step(ids, compiled)
+
+    def decode(self, token: Tensor, steps: int) -> None:
+        for _ in range(steps):
+            token = self.step(token)
+
     def step(self, ids: Tensor, compiled: bool = True) -> Tensor:
         """A forward pass of the next tokens of each sequence: ids [B, T] → the most probable next tokens [B, 1]."""
         positions = torch.arange(self.seen, self.seen + ids.shape[1], device=self.device).unsqueeze(0)
@@ -334,12 +325,9 @@ class _Runner:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that are compared."""
-    installed = {}
-    for name in ("transformers", "liger-kernel"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = "not installed"
+    installed = {"transformers": version("transformers"), "liger-kernel": "not installed"}
+    with suppress(PackageNotFoundError):
+        installed["liger-kernel"] = version("liger-kernel")
     return installed
 
 

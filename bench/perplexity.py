@@ -46,11 +46,7 @@ class Perplexity:
 
 
 def perplexity(
-    generator: Generator,
-    text: str | Sequence[int],
-    *,
-    window: int | None = None,
-    stride: int | None = None,
+    generator: Generator, text: str | Sequence[int], *, window: int | None = None, stride: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Perplexity:
     """Score every token of a text but the first, each once, teacher-forced.

@@ -89,11 +89,7 @@ def beside(runs: Runs, input_len: int, count: int) -> dict[str, Any]:
     rng, firsts, gaps, rates = random.Random(runs.seed), list[float](), list[float](), []
     inputs = [_CONTEXT] * count + [input_len] * LONG_PROMPTS
     outputs = [_steps(runs.generator, input_len, count)] * count + [1] * LONG_PROMPTS
-    for i in range(runs.repeats + 1):
-        seconds, completions = runs.timed(rng, inputs, outputs)
-        if i == 0:
-            runs.announce(f"pp{input_len} beside {count}", seconds, runs.repeats)
-            continue
+    for _, completions in runs.repeated(f"pp{input_len} beside {count}", lambda: runs.timed(rng, inputs, outputs)):
         decoding = [completion.token_times_s for completion in completions[:count]]
         began = max(times[0] for times in decoding)
         prompts = [completion.token_times_s[0] for completion in completions[count:]]
@@ -102,8 +98,7 @@ def beside(runs: Runs, input_len: int, count: int) -> dict[str, Any]:
         gaps += [b - a for times in decoding for a, b in pairwise(times) if began < b <= max(prompts)]
     row = _row(runs, input_len, firsts, statistics.median(rates))
     return row | {
-        "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}",
-        "decoding": count,
+        "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}", "decoding": count,
         "max_num_batched_tokens": runs.generator.max_num_batched_tokens,
         "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
     }

@@ -11,7 +11,7 @@ from minirt.modeling.model import Model
 
 
 def step_read_bytes(model: Model, tokens: int, experts: Mapping[str, float] | None = None) -> int:
-    """Bytes of weights that a decode step of so many tokens reads: those of each layer, once for each place in the list.
+    """Bytes of weights that a decode step of `tokens` tokens reads: those of each layer, once for each place in the list.
 
     Args:
         experts: layer name → number of distinct experts that the layer uses in the step. Of a layer that is not named: the
@@ -23,7 +23,7 @@ def step_read_bytes(model: Model, tokens: int, experts: Mapping[str, float] | No
 
 @singledispatch
 def layer_read_bytes(layer: Layer, dtype: torch.dtype, tokens: int, experts: float | None = None) -> int:
-    """Bytes of a layer's weights that so many tokens read, with so many distinct experts; None: the expected number.
+    """Bytes of a layer's weights that `tokens` tokens read, with `experts` distinct experts; None: the expected number.
 
     Register a class of layers whose tokens read different weights.
     """

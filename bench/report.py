@@ -60,12 +60,7 @@ class Report:
     def _markdown(self) -> str:
         """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
         shared = self.context
-        lines = heading(shared)
-        if shared["matmul_ceiling"]:
-            rate = shared["matmul_ceiling"]["flops_per_s"] / 1e12
-            shown = f"{rate:,.1f}" if rate >= 1 else f"{rate:.3f}"
-            lines += [f"Matrix product, same run: {shown} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
-        lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
+        lines = [*heading(shared), f"Correctness: {_sentence(shared['correctness'])}.", ""]
         rows = [shared | row for row in self.results]
         columns = _SHARED_COLUMNS + [
             (title, cell) for title, cell in _COLUMNS[shared["benchmark"]] if {cell(row) for row in rows} != {"-"}
@@ -79,7 +74,7 @@ class Report:
 
 
 def heading(shared: Row) -> list[str]:
-    """Return the first lines of a Markdown report: device, versions, and the memory bandwidth if it was measured."""
+    """Return the first lines of a Markdown report: device, versions, and what was measured of memory bandwidth and products."""
     versions = " · ".join(
         f"{name} {version}" if (version := shared["versions"][name]) else f"no {name}" for name in ("torch", "triton")
     )
@@ -89,17 +84,14 @@ def heading(shared: Row) -> list[str]:
         rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
         lines += [f"Memory bandwidth, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
                   + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
-    return lines
+    for product in shared.get("matmul_ceilings") or filter(None, [shared.get("matmul_ceiling")]):
+        rate = product["flops_per_s"] / 1e12
+        lines += [f"Matrix product, same run: {rate:,.{1 if rate >= 1 else 3}f} TFLOP/s ({product['how']}).", ""]
+    return [*lines, f"**{shared['no_speed']}.**", ""] if shared.get("no_speed") else lines
 
 
 def context(
-    benchmark: str,
-    generator: "Generator",
-    *,
-    name: str,
-    command: list[str],
-    correctness: Row,
-    ceiling: "Ceiling | None",
+    benchmark: str, generator: "Generator", *, name: str, command: list[str], correctness: Row, ceiling: "Ceiling | None",
     products: "MatmulCeiling | None" = None,
 ) -> Row:
     """Return the values that all results of one run of a model share: `machine`, model, correctness, ceilings.
@@ -110,14 +102,11 @@ def context(
     from minirt.modeling.model import Model
 
     return machine(benchmark, generator.device, command, ceiling) | {
-        "model": name,
-        "model_type": generator.config.model_type,
-        "weight_bytes": generator.plan.weight_bytes,
+        "model": name, "model_type": generator.config.model_type, "weight_bytes": generator.plan.weight_bytes,
         "parameters": Model(generator.config, models.build(generator.config)).num_parameters,
         "dtype": " · ".join(sorted({row.dtype for row in generator.plan.rows} | set(generator.plan.formats))),
         "kv_bytes_per_token": generator.kv_bytes_per_token,
-        "implementations": sorted({row.implementation for row in generator.plan.rows}),
-        "correctness": correctness,
+        "implementations": sorted({row.implementation for row in generator.plan.rows}), "correctness": correctness,
         "matmul_ceiling": vars(products) if products else None,
     }
 
@@ -132,17 +121,11 @@ def machine(benchmark: str, device: "torch.device", command: list[str], ceiling:
     facts = environment()
     triton = facts["triton"] if triton_installed() else None
     return {
-        "schema": 1,
-        "benchmark": benchmark,
-        "backend": "CUDA" if device.type == "cuda" else "CPU",
+        "schema": 1, "benchmark": benchmark, "backend": "CUDA" if device.type == "cuda" else "CPU",
         "device": device_name(device),
         "versions": {"python": facts["python"], "minirt": facts["minirt"], "triton": triton, "torch": torch.__version__},
-        "commit": commit(),
-        "date": date(),
-        "command": command,
-        "environment": facts,
-        "read_ceiling": vars(ceiling) if ceiling else None,
-        "datasheet_bytes_per_s": datasheet_bandwidth(device),
+        "commit": commit(), "date": date(), "command": command, "environment": facts,
+        "read_ceiling": vars(ceiling) if ceiling else None, "datasheet_bytes_per_s": datasheet_bandwidth(device),
     }
 
 

@@ -1,6 +1,7 @@
 """A setting is declared once, as a field of a dataclass: `temperature: float | None = setting("0 is greedy.", check=Number(0))`.
 
-The dataclasses are `SamplingParams`, `StructuredOutputsParams`, `LoadOptions`, `SpeculativeOptions` and `ServerOptions`. Their
+The dataclasses are `SamplingParams`, `StructuredOutputsParams`, `LoadOptions`, `SpeculativeOptions` and `ServerOptions`. Options
+of benchmarks are fields of plain classes beside their commands, in `minirt/cli/`. The
 records give checks and docstrings (here), options of the command line (`minirt.cli.settings`), fields of requests
 (`minirt.server.protocol`), hints for names of other libraries (`minirt.foreign_names`), the names in messages (`minirt.wording`)
 and the tables of docs/python-api.md (bench/tools/settings_tables.py).
@@ -8,7 +9,7 @@ and the tables of docs/python-api.md (bench/tools/settings_tables.py).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from dataclasses import Field, field
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
@@ -30,8 +31,9 @@ class Setting(NamedTuple):
         option: the spellings of its option, separated by spaces. None: made from the name; "": it has none.
         option_help: `help` for the command line, where it differs.
         metavar: what --help calls the value.
-        kind: how the command line reads the value: "size", "tokens", choices or a function that returns them, or "several" texts.
-            None: by its type.
+        kind: how the command line reads the value: "size", "tokens", choices or a function that returns them, "several" texts, or
+            a type of click's. None: by its type.
+        shown: what --help says of a default that depends on something.
         short: spelling of a switch → the value of this setting that it stands for, such as "--fp8".
         group: the title of its options in --help; None: that of the class.
         scope: which commands have it; see the decorators of `minirt.cli.options`.
@@ -52,6 +54,7 @@ class Setting(NamedTuple):
     option_help: str | None = None
     metavar: str | None = None
     kind: Any = None
+    shown: str | None = None
     short: Mapping[str, Any] = {}
     group: str | None = None
     scope: str = ""
@@ -89,16 +92,15 @@ def setting(help: str, default: Any = None, **facts: Any) -> Any:
 
 
 def _records(kind: Any) -> dict[str, Setting]:
+    declared = {name: one for name, one in getattr(kind, "__dataclass_fields__", vars(kind)).items() if isinstance(one, Field)}
     return {
-        declared.name: Setting(
-            **declared.metadata["setting"], name=declared.name, type=declared.type, default=declared.default
-        )
-        for declared in fields(kind)
+        name: Setting(**one.metadata["setting"], name=name, type=kind.__annotations__[name], default=one.default)
+        for name, one in declared.items()
     }
 
 
 settings_of: Callable[[Any], dict[str, Setting]] = cache(_records)
-"""Name → record of the settings of a dataclass, in their order."""
+"""Name → record of the settings of a class, in their order."""
 
 
 class Settings:

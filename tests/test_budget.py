@@ -23,17 +23,17 @@ BUDGET = {
     "minirt/loading": 1_737,
     "minirt/speculative": 319,
     "models": 823,
-    "models/recipe": 966,
+    "models/recipe": 885,
     "kernels": 12_246,
     "minirt/server": 3_176,
     "minirt/text": 2_670,
     "minirt/structured": 1_250,
-    "minirt/cli": 2_968,
+    "minirt/cli": 2_820,
     "minirt/nn": 347,
     "minirt/patching": 643,
-    "bench": 6_938,
+    "bench": 6_474,
     "examples": 147,
-    "tests": 41_157,
+    "tests": 41_088,
 }
 
 

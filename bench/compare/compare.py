@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 
 Row = dict[str, Any]
+DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")  # a page with several kinds of writing, written for this purpose
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,11 @@ def run(
             whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]), progress)
             faults += broken
             progress(f"whole model: {shape.text_len} tokens compared")
-        if faults:
-            return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
-        if cuda:
+        timed = cuda and not faults
+        if timed:
             progress("times of the layers")
             matmul = _time_layers(rows, sequence, steps, ceiling)
-        if cuda and whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
+        if timed and whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
             progress("times of decode steps")
             whole |= _decode_on_gpu(sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
@@ -209,18 +210,9 @@ def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
     compared = compare_layers.compare(place, step)
     needed = compare_layers.work(place, step)
     row = {
-        "step": step.name,
-        "layer": place.layer.name,
-        "kind": place.layer.kind,
-        "implementation": place.name,
-        "tokens": step.batch.num_tokens,
-        "rows": step.rows(place),
-        "within_bounds": not compared.faults,
-        "faults": compared.faults,
-        **_error_columns(compared),
-        "bytes": needed.bytes,
-        "flops": needed.flops,
-        **_NO_TIME,
+        "step": step.name, "layer": place.layer.name, "kind": place.layer.kind, "implementation": place.name,
+        "tokens": step.batch.num_tokens, "rows": step.rows(place), "within_bounds": not compared.faults,
+        "faults": compared.faults, **_error_columns(compared), "bytes": needed.bytes, "flops": needed.flops, **_NO_TIME,
     }
     return row, [f"{place.layer.name}, {step.name}: {fault}" for fault in compared.faults]
 
@@ -231,8 +223,7 @@ def _error_columns(compared: Comparison) -> Row:
     for name in dict.fromkeys((*compare_layers.VIEWS, *compared.candidate)):
         most = compared.limits.get(name)
         columns[name] = {
-            "error": _finite(compared.candidate.get(name)),
-            "torch": _finite(compared.torch.get(name)),
+            "error": _finite(compared.candidate.get(name)), "torch": _finite(compared.torch.get(name)),
             "limit": most._asdict() if most else dict.fromkeys(Floor._fields),
         }
     return columns
@@ -271,14 +262,10 @@ def _time_layers(
         if dtype not in rates:
             rates[dtype] = matmul_ceiling(step.batch.device, dtype)
         least = max(row["flops"] / rates[dtype].flops_per_s, row["bytes"] / ceiling.bytes_per_s if ceiling else 0.0)
-        row |= _times(times[key].eager_s, times[key].candidate_s) | {
-            "cold_l2": times[key].cold, "limit_s": least, "share_of_limit": least / times[key].candidate_s
-        }  # fmt: skip
+        eager, candidate, cold = times[key]
+        row |= {"eager_s": eager, "candidate_s": candidate, "speedup": eager / candidate, "cold_l2": cold, "limit_s": least}
+        row["share_of_limit"] = least / candidate
     return [vars(rate) for rate in rates.values()]
-
-
-def _times(eager: float, candidate: float) -> Row:
-    return {"eager_s": eager, "candidate_s": candidate, "speedup": eager / candidate}
 
 
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
@@ -304,15 +291,9 @@ def _decode(step: Step, seconds: dict[str, float], launched: float) -> Row:
     """
     batch, best = step.batch.num_seqs, seconds["candidate"]
     decode = {
-        "batch_size": batch,
-        "context_len": step.batch.max_seq_len,
-        "launched_s": launched,
-        "eager_s": seconds["eager"],
-        "candidate_s": best,
-        "launched_tokens_per_s": batch / launched,
-        "eager_tokens_per_s": batch / seconds["eager"],
-        "candidate_tokens_per_s": batch / best,
-        "speedup": seconds["eager"] / best,
+        "batch_size": batch, "context_len": step.batch.max_seq_len, "launched_s": launched, "eager_s": seconds["eager"],
+        "candidate_s": best, "launched_tokens_per_s": batch / launched, "eager_tokens_per_s": batch / seconds["eager"],
+        "candidate_tokens_per_s": batch / best, "speedup": seconds["eager"] / best,
     }
     fusion = {
         kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best}

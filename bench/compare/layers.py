@@ -7,7 +7,7 @@ a layer at its position in the model, with both of its implementations.
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -150,18 +150,10 @@ def pages_for_prompt(cache: KVCache, lengths: Sequence[int]) -> list[list[int]]:
     return [[next(ends) for _ in range(count)] for count in counts]
 
 
-@dataclass
-class _Record:
-    """What `stream` records of each place: its input, and the rows of its cache that it will write."""
-
-    inputs: list[Tensor] = field(default_factory=list)
-    before: list[list[Tensor]] = field(default_factory=list)
-
-
 def stream(
-    forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, record: _Record | None = None
+    forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, record: Step | None = None
 ) -> Tensor:
-    """Run the model with one forward for each place and return the logits [R, V]."""
+    """Run the model with one forward for each place and return the logits [R, V]. `record`: a step that gets its inputs."""
     x = torch.empty(0, device=batch.device)
     for forward, place in zip(forwards, sequence, strict=True):
         kept = cached(place, cache)
@@ -184,9 +176,9 @@ def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> S
     cache = empty_cache(model, -(-len(tokens) // PAGE_SIZE) + 1, num_slots=2)
     (pages,) = pages_for_prompt(cache, [len(tokens)])
     batch = Batch.build([Chunk(list(tokens), 0, pages, slot=0)], cache.page_size).to(model.device)
-    record = _Record()
-    stream([place.eager for place in sequence], sequence, batch, cache, record)
-    return Step(f"prefill {len(tokens)}", batch, record.inputs, cache, record.before)
+    step = Step(f"prefill {len(tokens)}", batch, [], cache, [])
+    stream([place.eager for place in sequence], sequence, batch, cache, step)
+    return step
 
 
 @torch.inference_mode()
@@ -204,9 +196,9 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     pairs = enumerate(zip(texts, pages, strict=True))
     chunks = [Chunk([text[-1]], length - 1, block_table, slot=slot) for slot, (text, block_table) in pairs]
     batch = Batch.build(chunks, cache.page_size).to(model.device)
-    record = _Record()
-    stream(forwards, sequence, batch, cache, record)
-    return Step(f"decode b{len(texts)} @ {length}", batch, record.inputs, cache, record.before)
+    step = Step(f"decode b{len(texts)} @ {length}", batch, [], cache, [])
+    stream(forwards, sequence, batch, cache, step)
+    return step
 
 
 def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outcome:

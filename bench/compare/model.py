@@ -1,6 +1,6 @@
 """The whole model in both implementations over a text: KL divergence, top-1 agreement, and errors of the logits."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,44 +51,38 @@ class _Sums:
     """Accumulates figures over the rows of a text."""
 
     def __init__(self, least: Floor) -> None:
-        self._least = least
-        self.tokens = self.agree = self.clear = self.clear_agree = 0
-        self.kl = self.kl_max = self.kl_truth_torch = self.kl_truth = 0.0
-        self.squares = [0.0, 0.0, 0.0]  # squared norms: candidate − truth, PyTorch − truth, truth
+        self._least, self._tokens, self._kl_max = least, 0, 0.0
+        self._sums = torch.zeros(9, dtype=torch.float64)
 
     def add(self, eager: Tensor, candidate: Tensor, truth: Tensor) -> None:
         """Add the logits [R, V] of the next tokens of the text."""
         e, c, t = eager.double(), candidate.double(), truth.double()
         log_e, log_c, log_t = (x.log_softmax(-1) for x in (e, c, t))
         divergence = _kl(log_e, log_c)
-        self.tokens += len(e)
-        self.kl += divergence.sum().item()
-        self.kl_max = max(self.kl_max, divergence.max().item()) if divergence.isfinite().all() else torch.nan
-        self.kl_truth_torch += _kl(log_t, log_e).sum().item()
-        self.kl_truth += _kl(log_t, log_c).sum().item()
-        self.agree += int((e.argmax(-1) == c.argmax(-1)).sum())
+        self._tokens += len(e)
+        self._kl_max = max(self._kl_max, divergence.max().item()) if divergence.isfinite().all() else torch.nan
         top = t.topk(2, -1)
         noise = (e - t).abs().amax(-1) + self._least.relative * t.square().mean(-1).sqrt()
         clear = top.values[:, 0] - top.values[:, 1] > 2 * FACTOR * noise
-        self.clear += int(clear.sum())
-        self.clear_agree += int((clear & (c.argmax(-1) == top.indices[:, 0])).sum())
-        for i, x in enumerate((c - t, e - t, t)):
-            self.squares[i] += x.square().sum().item()
+        figures = divergence, _kl(log_t, log_e), _kl(log_t, log_c), e.argmax(-1) == c.argmax(-1), clear
+        squares = (x.square().sum(-1) for x in (c - t, e - t, t))
+        right = clear & (c.argmax(-1) == top.indices[:, 0])
+        self._sums += torch.stack([x.double().sum() for x in (*figures, right, *squares)]).cpu()
 
     def result(self) -> TextComparison:
-        mine, theirs, all_of_it = (x**0.5 for x in self.squares)
-        mine, theirs = mine / all_of_it, theirs / all_of_it
+        *divergences, agree, clear, right, mine, theirs, truth = self._sums.tolist()
+        mine, theirs = (mine / truth) ** 0.5, (theirs / truth) ** 0.5
         limit = limits(Errors(theirs, theirs, 0.0, 0.0), self._least).relative
         faults = []
         if not mine <= limit:
             faults.append(f"logits: relative error {mine:.2e}, PyTorch's {theirs:.2e}, limit {limit:.2e}")
-        if self.clear_agree < self.clear:
-            wrong = self.clear - self.clear_agree
-            faults.append(f"top-1: wrong token at {wrong} of {self.clear} clear positions, where PyTorch has the right one")
-        n = self.tokens
+        if right < clear:
+            positions = f"{clear - right:.0f} of {clear:.0f} clear positions, where PyTorch has the right one"
+            faults.append(f"top-1: wrong token at {positions}")
+        kl, kl_torch, kl_truth = (total / self._tokens for total in divergences)
         return TextComparison(
-            n, self.kl / n, self.kl_max, self.kl_truth_torch / n, self.kl_truth / n, self.agree, self.clear,
-            self.clear_agree, mine, theirs, limit, tuple(faults),
+            self._tokens, kl, self._kl_max, kl_torch, kl_truth, int(agree), int(clear), int(right), mine, theirs, limit,
+            tuple(faults),
         )  # fmt: skip
 
 
@@ -111,7 +105,19 @@ def compare_text(
     least 10% apart: in Triton's interpreter this takes minutes.
     """
     sums = _Sums(least)
-    steps = _Steps(-(-len(tokens) // CHUNK) * 3 * len(sequence), progress)
+    total, done, following = -(-len(tokens) // CHUNK) * 3 * len(sequence), 0, 0.1
+
+    def counted(forward: Forward) -> Forward:
+        def run(x: Tensor, batch: Batch, kv: Any) -> Tensor:
+            nonlocal done, following
+            out, done = forward(x, batch, kv), done + 1
+            if following * total <= done < total:
+                progress(done / total)
+                following = done / total + 0.1
+            return out
+
+        return run
+
     pages = -(-len(tokens) // PAGE_SIZE) + 1
     caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide=True)]
     page_lists = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
@@ -122,9 +128,9 @@ def compare_text(
             for cache, p in zip(caches, page_lists, strict=True)
         )
         logits = (
-            stream(list(steps.counted(p.eager for p in sequence)), sequence, eager, caches[0]),
-            stream(list(steps.counted(p.candidate for p in sequence)), sequence, candidate, caches[1]),
-            stream(list(steps.counted(_exactly(p) for p in sequence)), sequence, right, caches[2]),
+            stream([counted(p.eager) for p in sequence], sequence, eager, caches[0]),
+            stream([counted(p.candidate) for p in sequence], sequence, candidate, caches[1]),
+            stream([counted(_exactly(p)) for p in sequence], sequence, right, caches[2]),
         )
         for row in range(0, len(part), ROWS):
             sums.add(*(x[row : row + ROWS] for x in logits))
@@ -134,25 +140,3 @@ def compare_text(
 def _exactly(place: Place) -> Forward:
     """The truth of a layer, converted to fp64 when it is called."""
     return lambda x, batch, kv: exact(place.layer)(x, batch, kv)
-
-
-class _Steps:
-    """Counts calls of layers, and reports the share that is done."""
-
-    def __init__(self, total: int, progress: Callable[[float], None]) -> None:
-        self._total, self._progress, self._done, self._next = total, progress, 0, 0.1
-
-    def counted(self, forwards: Iterable[Forward]) -> Iterator[Forward]:
-        """The same forwards; each call counts."""
-        return map(self._counted, forwards)
-
-    def _counted(self, forward: Forward) -> Forward:
-        def run(x: Tensor, batch: Batch, kv: Any) -> Tensor:
-            out = forward(x, batch, kv)
-            self._done += 1
-            if self._done >= self._next * self._total and self._done < self._total:
-                self._progress(self._done / self._total)
-                self._next = self._done / self._total + 0.1
-            return out
-
-        return run

@@ -18,12 +18,7 @@ class CompareReport(Report):
 
     def _markdown(self) -> str:
         shared = self.context
-        lines = heading(shared)
-        if shared["no_speed"]:
-            lines += [f"**{shared['no_speed']}.**", ""]
-        for product in shared["matmul_ceilings"]:
-            lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
-        return "\n".join([*lines, f"{shared['model']} {shared['dtype']}: {_body(shared, self.results)}"])
+        return "\n".join([*heading(shared), f"{shared['model']} {shared['dtype']}: {_body(shared, self.results)}"])
 
 
 def _body(facts: Row, rows: list[Row]) -> str:
@@ -42,11 +37,8 @@ def _body(facts: Row, rows: list[Row]) -> str:
 
 def _facts(result: Result) -> Row:
     return {
-        "implementations": sorted({row["implementation"] for row in result.rows}),
-        "matmul_ceilings": result.matmul,
-        "skipped": result.skipped,
-        "whole_model": result.model,
-        "faults": result.faults,
+        "implementations": sorted({row["implementation"] for row in result.rows}), "matmul_ceilings": result.matmul,
+        "skipped": result.skipped, "whole_model": result.model, "faults": result.faults,
     }
 
 

@@ -9,8 +9,8 @@ in its interpreter.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,18 +21,15 @@ REPEATS = 20
 _CALLS = 64  # least layer calls in one CUDA graph; with few kernels in it, the launch of the CUDA graph would dominate
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """Seconds of one call of a layer in each implementation.
 
     Attributes:
-        calls: number of calls in one CUDA graph.
         cold: whether the layers of the CUDA graph read more than twice the size of the L2 cache.
     """
 
     eager_s: float
     candidate_s: float
-    calls: int
     cold: bool
 
 
@@ -88,7 +85,7 @@ def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime
     graphs = [captured(chain([getattr(p, side) for p in sequence]), device) for side in ("eager", "candidate")]
     eager, candidate = replays(graphs)
     cold = nbytes > 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return LayerTime(eager / calls, candidate / calls, calls, cold)
+    return LayerTime(eager / calls, candidate / calls, cold)
 
 
 @torch.inference_mode()

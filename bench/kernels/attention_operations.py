@@ -150,33 +150,17 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     from minirt.kernels.attention.partial import workspace_floats
     from minirt.kernels.launch import Workspace
 
-    kernel, cost = operation("paged_attention_prefill")
-    inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
-    Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
-    q, pages, scale = inputs.normal(T, Nq, D), Pages(inputs, 1, total, fp8), D**-0.5
-    out, starts = inputs.nan(T, Nq, D), torch.tensor([0, T], dtype=torch.int32, device=step.device)
+    total, config = step.context + step.tokens, step.config
     splits = -(-total // KV_SPLIT)
-    workspace = Workspace(step.device, num_floats=workspace_floats(splits, Nq, D))
-    k, v = (x.to(step.dtype).transpose(0, 1).unsqueeze(0).contiguous() for x in pages.read(pages.slots(0, 0)))
-    heads_first = q.transpose(0, 1).unsqueeze(0)
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits, config.num_heads, config.head_dim))
 
-    def library() -> Tensor:
-        options: dict[str, Any] = {"is_causal": True} if total == T else {"attn_mask": causal_lower_right(T, total)}
-        return F.scaled_dot_product_attention(heads_first, k, v, scale=scale, enable_gqa=Nq != Nkv, **options)[0].transpose(0, 1)
-
-    def triton() -> Tensor:
+    def call(kernel: Callable, q: Tensor, pages: Pages, starts: Tensor, scale: float, out: Tensor) -> Tensor:
         return kernel(
             q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, workspace=workspace, max_splits=splits,
             check=False, **pages.scales,
         )  # fmt: skip
 
-    def truth(rows: Tensor) -> Tensor:
-        return attend64(q[rows].double(), *pages.read(pages.slots(0, 0)), rows + step.context, scale)
-
-    return problem(
-        step, f"heads {Nq}:{Nkv} of {D}", lambda: pages.attend(q, T, scale), triton, truth,
-        cost([T], [total], Nq, Nkv, D, q.itemsize, fp8), library=_without(library, "pages", fp8), outputs=[out], rows=_ROWS,
-    )  # fmt: skip
+    return _attention(step, "paged_attention_prefill", 1, step.tokens, total, fp8, call)
 
 
 def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
@@ -185,36 +169,50 @@ def attention_few(step: Step, fp8: bool = False, new: int = 5) -> Problem:
     from minirt.kernels.attention.decode_few import workspace_floats
     from minirt.kernels.launch import Workspace
 
-    kernel, cost = operation("paged_attention_decode_few")
-    inputs, B, total, config = Inputs(step), step.tokens, max(step.context, new), step.config
+    B, total, config = step.tokens, max(step.context, new), step.config
+    splits = splits_before([total] * B)
+    split_starts = torch.tensor(splits, dtype=torch.int32, device=step.device)
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], config.num_heads, config.head_dim))
+
+    def call(kernel: Callable, q: Tensor, pages: Pages, starts: Tensor, scale: float, out: Tensor) -> Tensor:
+        return kernel(
+            q, pages.k, pages.v, pages.tables, starts, pages.lens, split_starts, splits[-1], new, scale, workspace, out,
+            check=False, **pages.scales,
+        )  # fmt: skip
+
+    return _attention(step, "paged_attention_decode_few", B, new, total, fp8, call, f", {new} tokens each")
+
+
+def _attention(
+    step: Step, name: str, B: int, new: int, total: int, fp8: bool, call: Callable[..., Tensor], note: str = ""
+) -> Problem:
+    """Attention of `new` new tokens for each of B sequences of `total` tokens, with the new ones.
+
+    `call(kernel, q, pages, starts, scale, out)` runs the kernel; q [B * new, Nq, D] has a sequence's rows from `starts[b]` on.
+    """
+    (kernel, cost), inputs, config = operation(name), Inputs(step), step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
-    q, pages, scale, splits = inputs.normal(B * new, Nq, D), Pages(inputs, B, total, fp8), D**-0.5, splits_before([total] * B)
-    out = inputs.nan(B * new, Nq, D)
-    starts, firsts = (torch.tensor(x, dtype=torch.int32, device=step.device) for x in (splits, range(0, B * new + 1, new)))
-    workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], Nq, D))
+    q, pages, scale, out = inputs.normal(B * new, Nq, D), Pages(inputs, B, total, fp8), D**-0.5, inputs.nan(B * new, Nq, D)
+    starts = torch.arange(0, B * new + 1, new, dtype=torch.int32, device=step.device)
     k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(pages.slots(0)))
 
     def library() -> Tensor:
-        options: dict[str, Any] = {"attn_mask": causal_lower_right(new, total), "scale": scale, "enable_gqa": Nq != Nkv}
-        return F.scaled_dot_product_attention(q.view(B, new, Nq, D).transpose(1, 2), k, v, **options).transpose(1, 2)
-
-    def triton() -> Tensor:
-        return kernel(
-            q, pages.k, pages.v, pages.tables, firsts, pages.lens, starts, splits[-1], new, scale, workspace, out, check=False,
-            **pages.scales,
-        )  # fmt: skip
+        options: dict[str, Any] = {"is_causal": True} if total == new else {"attn_mask": causal_lower_right(new, total)}
+        heads_first = q.view(B, new, Nq, D).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads_first, k, v, scale=scale, enable_gqa=Nq != Nkv, **options)
 
     def truth(rows: Tensor) -> Tensor:
         results = []
-        for row in rows.tolist():
-            at = torch.tensor([total - new + row % new], device=q.device)
-            results.append(attend64(q[row : row + 1].double(), *pages.read(pages.slots(0, row // new)), at, scale))
+        for sequence in (rows // new).unique().tolist():
+            chosen = rows[rows // new == sequence]
+            cached = pages.read(pages.slots(0, sequence))
+            results.append(attend64(q[chosen].double(), *cached, chosen % new + total - new, scale))
         return torch.cat(results)
 
     return problem(
-        step, f"heads {Nq}:{Nkv} of {D}, {new} tokens each", lambda: pages.attend(q, new, scale), triton, truth,
-        cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8), library=_without(library, "pages", fp8), outputs=[out],
-        rows=_ROWS,
+        step, f"heads {Nq}:{Nkv} of {D}{note}", lambda: pages.attend(q, new, scale),
+        lambda: call(kernel, q, pages, starts, scale, out), truth, cost([new] * B, [total] * B, Nq, Nkv, D, q.itemsize, fp8),
+        library=_without(library, "pages", fp8), outputs=[out], rows=_ROWS,
     )  # fmt: skip
 
 

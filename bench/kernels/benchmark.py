@@ -5,7 +5,6 @@ clock or load affect all of them. On a CPU the Triton kernel runs in Triton's in
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -51,7 +50,7 @@ class Benchmark:
         build: makes the `Problem` for a `Step`, its only argument here.
         points: (tokens, context) to measure by default.
         form: what is special, for the reader of a result; "": nothing.
-        context: what the context means; "": there is none.
+        context: what the context means; "": the operation has no context.
     """
 
     operation: str
@@ -175,12 +174,8 @@ def select(patterns: Sequence[str]) -> list[str]:
 
 
 def points(
-    names: Sequence[str],
-    models: dict[str, ModelConfig],
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: Sequence[int] | None = None,
-    contexts: Sequence[int] | None = None,
+    names: Sequence[str], models: dict[str, ModelConfig], dtype: torch.dtype, device: torch.device,
+    tokens: Sequence[int] | None = None, contexts: Sequence[int] | None = None,
 ) -> list[Point]:
     """Return what to measure: each operation's default points, or every combination of `tokens` and (for attention) `contexts`.
 
@@ -311,13 +306,6 @@ class ColdClock:
     def nothing(self, repeats: int = 20) -> float:
         """Return the seconds between two events with nothing between them. Every measured time includes them."""
         return statistics.median(self(lambda: None) for _ in range(repeats))
-
-
-def host_clock(run: Callable[[], Any]) -> float:
-    """Return the seconds of one call on a CPU."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 # --- comparing two runs ---

@@ -1,7 +1,6 @@
 """Mixtures of experts as operations of `minirt bench kernels`: the router's choice, and the experts that it chooses."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +24,12 @@ def route(step: Step) -> Problem:
     moe = _sizes(step, "experts_route")
     E, k = moe.num_experts, moe.experts_per_token
     logits = Inputs(step).normal(step.tokens, E)
-    made = problem(
+    return problem(
         step, f"E={E} k={k}", lambda: reference.route(logits, k, moe.normalize)[1],
         lambda: kernel(logits, k, moe.normalize, 16, check=False).experts,
         lambda rows: reference.route(logits[rows], k, moe.normalize)[1].double(), cost(step.tokens, E, k, logits.itemsize),
-        view=lambda experts: experts.double(), compiles=False,
+        view=lambda experts: experts.double(), compiles=False, floor=EXACT,
     )  # fmt: skip
-    return replace(made, floor=EXACT)
 
 
 def experts(step: Step, quantization: str | None = None) -> Problem:

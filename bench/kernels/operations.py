@@ -107,16 +107,9 @@ def problem(
     return Problem(shape, forms, truth, cost, **defaults | settings)
 
 
-class Kernel(NamedTuple):
-    """The Triton kernel of an operation, and the bytes and operations of its work."""
-
-    function: Callable[..., Any]
-    work: Callable[..., tuple[int, int]]
-
-
-def operation(name: str) -> Kernel:
-    """An operation of `minirt.kernels.operations`."""
-    return Kernel(OPERATIONS[name].function, OPERATIONS[name].work)
+def operation(name: str) -> tuple[Callable[..., Any], Callable[..., tuple[int, int]]]:
+    """The Triton kernel of an operation of `minirt.kernels.operations`, and its bytes and operations."""
+    return OPERATIONS[name].function, OPERATIONS[name].work
 
 
 class Inputs:
@@ -251,12 +244,11 @@ def draw(step: Step, **settings: Any) -> Problem:
     logits, out = inputs.normal(B, V, scale=3.0, dtype=torch.float32), inputs.integers(1, B)
     requests = [(resolve(SamplingParams(seed=i, **settings), None), i) for i in range(B)]
     batch, workspace = SamplingBatch.build(requests, step.device), SamplingWorkspace(B, V, step.device)
-    made = problem(
+    return problem(
         step, f"V={V}", lambda: sample(logits, batch, "eager"), lambda: sample(logits, batch, "triton", workspace, out),
-        lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1), operation("sample").work(B, V),
-        view=lambda tokens: tokens.double().unsqueeze(1), blank=lambda: out.fill_(-7), compiles=False,
+        lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1), OPERATIONS["sample"].work(B, V),
+        view=lambda tokens: tokens.double().unsqueeze(1), blank=lambda: out.fill_(-7), compiles=False, floor=EXACT,
     )  # fmt: skip
-    return replace(made, floor=EXACT)
 
 
 # --- linear layers with their fused operations ---
@@ -345,7 +337,7 @@ class Operands:
         """Return PyTorch's products: of 16-bit values, or of FP8 values, with precise and with fast accumulation.
 
         FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too. For
-        weights in blocks there is none.
+        weights in blocks PyTorch has no product.
         """
         if self.scale is None:
             return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
@@ -369,7 +361,7 @@ class Operands:
         return f"N={linear.N}{' (gate, up)' if linear.activation else ''} K={linear.K}"
 
     def cost(self) -> tuple[int, int]:
-        linear, item, work = self.linear, self.x.itemsize, operation("norm_linear").work
+        linear, item, work = self.linear, self.x.itemsize, OPERATIONS["norm_linear"].work
         gated = linear.activation is not None
         nbytes, flops = work(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
         weights = self.weight.nbytes + (self.scale.nbytes if self.scale is not None and self.scale.ndim == 2 else 0)
@@ -381,7 +373,7 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
     from minirt.kernels.launch import Workspace
 
     o, workspace = Operands(step, linears(step.config)[name], quantization), Workspace(step.device)
-    kernel = operation(OPERATION_OF[name]).function
+    kernel = OPERATIONS[OPERATION_OF[name]].function
     options: dict[str, Any] = {"scale": o.scale, "check": False}
 
     def triton() -> Tensor:
@@ -427,8 +419,10 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
 
 def _linear_problem(step: Step, o: Operands, triton: Callable[[], Tensor], library: dict[str, Form], fp8: bool) -> Problem:
     rounded = fp8 and step.tokens > 1  # one token is not quantized
-    made = problem(step, o.shape(), o.eager, triton, o.truth, o.cost(), library=library, rounded=rounded, outputs=[o.out])
-    return replace(made, rate=FP8) if rounded else made
+    return problem(
+        step, o.shape(), o.eager, triton, o.truth, o.cost(), library=library, rounded=rounded, outputs=[o.out],
+        rate=FP8 if rounded else step.dtype,
+    )  # fmt: skip
 
 
 def mlp(step: Step, activation: str | None = None) -> Problem:

@@ -22,10 +22,6 @@ class KernelReport(Report):
     def _markdown(self) -> str:
         shared, rows = self.context, self.results
         lines = heading(shared)
-        if shared["no_speed"]:
-            lines += [f"**{shared['no_speed']}.**", ""]
-        for product in shared["matmul_ceilings"]:
-            lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
         if shared["event_s"] is not None:
             lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
         columns = _columns(rows, timed=not shared["no_speed"])
@@ -59,11 +55,8 @@ def context(shared: Row, rows: list[Row], slower: list[str], products: list[Row]
         event_s: seconds that measuring adds to every time; None on a CPU.
     """
     return shared | {
-        "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED,
-        "matmul_ceilings": products,
-        "event_s": event_s,
-        "correctness": {"checked": True, "against": "the eager forms in fp64 on the same inputs"},
-        "faults": faults(rows),
+        "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED, "matmul_ceilings": products, "event_s": event_s,
+        "correctness": {"checked": True, "against": "the eager forms in fp64 on the same inputs"}, "faults": faults(rows),
         "slower": slower,
     }
 

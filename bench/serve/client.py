@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server: `Generation` reads its events, `Outcome` is what a client saw of it."""
+"""One request to an OpenAI-compatible server, the `Target`: `Generation` reads its events, `Outcome` is what a client saw."""
 
 import asyncio
 import json
@@ -11,6 +11,19 @@ from minirt.bench.serve.http import HTTPClient, HTTPError, Response
 from minirt.errors import printable, shortened
 
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls")  # of a delta of /v1/chat/completions
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server: its URL without /v1, the path that requests go to, headers of each request, seconds of silence allowed."""
+
+    base_url: str
+    path: str
+    headers: dict[str, str]
+    timeout: float
+
+    def client(self) -> HTTPClient:
+        return HTTPClient(self.base_url, self.headers, self.timeout)
 
 
 @dataclass(slots=True)

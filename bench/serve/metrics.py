@@ -12,7 +12,6 @@ from minirt.bench.serve.worker import Usage
 from minirt.bench.summary import percentiles
 
 Row = dict[str, Any]
-METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 LIMITS = ("ttft", "tpot", "e2el")  # what goodput can limit
 BUSY = 0.7  # share of a CPU above which a client process may be the limit
 _SHOWN_ERRORS = 5
@@ -35,21 +34,12 @@ def result(run: Run, percents: Sequence[float], goodput: dict[str, float], detai
     outputs = sum(map(_output_len, good))
     samples = _samples(run, good)
     row: Row = {
-        "request_rate": "inf" if run.rate == inf else run.rate,
-        "burstiness": 1.0,
-        "max_concurrency": run.max_concurrency,
-        "duration": duration,
-        "completed": len(good),
-        "failed": len(run.outcomes) - len(good),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "request_throughput": len(good) / duration,
-        "request_goodput": _within(good, goodput) / duration if goodput else None,
-        "goodput_limits_ms": goodput or None,
-        "output_throughput": outputs / duration,
-        "total_token_throughput": (inputs + outputs) / duration,
-        "max_output_tokens_per_s": _peak_rate(good),
-        "max_concurrent_requests": _peak_concurrency(good),
+        "request_rate": "inf" if run.rate == inf else run.rate, "burstiness": 1.0, "max_concurrency": run.max_concurrency,
+        "duration": duration, "completed": len(good), "failed": len(run.outcomes) - len(good), "total_input_tokens": inputs,
+        "total_output_tokens": outputs, "request_throughput": len(good) / duration,
+        "request_goodput": _within(good, goodput) / duration if goodput else None, "goodput_limits_ms": goodput or None,
+        "output_throughput": outputs / duration, "total_token_throughput": (inputs + outputs) / duration,
+        "max_output_tokens_per_s": _peak_rate(good), "max_concurrent_requests": _peak_concurrency(good),
     }
     for name, seconds in samples.items():
         row |= _statistics(name, seconds, percents)
@@ -61,8 +51,7 @@ def result(run: Run, percents: Sequence[float], goodput: dict[str, float], detai
         row |= {
             "input_lens": [outcome.prompt_tokens for outcome in run.outcomes],
             "output_lens": [_output_len(outcome) for outcome in run.outcomes],
-            "ttfts": [outcome.ttft for outcome in run.outcomes],
-            "itls": [outcome.itls for outcome in run.outcomes],
+            "ttfts": [outcome.ttft for outcome in run.outcomes], "itls": [outcome.itls for outcome in run.outcomes],
             "latencies": [outcome.latency for outcome in run.outcomes],
             "start_times": [outcome.start for outcome in run.outcomes],
             "queue_times": [outcome.start - outcome.planned for outcome in run.outcomes],
@@ -82,15 +71,11 @@ def client(usages: Sequence[Usage], run: Run) -> Row:
     delays = [outcome.start - outcome.planned for outcome in run.outcomes]
     lag = percentiles(lags, [50, 99])
     return {
-        "processes": len(usages),
-        "cpu_seconds": sum(usage.cpu_seconds for usage in usages),
+        "processes": len(usages), "cpu_seconds": sum(usage.cpu_seconds for usage in usages),
         "cpu_share": max((usage.cpu_seconds / usage.seconds for usage in usages if usage.seconds), default=0.0),
-        "cpu_share_busiest_second": busiest,
-        "headroom": 1 - busiest,
+        "cpu_share_busiest_second": busiest, "headroom": 1 - busiest,
         "us_per_event": 1e6 * sum(usage.cpu_seconds for usage in usages) / max(1, sum(o.events for o in run.outcomes)),
-        "p50_loop_lag_ms": lag[0] * 1e3,
-        "p99_loop_lag_ms": lag[1] * 1e3,
-        "max_loop_lag_ms": max(lags) * 1e3,
+        "p50_loop_lag_ms": lag[0] * 1e3, "p99_loop_lag_ms": lag[1] * 1e3, "max_loop_lag_ms": max(lags) * 1e3,
         "p99_send_delay_ms": None if run.max_concurrency is not None else percentiles(delays, [99])[0] * 1e3,
     }
 
@@ -117,10 +102,8 @@ def warnings(row: Row, asked_output_tokens: int | None) -> list[str]:
 def _samples(run: Run, good: Sequence[Outcome]) -> dict[str, list[float]]:
     """The values of each metric, in seconds."""
     samples = {
-        "ttft": [outcome.ttft for outcome in good],
-        "tpot": [_tpot(outcome) for outcome in good if _output_len(outcome) > 1],
-        "itl": [itl for outcome in good for itl in outcome.itls],
-        "e2el": [outcome.latency for outcome in good],
+        "ttft": [outcome.ttft for outcome in good], "tpot": [_tpot(outcome) for outcome in good if _output_len(outcome) > 1],
+        "itl": [itl for outcome in good for itl in outcome.itls], "e2el": [outcome.latency for outcome in good],
     }
     if run.max_concurrency is not None:
         queued = [outcome.start - outcome.planned for outcome in good]

@@ -11,13 +11,10 @@ from minirt.bench.picture import Panel, Series
 from minirt.bench.report import Column, Report, Row, as_text, build, commit, date, table
 from minirt.threads import usable_cpus
 
-FORMATS = ("text", "md", "csv", "json", "jsonl")
 _WIDTH = 50
 _TITLES = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
+    "ttft": ("TTFT", "Time to First Token"), "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"), "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
     "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
@@ -47,56 +44,42 @@ class ServeReport(Report):
 def context(**facts: Any) -> Row:
     """Return what all results of a command share: `facts`, and the client's machine and versions."""
     return {
-        "schema": 1,
-        "benchmark": "serve",
-        "versions": {"python": platform.python_version(), "minirt": minirt.__version__},
-        "commit": commit(),
-        "date": date(),
-        "client_cpu": f"{platform.machine()}, {usable_cpus()} CPUs",
-        **facts,
+        "schema": 1, "benchmark": "serve", "versions": {"python": platform.python_version(), "minirt": minirt.__version__},
+        "commit": commit(), "date": date(), "client_cpu": f"{platform.machine()}, {usable_cpus()} CPUs", **facts,
     }
 
 
 def _block(row: Row) -> list[str]:
     """The table of `vllm bench serve`, with a part about the client."""
-    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
-
-    def add(label: str, value: Any, digits: int = 2) -> None:
-        lines.append(f"{label:<40} {value if isinstance(value, int | str) else f'{value:.{digits}f}':<10}".rstrip())
-
-    add("Successful requests:", row["completed"])
-    add("Failed requests:", row["failed"])
-    if row["max_concurrency"] is not None:
-        add("Maximum request concurrency:", row["max_concurrency"])
-    if row["request_rate"] != "inf":
-        add("Request rate configured (RPS):", float(row["request_rate"]))
-    add("Benchmark duration (s):", row["duration"])
-    add("Total input tokens:", row["total_input_tokens"])
-    add("Total generated tokens:", row["total_output_tokens"])
-    add("Request throughput (req/s):", row["request_throughput"])
-    if row["request_goodput"] is not None:
-        add("Request goodput (req/s):", row["request_goodput"])
-    add("Output token throughput (tok/s):", row["output_throughput"])
-    add("Peak output token throughput (tok/s):", row["max_output_tokens_per_s"])
-    add("Peak concurrent requests:", float(row["max_concurrent_requests"]))
-    add("Total token throughput (tok/s):", row["total_token_throughput"])
+    client, rate, places = row["client"], row["request_rate"], row["max_concurrent_requests"]
+    parts = {
+        f"{' Serving Benchmark Result ':=^{_WIDTH}}": {
+            "Successful requests:": row["completed"], "Failed requests:": row["failed"],
+            "Maximum request concurrency:": row["max_concurrency"],
+            "Request rate configured (RPS):": None if rate == "inf" else float(rate),
+            "Benchmark duration (s):": row["duration"], "Total input tokens:": row["total_input_tokens"],
+            "Total generated tokens:": row["total_output_tokens"], "Request throughput (req/s):": row["request_throughput"],
+            "Request goodput (req/s):": row["request_goodput"], "Output token throughput (tok/s):": row["output_throughput"],
+            "Peak output token throughput (tok/s):": row["max_output_tokens_per_s"], "Peak concurrent requests:": float(places),
+            "Total token throughput (tok/s):": row["total_token_throughput"],
+        }
+    }
     for name, (short, title) in _TITLES.items():
         keys = [key for key in row if key.endswith(f"_{name}_ms") and not key.startswith("std_")]
-        values = [(key.removesuffix(f"_{name}_ms"), row[key]) for key in keys if row[key] is not None]
-        if values:
-            lines.append(f"{title:-^{_WIDTH}}")
-        for kind, value in values:
-            add(f"{kind.capitalize()} {short} (ms):", value)
-    client = row["client"]
-    lines.append(f"{'Load Client':-^{_WIDTH}}")
-    add("Processes:", client["processes"])
-    add("CPU share, busiest process (%):", client["cpu_share"] * 100)
-    add("CPU share, busiest second (%):", client["cpu_share_busiest_second"] * 100)
-    add("CPU headroom (%):", client["headroom"] * 100)
-    add("CPU time per event (µs):", client["us_per_event"])
-    add("P99 event loop lag (ms):", client["p99_loop_lag_ms"])
-    if client["p99_send_delay_ms"] is not None:
-        add("P99 send delay (ms):", client["p99_send_delay_ms"])
+        parts[f"{title:-^{_WIDTH}}"] = {
+            f"{key.removesuffix(f'_{name}_ms').capitalize()} {short} (ms):": row[key] for key in keys
+        }
+    parts[f"{'Load Client':-^{_WIDTH}}"] = {
+        "Processes:": client["processes"], "CPU share, busiest process (%):": client["cpu_share"] * 100,
+        "CPU share, busiest second (%):": client["cpu_share_busiest_second"] * 100,
+        "CPU headroom (%):": client["headroom"] * 100, "CPU time per event (µs):": client["us_per_event"],
+        "P99 event loop lag (ms):": client["p99_loop_lag_ms"], "P99 send delay (ms):": client["p99_send_delay_ms"],
+    }
+    lines = []
+    for head, values in parts.items():
+        known = {label: value for label, value in values.items() if value is not None}
+        texts = (f"{value if isinstance(value, int) else f'{value:.2f}':<10}" for value in known.values())
+        lines += [*[head] * bool(known), *(f"{label:<40} {text}".rstrip() for label, text in zip(known, texts, strict=True))]
     return [*lines, "=" * _WIDTH]
 
 

@@ -12,26 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.bench.serve import workload as work
-from minirt.bench.serve.client import Outcome, generate, refusal
-from minirt.bench.serve.http import ConnectError, HTTPClient, HTTPError
+from minirt.bench.serve.client import Outcome, Target, generate, refusal
+from minirt.bench.serve.http import ConnectError, HTTPError
 from minirt.bench.serve.worker import READY, Share, Usage
 from minirt.bench.serve.workload import Workload
 from minirt.errors import MinirtError, printable, shortened
 
 _START_SECONDS = 0.2  # from when all processes are ready to the first request
-
-
-@dataclass(frozen=True)
-class Target:
-    """The server: its URL without /v1, the path that requests go to, headers of each request, seconds of silence allowed."""
-
-    base_url: str
-    path: str
-    headers: dict[str, str]
-    timeout: float
-
-    def client(self) -> HTTPClient:
-        return HTTPClient(self.base_url, self.headers, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,8 @@ def _get(target: Target, path: str, required: bool) -> Any:
     try:
         return asyncio.run(fetch())
     except ConnectError as error:
-        raise _no_connection(target, error) from error
+        hint = "start the server, or correct --base-url"
+        raise MinirtError(f"no connection: {error}", where=target.base_url, hint=hint) from error
     except (HTTPError, ValueError, RecursionError) as error:
         if not required:
             return None
@@ -99,10 +87,6 @@ def _get(target: Target, path: str, required: bool) -> Any:
         hint = "is this an OpenAI-compatible server? If it has no list of models, use --model"
         hint = "wait until the server is ready" if what.startswith("HTTP 503") else hint
         raise MinirtError(what, where=target.base_url + path, hint=hint) from error
-
-
-def _no_connection(target: Target, error: Exception) -> MinirtError:
-    return MinirtError(f"no connection: {error}", where=target.base_url, hint="start the server, or correct --base-url")
 
 
 def warm_up(target: Target, workload: Workload, count: int) -> None:
@@ -142,10 +126,7 @@ def measure(target: Target, workload: Workload, rate: float, max_concurrency: in
     owners = work.assign(outputs, limits)
     requests = list(zip(range(len(times)), times, inputs, outputs, strict=True))
     parts = [[request for request, owner in zip(requests, owners, strict=True) if owner == i] for i in range(processes)]
-    shares = [
-        Share(target.base_url, target.path, target.headers, target.timeout, workload, mine, limit)
-        for mine, limit in zip(parts, limits, strict=True)
-    ]
+    shares = [Share(target, workload, mine, limit) for mine, limit in zip(parts, limits, strict=True)]
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(share)) for share in shares]
         for worker in workers:

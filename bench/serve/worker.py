@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minirt.bench.serve.client import Outcome, generate
-from minirt.bench.serve.http import HTTPClient
+from minirt.bench.serve.client import Outcome, Target, generate
 from minirt.bench.serve.workload import Workload
 
 READY = b"ready\n"
@@ -30,13 +29,9 @@ class Share:
     Attributes:
         requests: (index, time in seconds after the start, tokens of the prompt, tokens of the completion), by time.
         limit: how many requests may be in flight at once; None: any number.
-        timeout: see `HTTPClient`.
     """
 
-    base_url: str
-    path: str
-    headers: dict[str, str]
-    timeout: float
+    target: Target
     workload: Workload
     requests: Sequence[tuple[int, float, int, int]]
     limit: int | None
@@ -64,13 +59,13 @@ async def send_all(share: Share, bodies: Sequence[bytes], started: float) -> tup
 
     Requests that are late because `limit` is reached go out as soon as another one ends. Arrivals do not wait for answers.
     """
-    client = HTTPClient(share.base_url, share.headers, share.timeout)
+    client = share.target.client()
     outcomes = [Outcome(index, planned) for index, planned, _, _ in share.requests]
     places = asyncio.Semaphore(share.limit) if share.limit is not None else contextlib.nullcontext()
 
     async def one(body: bytes, outcome: Outcome) -> None:
         async with places:
-            await generate(client, client.encode("POST", share.path, body), outcome, started)
+            await generate(client, client.encode("POST", share.target.path, body), outcome, started)
 
     usage = Usage()
     await asyncio.sleep(max(0.0, started - time.perf_counter()))

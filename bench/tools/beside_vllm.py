@@ -207,17 +207,3 @@ def _origin_of(records: Records, page: str) -> str:
         f"another card, the same model's outputs were compared with eager PyTorch's before it was timed."
     )
     return f"<details><summary>Versions, cards and method</summary>\n\n{text}\n\n</details>" if page else text
-
-
-def correction_table(records: Records) -> str:
-    """The points at which vLLM was measured in both settings, with what the earlier one claimed."""
-    older, rows = records[IN_PROCESS], []
-    for form in FORMATS:
-        before, theirs = (run_of(older, engine, form).values for engine in ("minirt", "vLLM"))
-        for key, point in points_of(records, form).items():
-            if not point.in_process and key in theirs:
-                claims = speedups(key, before[key], theirs[key]), speedups(key, point.ours, point.theirs)
-                cells = _cell_of(key, theirs[key]), _cell_of(key, point.theirs), *(f"{_times(each)} ×" for each in claims)
-                rows.append([f"{form}, {_row_of(key)}", *cells])
-    heads = ["vLLM in the caller's process", "in its own", f"minirt faster, {older['date']}", "now"]
-    return table([records[BESIDE_VLLM]["model"], *heads], rows)

@@ -1,25 +1,17 @@
-"""Markdown tables of results: `table` of given cells, `Grid` filled cell by cell, `Listing` with a line for each row.
-
-`with_blocks` puts them into a page."""
+"""Markdown tables of results: `table` of given cells, and `Grid` filled cell by cell. `with_blocks` puts them into a page."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from minirt.bench.tools.results import GIB, MIB, Records, Result, format_of, mark
+from minirt.bench.tools.results import Records, Result, format_of, mark
 
 NONE = "–"  # a cell without a measured value
 
 
-def gib(gigabytes: float) -> float:
-    """GiB of a stored number of 1e9 bytes."""
-    return gigabytes * 1e9 / GIB
-
-
 def mib(megabytes: float) -> float:
     """MiB of a stored number of 1e6 bytes."""
-    return megabytes * 1e6 / MIB
+    return megabytes * 1e6 / (1 << 20)
 
 
 def milliseconds(ms: float) -> str:
@@ -99,27 +91,3 @@ def rows_of(records: Records) -> Iterator[Result]:
     for record in records.values():
         for row in record["results"]:
             yield row | {"record": record, "format": format_of(record), "mark": mark(record)}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A table with a line for each row of `rows_of`.
-
-    Attributes:
-        title: head of the first column; `{model}` stands for the first record's model.
-        name: the line's name.
-        columns: head → text of a row's cell.
-        shown: whether a row has a line.
-        order: sorts the lines.
-    """
-
-    title: str
-    name: Callable[[Result], str]
-    columns: Mapping[str, Callable[[Result], str]]
-    shown: Callable[[Result], bool] = lambda row: True
-    order: Callable[[Result], Any] = lambda row: 0
-
-    def __call__(self, records: Records) -> str:
-        rows = sorted(filter(self.shown, rows_of(records)), key=self.order)
-        title = self.title.format(model=next(iter(records.values())).get("model"))
-        return table([title, *self.columns], ([self.name(row), *(cell(row) for cell in self.columns.values())] for row in rows))

@@ -6,7 +6,6 @@ python bench/tools/gpu_trace.py MODEL [BATCH …]     random weights, greedy and
 `idle`: `idle_between_steps` plus the gaps between the kernels of a step.
 """
 
-import json
 import statistics
 import sys
 from itertools import pairwise
@@ -17,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator, SamplingParams
-from minirt.bench.report import machine
+from minirt.bench.tools.results import print_record
 
 STEPS = 40
 _AROUND = 10  # steps left out before the traced ones (prompts, and some until times settle) and after them
@@ -47,9 +46,7 @@ def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dic
             end = max(end, e.time_range.end)
             by_kernel[e.name] = by_kernel.get(e.name, 0.0) + e.time_range.elapsed_us() / STEPS
     return {
-        "batch": batch,
-        "context": context,
-        "step_ms": round(statistics.median(times) / 1e3, 4),
+        "batch": batch, "context": context, "step_ms": round(statistics.median(times) / 1e3, 4),
         "idle": round(1 - busy / sum(times), 4),
         "idle_between_steps": round(between / sum(times), 4),
         "us_a_step_by_kernel": {n[:60]: round(t, 1) for n, t in sorted(by_kernel.items(), key=lambda i: -i[1])[:12]},
@@ -65,8 +62,7 @@ def main() -> None:
             for temperature in (0.0, 0.8):
                 sampling = {"temperature": temperature, "top_p": 0.95}
                 results.append({"temperature": temperature} | trace(generator, batch, 128, sampling))
-        shared = machine("trace", generator.device, ["python", "bench/tools/gpu_trace.py", *sys.argv[1:]], None)
-    print(json.dumps(shared | {"model": model, "results": results}, indent=1, ensure_ascii=False))
+    print_record("trace", model=model, results=results)
 
 
 if __name__ == "__main__":

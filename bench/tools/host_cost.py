@@ -117,7 +117,7 @@ class Cost:
 
 
 def load(sequences: int, steps: int) -> Generator:
-    """A generator in which so many sequences can run for so many measured steps."""
+    """A generator in which `sequences` sequences can run for `steps` measured steps."""
     length = BEFORE + steps + 24
     limits: dict[str, Any] = {"max_num_seqs": sequences, "max_num_batched_tokens": 2 * sequences, "max_model_len": length}
     return Generator.from_pretrained(device="cpu", kv_cache_memory=4 << 30, **limits)

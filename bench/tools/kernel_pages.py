@@ -5,12 +5,12 @@ python bench/tools/kernel_pages.py     writes the pages; needs Triton, no GPU
 A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares the pages with the tables.
 """
 
-import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from minirt.bench.tools.cells import with_blocks
 from minirt.kernels.operations import OPERATIONS
 from minirt.kernels.regimes import TABLES, Regime
 
@@ -60,12 +60,7 @@ BLOCKS = {"functions": Block(DOCS / "kernels.md", functions), "regimes": Block(D
 
 def render(text: str) -> str:
     """The text of a page with its blocks made again."""
-
-    def anew(match: re.Match[str]) -> str:
-        return f"{match['start']}{BLOCKS[match['name']].make()}\n{match['end']}"
-
-    pattern = rf"(?P<start><!-- (?P<name>{'|'.join(BLOCKS)}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
-    return re.sub(pattern, anew, text, flags=re.DOTALL)
+    return with_blocks(text, dict.fromkeys(BLOCKS, lambda name: BLOCKS[name].make()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""The stored results, and vLLM's figures that tables and pictures show beside them."""
+"""The stored results, and what scripts of this folder print."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from minirt.bench.ceiling import Ceiling
 
 Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
 Records = Mapping[str, Result]
@@ -12,18 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 GPUS = "h200", "h100-80gb-hbm3"  # those with stored results; the names of these begin so, see `collect.prefix`
 
-# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
-# These figures are not among the stored results.
-VLLM_STEPS = {
-    (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
-}  # fmt: skip
-VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
-# The same of Qwen3-30B-A3B. vLLM's FP8 experts were fewer at 64 and 256 sequences, as its routing is less spread.
-VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (21.4, 9.75)}
-VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
-
 FORMATS = ("bf16", "fp8")
-MIB, GIB = 1 << 20, 1 << 30  # stored results have bytes, or 1e6 or 1e9 of them
 
 
 def mark(record: Result) -> str:
@@ -127,7 +120,20 @@ def load(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def files_of(sources: tuple[str, ...]) -> list[Path]:
+    """The files of the stored results that match `sources`, each once, in the order of the sources."""
+    return list(dict.fromkeys(file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*"))))
+
+
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
-    """The stored results that match `sources`, each once, in the order of the sources."""
-    files = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
-    return {name: load(name) for name in dict.fromkeys(file.stem for file in files)}
+    """The stored results that match `sources`, by name."""
+    return {file.stem: load(file.stem) for file in files_of(sources)}
+
+
+def print_record(benchmark: str, device: str = "auto", ceiling: "Ceiling | None" = None, **facts: Any) -> None:
+    """Print what a script of this folder has measured as JSON, after the machine, the versions and the script's command line."""
+    from minirt.bench.report import machine
+    from minirt.device import pick_device
+
+    command = ["python", f"bench/tools/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    print(json.dumps(machine(benchmark, pick_device(device), command, ceiling) | facts, indent=1, ensure_ascii=False))

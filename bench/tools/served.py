@@ -20,8 +20,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from minirt.bench.tools.results import print_record
+from minirt.bench.tools.stored_format import raw_config
+
 PORT = 8123
-URL = f"http://127.0.0.1:{PORT}"
 LENGTHS = ["--input-len-range", "32:512", "--output-len-range", "32:256"]
 IN_FLIGHT, REQUESTS = "256", "1000"
 ONE_PROMPT, ONE_OUTPUT, ONE_REQUESTS = 200, 200, 6
@@ -35,11 +37,7 @@ def write_model(folder: Path, preset: str) -> None:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from minirt.models.presets import raw_configs
-
-    raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
-    if raw is None:
-        sys.exit(f"{preset}: no preset has this name")
+    raw = raw_config(preset)
     draw, letters = random.Random(0), "etaoinshrdlucmfwypvbgkqjxz"
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words: dict[int, list[str]] = {0: [""]}  # by length
@@ -71,7 +69,7 @@ def minirt(*words: str) -> dict[str, Any]:
 
 def load(*words: str) -> dict[str, Any]:
     """Measure the running server."""
-    return minirt("serve", "--base-url", URL, *words)
+    return minirt("serve", "--base-url", f"http://127.0.0.1:{PORT}", *words)
 
 
 def stream_alone(model: list[str]) -> list[float]:
@@ -92,13 +90,13 @@ def stream_alone(model: list[str]) -> list[float]:
     return gaps
 
 
-def wait_until_ready(server: subprocess.Popen) -> None:
+def wait_until_ready(server: subprocess.Popen, port: int, pause: float = 0.1) -> None:
     while server.poll() is None:
         try:
-            with urllib.request.urlopen(f"{URL}/health", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60):
                 return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+        except (urllib.error.URLError, OSError):  # it does not listen yet, or answers 503
+            time.sleep(pause)
     sys.exit(f"the server ended with exit code {server.returncode}")
 
 
@@ -107,7 +105,7 @@ def served(model: list[str], processes: str) -> dict[str, dict[str, Any]]:
     one = ["--max-concurrency", "1", "--input-len-range"]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        wait_until_ready(server)
+        wait_until_ready(server, PORT)
         loads = {"busy": load("-n", REQUESTS, *LENGTHS, "--max-concurrency", IN_FLIGHT, "--processes", processes)}
         alone = [*one, f"{ONE_PROMPT}:{ONE_PROMPT}", "--output-len-range", f"{ONE_OUTPUT}:{ONE_OUTPUT}"]
         loads["one"] = load("-n", str(ONE_REQUESTS), *alone)
@@ -135,13 +133,9 @@ def main() -> None:
         offline = minirt("throughput", *engine, "-n", REQUESTS, *LENGTHS)
         loads = served(model, options.processes)
         gaps = stream_alone(model)
-    from minirt.bench.report import machine
-    from minirt.device import pick_device
-
-    shared = machine("served", pick_device("auto"), ["python", "bench/tools/served.py", *sys.argv[1:]], None)
-    about = {"model": options.model, "quantization": "fp8" if options.fp8 else None}
     alone = {"median_itl_ms": statistics.median(gaps) * 1e3}
-    print(json.dumps(shared | about | {"results": [{"offline": offline, "stream": alone} | loads]}, indent=1))
+    results = [{"offline": offline, "stream": alone} | loads]
+    print_record("served", model=options.model, quantization="fp8" if options.fp8 else None, results=results)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ A table is the text between `<!-- CLASS -->` and `<!-- end of CLASS -->`. A test
 from pathlib import Path
 
 from minirt import LoadOptions, SamplingParams, StructuredOutputsParams
+from minirt.bench.tools.cells import with_blocks
 from minirt.settings import settings_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python-api.md"
@@ -19,16 +20,13 @@ def table(kind: type) -> str:
     for name, record in settings_of(kind).items():
         default = f'"{record.default}"' if isinstance(record.default, str) else record.default
         rows.append((f"`{name}`", f"`{default}`", record.text.replace("|", "\\|")))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def render(text: str) -> str:
     """The text of the page with its tables made again."""
-    for kind in (LoadOptions, SamplingParams, StructuredOutputsParams):
-        start, end = f"<!-- {kind.__name__} -->\n", f"<!-- end of {kind.__name__} -->"
-        before, _, rest = text.partition(start)
-        text = f"{before}{start}{table(kind)}{end}{rest.partition(end)[2]}"
-    return text
+    kinds = {kind.__name__: kind for kind in (LoadOptions, SamplingParams, StructuredOutputsParams)}
+    return with_blocks(text, dict.fromkeys(kinds, lambda name: table(kinds[name])))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ models of which the GPU holds one only, plain decoding runs first.
 
 import argparse
 import gc
-import json
 import statistics
-import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ import torch
 from torch import Tensor
 
 from minirt import Generator, SamplingParams, SpeculativeOptions
-from minirt.bench.report import machine
 from minirt.bench.tools.paired import interval
+from minirt.bench.tools.results import print_record
 from minirt.kernels.step.table import MATCHED, NEXT_TOKENS, NUM_NEXT, Columns, Rows
 from minirt.step.batch import Batch
 
@@ -118,41 +117,9 @@ def timed(generator: Generator, prompts: Sequence[Any], tokens: int, temperature
     return (last - first) / sum(time > first for stamps in times for time in stamps), completions
 
 
-class Timed:
-    """Times of a generator's cases. Several generators take turns, so that a turn is a pair with the same turn of the others."""
-
-    def __init__(self, generator: Generator, cases: dict[str, float], synthetic: bool) -> None:
-        self.generator, self.cases = generator, cases  # name → temperature
-        self.times: dict[tuple[int, str], list[float]] = {}  # (batch, case) → seconds of a token
-        self.lengths: dict[int, list[float]] = {}
-        self.verified: dict[int, list[float]] = {}  # drafts a step
-        self.shares: dict[int, float | None] = {}
-        self._drafting = Drafting(generator) if synthetic else None
-
-    def turn(self, batch: int, serial: int) -> None:
-        vocab = self.generator.config.vocab_size - 1000
-        for name, temperature in self.cases.items():
-            prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(PROMPT)] for i in range(batch)]
-            seconds, completions = timed(self.generator, prompts, TOKENS, temperature)
-            self.times.setdefault((batch, name), []).append(seconds)
-            if name == "synthetic":
-                self.lengths.setdefault(batch, []).extend(completion.acceptance_length for completion in completions)
-                self.verified.setdefault(batch, []).extend(
-                    done.num_draft_tokens * done.acceptance_length / len(done.token_ids) for done in completions
-                )
-
-    def end(self, batch: int) -> None:
-        """After all turns of a batch size."""
-        for (size, _), seconds in self.times.items():
-            if size == batch:
-                del seconds[0]  # a warm-up
-        if self._drafting is not None:
-            self.shares[batch] = self._drafting.share()
-
-
 def synthetic(
     model: str, quantization: str | None, rate: float, method: str, adaptive: bool, alone: bool
-) -> tuple[torch.device, list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     kinds: dict[str, Any] = {"plain": None}
     if method == "mtp":  # its drafts take their time, and are right with the probability
         kinds["synthetic"] = SpeculativeOptions(method="mtp", adaptive=adaptive)
@@ -164,40 +131,40 @@ def synthetic(
         cases["plain"]["sampled"] = 1.0
     options: dict[str, Any] = {"random_weights": True, "quantization": quantization, "max_model_len": PROMPT + TOKENS}
     options |= {"max_num_seqs": max(BATCHES), "kv_cache_memory": "2GiB"}
-    timed_kinds: dict[str, Timed] = {}
+    runs, shares = defaultdict[tuple[int, str], list[Any]](list), dict[int, float | None]()  # by batch and case; by batch
     for names in [[name] for name in kinds] if alone else [list(kinds)]:
+        generators = {name: Generator.from_pretrained(model, speculative=kinds[name], **options) for name in names}
+        vocab = generators[names[0]].config.vocab_size - 1000
+        if "synthetic" in generators:
+            force(generators["synthetic"], rate)
+            drafting = Drafting(generators["synthetic"])
+        for batch, pair in product(BATCHES, range(PAIRS + 1)):
+            serial = 1000 * batch + pair
+            for name in names[:: 1 if pair % 2 else -1]:
+                for case, temperature in cases[name].items():
+                    prompts = [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(PROMPT)] for i in range(batch)]
+                    runs[batch, case].append(timed(generators[name], prompts, TOKENS, temperature))
+            if "synthetic" in generators and pair == PAIRS:
+                shares[batch] = drafting.share()
         for name in names:
-            generator = Generator.from_pretrained(model, speculative=kinds[name], **options)
-            if name == "synthetic":
-                force(generator, rate)
-            timed_kinds[name] = Timed(generator, cases[name], name == "synthetic")
-        for batch in BATCHES:
-            for pair in range(PAIRS + 1):
-                for name in names[:: 1 if pair % 2 else -1]:
-                    timed_kinds[name].turn(batch, 1000 * batch + pair)
-            for name in names:
-                timed_kinds[name].end(batch)
-        device = timed_kinds[names[0]].generator.device
-        for name in names:
-            timed_kinds[name].generator.close()
-            del timed_kinds[name].generator
-        del generator
+            generators.pop(name).close()
         gc.collect()
         torch.cuda.empty_cache()
-    times = {case: seconds for kind in timed_kinds.values() for case, seconds in kind.times.items()}
-    rows, drafted = [], timed_kinds["synthetic"]
+    rows = []
     for batch in BATCHES:
         for name, beside in (("synthetic", "plain"), ("never", "sampled"))[: len(kinds) - 1]:
-            ratios = [plain / drafts for plain, drafts in zip(times[batch, beside], times[batch, name], strict=True)]
+            drafts, plain = ([seconds for seconds, _ in runs[batch, case][1:]] for case in (name, beside))  # after a warm-up
+            ratios = [b / a for a, b in zip(drafts, plain, strict=True)]
             low, high = interval(ratios)
             row = {"batch_size": batch, "case": name, "speedup": statistics.median(ratios), "low": low, "high": high}
-            row |= {"plain_tokens_per_s": 1 / statistics.median(times[batch, beside])}
-            row |= {"tokens_per_s": 1 / statistics.median(times[batch, name])}
-            row["acceptance_length"] = statistics.mean(drafted.lengths[batch]) if name == "synthetic" else 1.0
+            row |= {"plain_tokens_per_s": 1 / statistics.median(plain), "tokens_per_s": 1 / statistics.median(drafts)}
+            done = [one for _, completions in runs[batch, name][1:] for one in completions]
+            row["acceptance_length"] = statistics.mean(one.acceptance_length for one in done) if name == "synthetic" else 1.0
             if name == "synthetic":
-                row |= {"drafts_a_step": statistics.mean(drafted.verified[batch]), "drafting_share": drafted.shares[batch]}
+                steps = (one.num_draft_tokens * one.acceptance_length / len(one.token_ids) for one in done)
+                row |= {"drafts_a_step": statistics.mean(steps), "drafting_share": shares[batch]}
             rows.append(row)
-    return device, rows
+    return rows
 
 
 def main() -> None:
@@ -212,10 +179,9 @@ def main() -> None:
     quantization = "fp8" if options.fp8 else None
     if options.adaptive and options.method != "mtp":
         parser.error("--adaptive is for --method mtp")
-    device, rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
-    shared = machine("speculation", device, ["python", "bench/tools/speculation.py", *sys.argv[1:]], None)
-    given = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
-    print(json.dumps(shared | given | {"results": rows}, indent=1))
+    rows = synthetic(options.model, quantization, options.synthetic, options.method, options.adaptive, options.alone)
+    about = {"model": options.model, "quantization": quantization, "method": options.method, "adaptive": options.adaptive}
+    print_record("speculation", **about, results=rows)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 
 WARM = 3  # starts with a warm cache; their median counts
 
@@ -52,6 +50,8 @@ def child(words: list[str], cache: str) -> dict[str, float]:
 
 def serve(words: list[str], cache: str) -> dict[str, float]:
     """Start `minirt serve`, and return the seconds until /health is 200."""
+    from minirt.bench.tools.served import wait_until_ready
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.time()
@@ -59,16 +59,11 @@ def serve(words: list[str], cache: str) -> dict[str, float]:
     command += ["--fp8"] if "--fp8" in words else []
     server = subprocess.Popen(command, env=os.environ | {"TRITON_CACHE_DIR": cache})
     try:
-        while server.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60):
-                    return {"health_s": time.time() - began}
-            except (urllib.error.URLError, ConnectionError):  # it does not listen yet, or answers 503
-                time.sleep(0.01)
+        wait_until_ready(server, port, 0.01)
+        return {"health_s": time.time() - began}
     finally:
         server.terminate()
         server.wait(60)
-    sys.exit(f"minirt serve: exit code {server.returncode}")
 
 
 def both(words: list[str], cache: str) -> dict[str, float]:
@@ -80,16 +75,12 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:
         empty = both(words, cache)
         warm = [both(words, cache) for _ in range(WARM)]
-    from minirt.bench.report import machine
     from minirt.bench.summary import summarize
-    from minirt.device import pick_device
+    from minirt.bench.tools.results import print_record
 
-    shared = machine("startup", pick_device("auto"), ["python", "bench/tools/startup.py", *words], None)
-    names = list(empty)
-    about = {"model": words[0], "quantization": "fp8" if "--fp8" in words else None}
-    results = [{"caches": "empty"} | {name: summarize([empty[name]]) for name in names}]
-    results += [{"caches": "warm"} | {name: summarize([run[name] for run in warm]) for name in names}]
-    print(json.dumps(shared | about | {"results": results}, indent=1, ensure_ascii=False))
+    kinds = {"empty": [empty], "warm": warm}.items()
+    results = [{"caches": kind} | {name: summarize([run[name] for run in runs]) for name in empty} for kind, runs in kinds]
+    print_record("startup", model=words[0], quantization="fp8" if "--fp8" in words else None, results=results)
 
 
 if __name__ == "__main__":

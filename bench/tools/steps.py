@@ -9,13 +9,13 @@ are equally likely.
 """
 
 import argparse
-import json
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from minirt.bench.tools.results import print_record
 from minirt.bench.tools.stored_format import add_options, chosen_model
 from minirt.errors import ContextLengthError, InputError
 
@@ -24,12 +24,11 @@ BATCHES, PROMPTS, CONTEXT, REPEATS = (1, 3, 8, 24, 64, 100, 256), (512, 2048), 1
 _WHY = "tests/kernels/linear compares the kernels of each format with fp64, tests/loading the weights with other projects' tools"
 
 
-def measure(model: str, quantization: str | None) -> dict[str, Any]:
+def measure(model: str, quantization: str | None) -> None:
     from minirt import Generator, SamplingParams
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.read_bytes import step_read_bytes
     from minirt.bench.replay import replay_times
-    from minirt.bench.report import machine
     from minirt.bench.summary import summarize
     from minirt.device import pick_device
 
@@ -56,9 +55,8 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
                 generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
                 seconds.append(time.perf_counter() - began)
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
-    shared = machine("steps", pick_device("cuda"), ["python", "bench/tools/steps.py", *sys.argv[1:]], ceiling)
     about = {"model": Path(model).name, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}}
-    return shared | about | {"results": results}
+    print_record("steps", "cuda", ceiling, **about, results=results)
 
 
 def main(words: list[str]) -> None:
@@ -69,7 +67,7 @@ def main(words: list[str]) -> None:
     if options.quantize and options.stored:
         parser.error("--quantize is for 16-bit weights; --stored weights are quantized already")
     with chosen_model(options) as model:
-        print(json.dumps(measure(model, options.quantize), indent=1, ensure_ascii=False))
+        measure(model, options.quantize)
 
 
 if __name__ == "__main__":

@@ -16,30 +16,22 @@ from typing import Any
 
 # quantization_config of the official FP8 files of Qwen and DeepSeek; of compressed-tensors, with a scale for each channel and
 # with 4 bits; of GPTQ and AWQ. The LM head keeps 16 bits.
+_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+
+
+def _compressed(form: str, weights: dict[str, Any], **activations: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights} | activations
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
+
+
 FORMATS = {
     "fp8-blocks": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head"],
     },
-    "fp8-channels": {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
-            }
-        },
-    },
-    "w4a16": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
-            }
-        },
-    },
+    "fp8-channels": _compressed("float-quantized", _ROWS, input_activations=_ROWS | {"strategy": "token", "dynamic": True}),
+    "w4a16": _compressed("pack-quantized", _GROUPS),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }  # fmt: skip
@@ -59,13 +51,17 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
     return changed | ({"quantization_config": FORMATS[options.stored]} if options.stored else {})
 
 
-def write_config(parent: Path, options: argparse.Namespace) -> Path:
-    """Write the config.json of the preset with the changes of the options to a new folder in `parent`. Returns the folder."""
+def raw_config(preset: str) -> dict[str, Any]:
+    """The config.json of a preset."""
     from minirt.models.presets import raw_configs
 
-    raw = next((raw for name, _, raw in raw_configs() if name == options.model), None)
-    if raw is None:
-        sys.exit(f"{options.model}: no preset has this name")
+    raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
+    return raw if raw is not None else sys.exit(f"{preset}: no preset has this name")
+
+
+def write_config(parent: Path, options: argparse.Namespace) -> Path:
+    """Write the config.json of the preset with the changes of the options to a new folder in `parent`. Returns the folder."""
+    raw = raw_config(options.model)
     folder = parent / "-".join(filter(None, (options.model, options.stored)))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw | changes(options)), encoding="utf-8")

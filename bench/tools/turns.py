@@ -5,14 +5,11 @@ prompt. Each turn adds a question and an answer. For a hybrid, compare with a mo
 """
 
 import argparse
-import json
 import statistics
-import sys
 from typing import Any
 
 from minirt import Generator, SamplingParams
-from minirt.bench.report import machine
-from minirt.device import pick_device
+from minirt.bench.tools.results import print_record
 from minirt.text.tokenizer import ChatTokens
 
 TURNS, REPEATS = 20, 5
@@ -20,7 +17,7 @@ SYSTEM, QUESTION, ANSWER, GENERATION, REASONING = 1024, 100, 300, 5, 64  # token
 
 
 def measure(model: str, **options: Any) -> list[dict[str, Any]]:
-    """A row for each turn of REPEATS conversations: tokens, those that were found, medians of the first token and of steps."""
+    """A row for each turn of REPEATS conversations: prompt tokens, cached tokens, medians of the first token and of steps."""
     params, serial = SamplingParams(max_tokens=REASONING, temperature=0.0, ignore_eos=True), 0
     turns: list[list[Any]] = [[] for _ in range(TURNS)]
     with Generator.from_pretrained(model, random_weights=True, **options) as generator:
@@ -57,8 +54,7 @@ def main() -> None:
     parser.add_argument("--no-prefix-cache", action="store_true")
     options = parser.parse_args()
     results = {model: measure(model, prefix_cache=not options.no_prefix_cache) for model in options.models}
-    record = machine("turns", pick_device("auto"), ["python", "bench/tools/turns.py", *sys.argv[1:]], None)
-    print(json.dumps(record | {"results": results}, indent=1))
+    print_record("turns", results=results)
 
 
 if __name__ == "__main__":

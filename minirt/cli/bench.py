@@ -3,63 +3,62 @@
 `minirt bench kernels` is in bench_kernels.py, and so are `patch`, `serve` and `speculate` in bench_patch.py and so on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from minirt.cli import options as shared
 from minirt.cli.bench_kernels import kernels
 from minirt.cli.bench_patch import patch
 from minirt.cli.bench_serve import serve
 from minirt.cli.bench_speculate import speculate
 from minirt.cli.help import option_group
-from minirt.cli.options import (
-    NUMBERS,
-    RANGE,
-    Numbers,
-    filter_options,
-    load_options,
-    model_name,
-    open_generator,
-    quantization,
-    to_load_options,
-)
 from minirt.cli.report import print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, options_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError
+from minirt.settings import setting
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
-    from minirt.bench.ceiling import Ceiling, MatmulCeiling
     from minirt.bench.measure import Runs
     from minirt.generator import Generator
-    from minirt.loading.options import LoadOptions
-
-Rows = list[dict[str, Any]]
 
 _PROMPT = 512  # default tokens of a prompt
 
-_measure_options = option_group(
-    "Measurement",
-    load_options,
-    click.option(
-        "--repeats", type=click.IntRange(1), default=5, show_default=True,
-        help="Measured runs; one or two uncounted runs come first.",
-    ),
-    option_group(
-        "Sampling",
-        click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="0 is greedy."),
-        filter_options,
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, sampling and random weights."),
-    click.option(
-        "--skip-check", is_flag=True,
-        help="Do not compare with the eager layers first. The result says so.",
-    ),
-    report_options,
+
+class _Speed:
+    input_len: tuple[int, ...] | None = setting(
+        "Tokens of a prompt; several: 128,512; 0: no prompt.", option="--input-len -p",
+        kind=shared.Numbers("N,N,…", ",", zero=True), shown="512, or what the model's context allows",
+    )  # fmt: skip
+    output_len: int = setting("Decode steps of a run; 0: none.", 128, option="--output-len -n", kind=click.IntRange(0))
+    batch_size: Any = setting("Sequences of a decode step; several: 1,8,64.", "1", option="--batch-size -b", kind=shared.NUMBERS)
+    context_len: Any = setting(
+        "Tokens of each before the decode steps; several: 1,4096.", "1", option="--context-len -c", kind=shared.NUMBERS)
+    beside: int = setting(
+        "Also measure the prompts, one after the other, while N requests decode.", 0, kind=click.IntRange(0), metavar="N")
+
+
+class _Throughput:
+    num_prompts: int = setting("Number of prompts.", 200, option="--num-prompts -n", kind=COUNT)
+    input_len_range: Any = setting("Tokens of a prompt; 32: all have 32.", "32:256", kind=shared.RANGE)
+    output_len_range: Any = setting("New tokens of each.", "32:256", kind=shared.RANGE)
+
+
+class _Runs:
+    repeats: int = setting("Measured runs; one or two uncounted runs come first.", 5, kind=COUNT)
+    temperature: float | None = setting("0 is greedy.", shown="0, which is greedy; 1 with a filter", group="Sampling")
+    seed: int = setting("Seed of prompts, lengths, sampling and random weights.", 0)
+    skip_check: bool = setting("Do not compare with the eager layers first. The result says so.", False)
+
+
+_run_options = option_group(
+    None, options_of(_Runs, "", title="Measurement"), shared.load_options, shared.filter_options, report_options
 )
 
 
@@ -78,29 +77,8 @@ for _command in (kernels, patch, serve, speculate):
 
 
 @bench.command(short_help="Time prompts and decode steps: tokens per second, roofline.")
-@option_group(
-    "Measurement",
-    click.option(
-        "--input-len", "-p", type=Numbers("N,N,…", ",", zero=True), show_default="512, or what the model's context allows",
-        help="Tokens of a prompt; several: 128,512; 0: no prompt.",
-    ),
-    click.option(
-        "--output-len", "-n", type=click.IntRange(0), default=128, show_default=True, help="Decode steps of a run; 0: none."
-    ),
-    click.option(
-        "--batch-size", "-b", type=NUMBERS, default="1", show_default=True,
-        help="Sequences of a decode step; several: 1,8,64.",
-    ),
-    click.option(
-        "--context-len", "-c", type=NUMBERS, default="1", show_default=True,
-        help="Tokens of each before the decode steps; several: 1,4096.",
-    ),
-    click.option(
-        "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-        help="Also measure the prompts, one after the other, while N requests decode.",
-    ),
-)
-@_measure_options
+@options_of(_Speed, "", title="Measurement")
+@_run_options
 @click.pass_context
 def speed(
     ctx: click.Context, input_len: tuple[int, ...] | None, output_len: int, batch_size: tuple[int, ...],
@@ -133,11 +111,6 @@ def speed(
         hint, most = f"raise --max-num-seqs to {max(batch_size)}", options["max_num_seqs"]
         raise InputError("larger than --max-num-seqs", where=f"--batch-size {max(batch_size)}", expected=most, hint=hint)
     from minirt.bench import decode, prefill
-    from minirt.bench.ceiling import read_ceiling
-    from minirt.device import pick_device
-
-    device = pick_device(options["device"])
-    ceiling, products = read_ceiling(device), _products(options, device)
 
     def lengths(generator: "Generator") -> Sequence[int]:
         return [max(1, min(_PROMPT, generator.max_len - 1))] if input_len is None else input_len
@@ -149,7 +122,7 @@ def speed(
             decode.check(generator, batch_size, context_len, output_len)
         return max([*lengths(generator), *context_len])
 
-    def measure(runs: "Runs") -> Rows:
+    def measure(runs: "Runs", ceiling: Any, products: Any) -> list[dict[str, Any]]:
         prompts, positions = lengths(runs.generator), runs.generator.max_len
         if input_len is None and positions <= _PROMPT:
             runs.progress(f"the prompt has {prompts[0]} tokens, not {_PROMPT}: the model has {positions} positions")
@@ -157,19 +130,12 @@ def speed(
         rows += [prefill.beside(runs, length, beside) for length in prompts if beside]
         return rows + (decode.run(runs, batch_size, context_len, ceiling, products, output_len) if output_len else [])
 
-    _run(ctx, options, batch_size, check, measure, ceiling, products)
+    _run(ctx, options, batch_size, check, measure, roofline=True)
 
 
 @bench.command(short_help="Time many requests at once: throughput, latency.")
-@option_group(
-    "Measurement",
-    click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts."),
-    click.option(
-        "--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt; 32: all have 32."
-    ),
-    click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each."),
-)
-@_measure_options
+@options_of(_Throughput, "", title="Measurement")
+@_run_options
 @click.pass_context
 def throughput(
     ctx: click.Context, num_prompts: int, input_len_range: tuple[int, int], output_len_range: tuple[int, int],
@@ -188,74 +154,59 @@ def throughput(
         check_room(generator, 1, input_len_range[1] + output_len_range[1])
         return input_len_range[1]
 
-    def measure(runs: "Runs") -> Rows:
+    def measure(runs: "Runs", *_: Any) -> list[dict[str, Any]]:
         return benchmark.run(runs, num_prompts, input_len_range, output_len_range)
 
     _run(ctx, options, sorted({1, min(num_prompts, options["max_num_seqs"])}), check, measure)
 
 
 def _run(
-    ctx: click.Context,
-    options: dict[str, Any],
-    batch_sizes: Sequence[int],
-    check: "Callable[[Generator], int]",
-    measure: "Callable[[Runs], Rows]",
-    ceiling: "Ceiling | None" = None,
-    products: "MatmulCeiling | None" = None,
-) -> None:
+    ctx: click.Context, options: dict[str, Any], batch_sizes: Sequence[int], check: "Callable[[Generator], int]",
+    measure: "Callable[..., list[dict[str, Any]]]", roofline: bool = False,
+) -> None:  # fmt: skip
     """Load, check the sizes, compare with the eager layers, measure, print.
 
-    `check` raises for sizes that cannot run, and returns the length of the longest prompt."""
+    Args:
+        check: raises for sizes that cannot run, and returns the length of the longest prompt.
+        measure: (runs, memory bandwidth, rate of matrix products) → rows.
+        roofline: whether to measure the second and the third of these.
+    """
+    import torch
+
     from minirt.bench import check as checking
+    from minirt.bench.ceiling import matmul_ceiling, read_ceiling
     from minirt.bench.measure import Runs, forget_peak_memory
     from minirt.bench.report import Report, context
     from minirt.device import pick_device
+    from minirt.loading.load import plan_model
 
     quiet, sampling = options["quiet"], _sampling(options)  # here, so that a bad value fails before anything is loaded
-    progress = progress_of(options)
-    options["model"] = model_name(options, quiet)
-    load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache
-    why = _nothing_to_check(load, options["skip_check"])
+    progress, device, name = progress_of(options), pick_device(options["device"]), shared.model_name(options, quiet)
+    load = shared.to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
+    planned, ceiling, products = plan_model(load), None, None
+    if roofline:
+        ceiling = read_ceiling(device)
+        products = matmul_ceiling(device, torch.float8_e4m3fn if load.quantization == "fp8" else planned.dtype)
+    why = "not checked (--skip-check)" if options["skip_check"] else None
+    if why is None and all(row.implementation == "eager" for row in planned.plan.rows):
+        why = "not checked: every layer is eager, so there is nothing to compare it with"
     correctness: dict[str, Any] = {"checked": False, "why": why}
-    reference = None
     if why is None:
         progress("comparing with the eager layers first: --skip-check leaves this out")
-        with open_generator(replace(load, impl="eager", warmup=False), quiet) as eager:
+        with shared.open_generator(replace(load, impl="eager", warmup=False), quiet) as eager:
             reference = checking.reference(eager, check(eager))
-    forget_peak_memory(pick_device(options["device"]))
-    with open_generator(load, quiet) as generator:
+    forget_peak_memory(device)
+    with shared.open_generator(load, quiet) as generator:
         check(generator)
-        if reference is not None:
+        if why is None:
             correctness = checking.compare(generator, reference, batch_sizes)
-        rows = measure(Runs(generator, options["repeats"], sampling, options["seed"], progress))
-        shared = context(
-            str(ctx.info_name), generator, name=options["model"], command=words_of(ctx),
-            correctness=correctness, ceiling=ceiling, products=products,
+        rows = measure(Runs(generator, options["repeats"], sampling, options["seed"], progress), ceiling, products)
+        about = context(
+            str(ctx.info_name), generator, name=name, command=words_of(ctx), correctness=correctness, ceiling=ceiling,
+            products=products,
         )  # fmt: skip
-        shared["sampling"] = {name: value for name, value in sampling.items() if value is not None}
-    print_report(Report(shared, rows), options)
-
-
-def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":
-    """Measure PyTorch's rate of matrix products in the format of the model's linear layers."""
-    import torch
-
-    from minirt.bench.ceiling import matmul_ceiling
-    from minirt.loading.load import plan_model
-
-    planned = plan_model(to_load_options(options, model_name(options, True)))
-    return matmul_ceiling(device, torch.float8_e4m3fn if quantization(options) == "fp8" else planned.dtype)
-
-
-def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:
-    """The reason why there is no comparison with the eager layers, or None if there is one."""
-    if skip:
-        return "not checked (--skip-check)"
-    from minirt.loading.load import plan_model
-
-    if all(row.implementation == "eager" for row in plan_model(load).plan.rows):
-        return "not checked: every layer is eager, so there is nothing to compare it with"
-    return None
+    about["sampling"] = {name: value for name, value in sampling.items() if value is not None}
+    print_report(Report(about, rows), options)
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.files import read_text
-from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    NUMBERS,
-    set_up_triton,
-)
+from minirt.cli.help import command
+from minirt.cli.options import NUMBERS, set_up_triton
 from minirt.cli.output import json_line, write
-from minirt.cli.report import kernel_dtype, print_report, progress_of, report_options, words_of
+from minirt.cli.report import kernel_dtype, kernel_options, print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, NumericsError
+from minirt.settings import setting
 
 if TYPE_CHECKING:
     import torch
@@ -24,30 +23,23 @@ if TYPE_CHECKING:
 _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
 
+class _Options:
+    models: str = setting(
+        "Models to take shapes from. Default: Qwen2.5-7B; on a CPU embedded.", option="--model -m", kind="several", group="Model")
+    tokens: Any = setting("Tokens of a step (decoding: sequences); several: 1,64,2048.", option="--tokens -t", kind=NUMBERS)
+    context_len: Any = setting("Attention: cached tokens; several: 128,8000.", option="--context-len -c", kind=NUMBERS)
+    repeats: int | None = setting("Timed launches of each implementation. Default: 20; on a CPU 1.", kind=COUNT)
+    compiled: bool | None = setting("Time torch.compile too. Default: on a GPU.", option="--compile/--no-compile")
+    baseline: str | None = setting(
+        "JSON of an older run: compare with it, and fail if a kernel is slower now.", metavar="FILE")
+    pictures: str | None = setting("Draw roofline.svg (on a GPU) and sweep.svg there.", metavar="FOLDER", group="Output")
+    listing: bool = setting("List the kernels, and measure nothing.", False, option="--list", group="Output")
+
+
 @command(short_help="Check and time single kernels.")
 @click.argument("names", nargs=-1, metavar="[NAME]…")
-@option_group(
-    "Model",
-    click.option(
-        "--model", "-m", "models", multiple=True,
-        help="Model to take shapes from; repeatable. Default: Qwen2.5-7B; on a CPU embedded.",
-    ),
-    click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32."),
-    click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu."),
-)
-@option_group(
-    "Measurement",
-    click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048."),
-    click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000."),
-    click.option("--repeats", type=click.IntRange(1), help="Timed launches of each implementation. Default: 20; on a CPU 1."),
-    click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU."),
-    click.option("--baseline", metavar="FILE", help="JSON of an older run: compare with it, and fail if a kernel is slower now."),
-)
-@option_group(
-    "Output",
-    click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there."),
-    click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing."),
-)
+@options_of(_Options, "", title="Measurement")
+@kernel_options
 @report_options
 @click.pass_context
 def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options: Any) -> None:
@@ -76,39 +68,34 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     set_up_triton(cuda, options["dtype"])
     from minirt.bench.kernels import benchmark
     from minirt.loading.load import find
-    from minirt.loading.options import EMBEDDED
 
     try:
         chosen = benchmark.select(names)
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from error
-    if listing and options["output_format"] == "json":
-        write(json_line({name: benchmark.BENCHMARKS[name].what for name in chosen}))
-        return
     if listing:
-        width = max(map(len, chosen))
-        write("".join(f"{name:{width}}  {benchmark.BENCHMARKS[name].what}\n" for name in chosen))
+        known, width = {name: benchmark.BENCHMARKS[name].what for name in chosen}, max(map(len, chosen))
+        lines = (f"{name:{width}}  {what}\n" for name, what in known.items())
+        write(json_line(known) if options["output_format"] == "json" else "".join(lines))
         return
     presets = options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))
-    configs = {
-        name: find(EMBEDDED if name == "embedded" else name, None, need_weights=False).config for name in presets
-    }
+    configs = {name: find(name, None, need_weights=False).config for name in presets}
     tokens, contexts = options["tokens"], options["context_len"]
     if not cuda:
         tokens = tokens or _CPU_TOKENS
         contexts = contexts or (_CPU_CONTEXTS if any(benchmark.BENCHMARKS[name].context for name in chosen) else None)
     points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
     with torch.random.fork_rng(devices=[]):
-        rows, shared = _measure(points, device, dtype, options, words_of(ctx))
+        rows, limits, event_s = _measure(points, device, dtype, options)
     slower = [] if older is None else benchmark.compare(rows, older)
-    from minirt.bench.kernels.report import KernelReport, context
+    from minirt.bench.kernels.report import KernelReport, context, draw
+    from minirt.bench.report import machine
 
-    products, event_s = shared.pop("products"), shared.pop("event")
-    report = KernelReport(context(shared, rows, slower, products, event_s), rows)
+    about = machine("kernels", device, words_of(ctx), limits.read if limits else None)
+    products = [vars(product) for product in limits.products.values()] if limits else []
+    report = KernelReport(context(about, rows, slower, products, event_s), rows)
     print_report(report, options)
     if options["pictures"] is not None:
-        from minirt.bench.kernels.report import draw
-
         draw(report.context, rows, Path(options["pictures"]))
     _judge(report.context["faults"], "exceeds its error bound", NumericsError)
     _judge(slower, "slower than the baseline", MinirtError)
@@ -137,33 +124,31 @@ def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
 
 
 def _measure(
-    points: "list[Point]", device: "torch.device", dtype: "torch.dtype", options: dict[str, Any], command: list[str]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each point, and what they share."""
+    points: "list[Point]", device: "torch.device", dtype: "torch.dtype", options: dict[str, Any]
+) -> "tuple[list[dict[str, Any]], Limits | None, float | None]":
+    """A row for each point; on a GPU, the limits and the seconds that every time includes."""
     import torch
 
     from minirt.bench.kernels import benchmark
     from minirt.bench.kernels.report import NO_SPEED
-    from minirt.bench.report import machine
+    from minirt.bench.measure import host_seconds
     from minirt.device import on_device
 
     cuda, progress, rows = device.type == "cuda", progress_of(options), []
     if not cuda:
         progress(f"{NO_SPEED}; one kernel takes seconds.")
-    limits: Limits | None = benchmark.measure_limits(device, dtype) if cuda else None
+    limits = benchmark.measure_limits(device, dtype) if cuda else None
     repeats = options["repeats"] or (20 if cuda else 1)
     compiled = cuda if options["compiled"] is None else options["compiled"]
     with on_device(device):
-        clock = benchmark.ColdClock(device) if cuda else benchmark.host_clock
+        clock = benchmark.ColdClock(device) if cuda else host_seconds
         event_s = clock.nothing() if isinstance(clock, benchmark.ColdClock) else None
         for i, point in enumerate(points, 1):
             progress(f"{i}/{len(points)} {point}")
             rows.append(benchmark.measure(point, limits, clock, repeats, compiled))
             if cuda:
                 torch.cuda.empty_cache()
-    shared = machine("kernels", device, command, limits.read if limits else None)
-    products = [vars(product) for product in limits.products.values()] if limits else []
-    return rows, shared | {"products": products, "event": event_s}
+    return rows, limits, event_s
 
 
 def _judge(texts: list[str], what: str, kind: type[MinirtError]) -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import click
 
 from minirt.cli.files import check_picture
-from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    NUMBERS,
-    random_weights_option,
-)
-from minirt.cli.report import kernel_dtype, print_report, progress_of, report_options, words_of
+from minirt.cli.help import command
+from minirt.cli.options import NUMBERS, random_weights_option
+from minirt.cli.report import kernel_dtype, kernel_options, print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, options_of
+from minirt.settings import setting
 
 _VARIANTS = ("minirt", "minirt fp8", "liger")
 _PARTS = ("norms", "attention", "rope", "mlp")
@@ -30,37 +29,28 @@ class _Names(click.ParamType):
         return tuple(dict.fromkeys(names))
 
 
+class _Options:
+    model: str = setting("Preset, or the folder of a model.", "Qwen2.5-7B", option="--model -m", group="Model")
+    input_len: Any = setting("Tokens of a prompt.", "128,512,2048,8192", option="--input-len -p", kind=NUMBERS)
+    batch_size: Any = setting("Sequences of a decode step.", "1,8", option="--batch-size -b", kind=NUMBERS)
+    context_len: int = setting("Tokens before a decode step.", 128, option="--context-len -c", kind=COUNT)
+    output_len: int = setting("Decode steps of a run.", 32, option="--output-len -n", kind=COUNT)
+    variants: Any = setting(
+        "What to compare with the model without changes. Liger's kernels need liger-kernel.", ",".join(_VARIANTS),
+        kind=_Names(_VARIANTS),
+    )  # fmt: skip
+    parts: Any = setting("What minirt replaces.", ",".join(_PARTS), kind=_Names(_PARTS))
+    compiled: bool | None = setting("Also compiled transformers. Default: on a GPU.", option="--compile/--no-compile")
+    repeats: int = setting("Measured runs of a test.", 5, kind=COUNT)
+    seed: int = setting("Seed of prompts and random weights.", 0)
+    picture: str | None = setting(
+        "Draw the speed of each variant: .png or .svg. Needs matplotlib.", metavar="FILE", group="Output")
+
+
 @command(short_help="Time a transformers model with minirt's kernels.")
-@option_group(
-    "Model",
-    click.option("--model", "-m", default="Qwen2.5-7B", show_default=True, help="Preset, or the folder of a model."),
-    click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32."),
-    click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu."),
-    random_weights_option,
-)
-@option_group(
-    "Measurement",
-    click.option("--input-len", "-p", type=NUMBERS, default="128,512,2048,8192", show_default=True, help="Tokens of a prompt."),
-    click.option("--batch-size", "-b", type=NUMBERS, default="1,8", show_default=True, help="Sequences of a decode step."),
-    click.option(
-        "--context-len", "-c", type=click.IntRange(1), default=128, show_default=True, help="Tokens before a decode step."
-    ),
-    click.option("--output-len", "-n", type=click.IntRange(1), default=32, show_default=True, help="Decode steps of a run."),
-    click.option(
-        "--variants", type=_Names(_VARIANTS), default=",".join(_VARIANTS), show_default=True,
-        help="What to compare with the model without changes. Liger's kernels need liger-kernel.",
-    ),
-    click.option(
-        "--parts", type=_Names(_PARTS), default=",".join(_PARTS), show_default=True, help="What minirt replaces.",
-    ),
-    click.option("--compile/--no-compile", "compiled", default=None, help="Also compiled transformers. Default: on a GPU."),
-    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of a test."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and random weights."),
-)
-@option_group(
-    "Output",
-    click.option("--picture", metavar="FILE", help="Draw the speed of each variant: .png or .svg. Needs matplotlib."),
-)
+@options_of(_Options, "", title="Measurement")
+@kernel_options
+@random_weights_option
 @report_options
 @click.pass_context
 def patch(ctx: click.Context, **options: Any) -> None:

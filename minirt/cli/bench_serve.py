@@ -1,6 +1,5 @@
 """`minirt bench serve`: options and output. minirt.bench.serve sends the requests and measures. Imports no PyTorch."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,25 +10,19 @@ from urllib.parse import urlsplit
 import click
 
 from minirt.cli.files import check_picture
-from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    RANGE,
-    debug_option,
-    filter_options,
-    output_file_option,
-    output_format_option,
-    quiet_option,
-)
+from minirt.cli.help import command
+from minirt.cli.options import RANGE, filter_options
 from minirt.cli.output import one_line
-from minirt.cli.report import print_report, progress_of, words_of
+from minirt.cli.report import print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, JsonObject, options_of
 from minirt.errors import InputError, MinirtError
 from minirt.sampling_params import FILTERS
+from minirt.settings import setting
 
 if TYPE_CHECKING:
-    from minirt.bench.serve.run import Target
+    from minirt.bench.serve.client import Target
     from minirt.bench.serve.workload import Workload
 
-_LIMITS = ("ttft", "tpot", "e2el")
 _VOCAB_SIZE = 32_000  # the smallest of the well-known models
 
 
@@ -53,88 +46,57 @@ class Floats(click.ParamType):
 
 _RATES = Floats("RATE,RATE,…", "positive numbers or inf", lambda rate: rate > 0)  # requests per second
 _PERCENTILES = Floats("P,P,…", "numbers from 0 to 100", lambda percent: 0 <= percent <= 100)
-_request_options = option_group(
-    "Requests",
-    option_group(
-        "Sampling",
-        click.option("--temperature", type=float, default=0.0, show_default="0, which is greedy", help="Sampling temperature."),
-        filter_options,
-        click.option(
-            "--ignore-eos/--no-ignore-eos", default=True, show_default=True,
-            help="Ask the server to continue after an end-of-sequence token, so that lengths are as asked.",
-        ),
-    ),
-    click.option("--extra-body", metavar="JSON", help="Further fields of each request, as a JSON object."),
-    click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Send this header too (repeatable)."),
-    click.option(
-        "--api-key", envvar=["MINIRT_API_KEY", "OPENAI_API_KEY"],
-        help="Key of the server. Also from MINIRT_API_KEY or OPENAI_API_KEY. Results do not contain it.",
-    ),
-)  # fmt: skip
+
+
+class _Options:
+    base_url: str = setting("URL of the server.", "http://127.0.0.1:8000", group="Server")
+    endpoint: str = setting("Path to measure: completions, or chat completions.", "/v1/completions", group="Server")
+    model: str | None = setting(
+        "Name of the model in requests. Default: the first one that the server lists.", option="--model -m", group="Server")
+    num_prompts: int = setting("Number of requests.", 1000, option="--num-prompts -n", kind=COUNT)
+    request_rate: Any = setting("Requests per second, as a Poisson process; inf: all at once. [default: inf]", kind=_RATES)
+    sweep: Any = setting("Measure at several rates, one after the other: 1,2,4,inf.", kind=_RATES)
+    max_concurrency: int | None = setting("Maximum number of requests in flight; further ones wait.", kind=COUNT)
+    input_len_range: Any = setting("Tokens of a prompt, drawn uniformly.", "32:256", kind=RANGE)
+    output_len_range: Any = setting("New tokens of each, drawn uniformly.", "32:256", kind=RANGE)
+    prompt_type: str | None = setting(
+        "Random token ids, or random words: about one token each. The server counts.", kind=("ids", "text"),
+        shown="ids; text for chat",
+    )  # fmt: skip
+    vocab_size: int | None = setting(
+        "Random token ids are below this.", kind=COUNT, shown=f"what the server says, else {_VOCAB_SIZE:,}")
+    seed: int = setting("Seed of lengths, prompts and arrival times.", 0)
+    processes: int = setting("Processes that send the requests.", 1, kind=COUNT)
+    num_warmups: int = setting(
+        "Requests before the run, one after the other, which are not counted. The run starts only if they succeed.", 1,
+        kind=click.IntRange(0),
+    )  # fmt: skip
+    timeout: float = setting(
+        "A request fails if nothing arrives for this many seconds.", 600.0, kind=click.FloatRange(0, min_open=True))
+    goodput: str = setting(
+        "Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.", kind="several",
+        metavar="METRIC:MS",
+    )  # fmt: skip
+    metric_percentiles: Any = setting("Percentiles besides the median.", "90,99", kind=_PERCENTILES)
+    save_detailed: bool = setting("Add the values of each request to csv, json and jsonl.", False, group="Output")
+    picture: str | None = setting(
+        "Draw latency and throughput by rate: .png or .svg. Needs matplotlib.", metavar="FILE", group="Output")
+    temperature: float = setting("Sampling temperature.", 0.0, shown="0, which is greedy", group="Sampling")
+    ignore_eos: bool = setting(
+        "Ask the server to continue after an end-of-sequence token, so that lengths are as asked.", True,
+        option="--ignore-eos/--no-ignore-eos", group="Sampling",
+    )  # fmt: skip
+    extra_body: Any = setting("Further fields of each request, as a JSON object.", kind=JsonObject(), group="Requests")
+    headers: str = setting("Send this header too.", option="--header", kind="several", metavar="NAME=VALUE", group="Requests")
+    api_key: str | None = setting(
+        "Key of the server. Also from MINIRT_API_KEY or OPENAI_API_KEY. Results do not contain it.", group="Requests")
 
 
 @command(short_help="Measure a server under load.")
 @click.argument("more_limits", nargs=-1, metavar="[LIMIT]…")
-@option_group(
-    "Server",
-    click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."),
-    click.option(
-        "--endpoint", default="/v1/completions", show_default=True, help="Path to measure: completions, or chat completions.",
-    ),
-    click.option("--model", "-m", help="Name of the model in requests. Default: the first one that the server lists."),
-)
-@option_group(
-    "Measurement",
-    click.option("--num-prompts", "-n", type=click.IntRange(1), default=1000, show_default=True, help="Number of requests."),
-    click.option(
-        "--request-rate", type=_RATES, help="Requests per second, as a Poisson process; inf: all at once. [default: inf]"
-    ),
-    click.option("--sweep", type=_RATES, help="Measure at several rates, one after the other: 1,2,4,inf."),
-    click.option("--max-concurrency", type=click.IntRange(1), help="Maximum number of requests in flight; further ones wait."),
-    click.option(
-        "--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt, drawn uniformly."
-    ),
-    click.option(
-        "--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each, drawn uniformly."
-    ),
-    click.option(
-        "--prompt-type", type=click.Choice(["ids", "text"]), show_default="ids; text for chat",
-        help="Random token ids, or random words: about one token each. The server counts.",
-    ),
-    click.option(
-        "--vocab-size", type=click.IntRange(1), show_default=f"what the server says, else {_VOCAB_SIZE:,}",
-        help="Random token ids are below this.",
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths, prompts and arrival times."),
-    click.option(
-        "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that send the requests.",
-    ),
-    click.option(
-        "--num-warmups", type=click.IntRange(0), default=1, show_default=True,
-        help="Requests before the run, one after the other, which are not counted. The run starts only if they succeed.",
-    ),
-    click.option(
-        "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
-        help="A request fails if nothing arrives for this many seconds.",
-    ),
-    click.option(
-        "--goodput", multiple=True, metavar="METRIC:MS",
-        help="Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.",
-    ),
-    click.option(
-        "--metric-percentiles", type=_PERCENTILES, default="90,99", show_default=True, help="Percentiles besides the median.",
-    ),
-)
-@option_group(
-    "Output",
-    click.option("--save-detailed", is_flag=True, help="Add the values of each request to csv, json and jsonl."),
-    click.option("--picture", metavar="FILE", help="Draw latency and throughput by rate: .png or .svg. Needs matplotlib."),
-)
-@_request_options
-@output_format_option("text", "md", "csv", "json", "jsonl")
-@output_file_option
-@quiet_option
-@debug_option
+@options_of(_Options, "", title="Measurement", api_key={"envvar": ["MINIRT_API_KEY", "OPENAI_API_KEY"]})
+@filter_options
+@report_options
 @click.pass_context
 def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> None:
     """Send requests to an OpenAI-compatible server, such as `minirt serve`, and measure what its clients see.
@@ -160,10 +122,9 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     progress = progress_of(options)
 
     from minirt.bench.serve import metrics, run
-    from minirt.bench.serve.report import ServeReport, context
+    from minirt.bench.serve.report import ServeReport, context, draw
 
-    model = {"id": options["model"]} if options["model"] is not None else run.served_model(target)
-    name = model["id"]
+    name = options["model"] if options["model"] is not None else run.served_model(target)["id"]
     workload = replace(workload, fields={"model": name} | workload.fields)
     if not workload.text and options["vocab_size"] is None:
         workload = replace(workload, vocab_size=run.vocab_size(target) or workload.vocab_size)
@@ -181,17 +142,16 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
         for error, count in row["error_counts"].items():
             progress(f"{count} × {error}")
         rows.append(row)
+    backend = "openai-chat" if chat else "openai"
     shared = context(
-        command=_without_secrets(words_of(ctx)), base_url=_without_password(target.base_url),
-        backend="openai-chat" if chat else "openai", endpoint_type="openai-chat" if chat else "openai", label=None,
-        model_id=name, tokenizer_id=None, server_version=run.server_version(target), num_prompts=workload.num_prompts,
-        input_len_range=_range(workload.input_range), output_len_range=_range(workload.output_range),
-        prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=options["sampling"],
+        command=_without_secrets(words_of(ctx)), base_url=_without_password(target.base_url), backend=backend,
+        endpoint_type=backend, label=None, model_id=name, tokenizer_id=None, server_version=run.server_version(target),
+        num_prompts=workload.num_prompts, input_len_range=_range(workload.input_range),
+        output_len_range=_range(workload.output_range), prompt_type="text" if workload.text else "ids", seed=workload.seed,
+        sampling=options["sampling"],
     )  # fmt: skip
     print_report(ServeReport(shared, rows), options)
     if options["picture"] is not None:
-        from minirt.bench.serve.report import draw
-
         draw(shared, rows, Path(options["picture"]))
     failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)
     if failed:
@@ -203,6 +163,8 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
     """("ttft:200", "tpot:50,e2el:3000") → {"ttft": 200.0, "tpot": 50.0, "e2el": 3000.0}."""
     if words and not given:
         raise click.UsageError(f"got an unexpected argument ({words[0]}); limits follow --goodput")
+    from minirt.bench.serve.metrics import LIMITS
+
     limits: dict[str, float] = {}
     for word in (part for text in words for part in text.split(",")):
         name, _, value = word.strip().partition(":")
@@ -210,8 +172,8 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
             limit = float(value)
         except ValueError:
             limit = math.nan
-        if name not in _LIMITS or not 0 <= limit < math.inf or name in limits:
-            expected = "METRIC:MILLISECONDS, once for a metric, of " + ", ".join(_LIMITS)
+        if name not in LIMITS or not 0 <= limit < math.inf or name in limits:
+            expected = "METRIC:MILLISECONDS, once for a metric, of " + ", ".join(LIMITS)
             raise InputError("not a limit", where="--goodput", expected=expected, found=word)
         limits[name] = limit
     return limits
@@ -219,7 +181,7 @@ def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
 
 def _target(options: dict[str, Any]) -> "Target":
     """The server, with /v1 at the end of its URL removed if the endpoint begins with it, as the openai client writes URLs."""
-    from minirt.bench.serve.run import Target
+    from minirt.bench.serve.client import Target
 
     endpoint = options["endpoint"]
     if not endpoint.startswith("/") or not endpoint.endswith("/completions"):
@@ -248,21 +210,13 @@ def _workload(options: dict[str, Any], chat: bool) -> "Workload":
     """The workload of the options, without the name of the model."""
     from minirt.bench.serve.workload import Workload
 
-    text = chat if options["prompt_type"] is None else options["prompt_type"] == "text"
-    if chat and not text:
+    if chat and options["prompt_type"] == "ids":
         raise InputError("chat completions take no token ids", where="--prompt-type ids", expected="text")
-    fields = options["sampling"] | ({"ignore_eos": True} if options["ignore_eos"] else {})
-    if options["extra_body"] is not None:
-        try:
-            extra = json.loads(options["extra_body"])
-        except (ValueError, RecursionError):
-            extra = None
-        if not isinstance(extra, dict):
-            raise InputError("not a JSON object", where="--extra-body", found=options["extra_body"][:80])
-        fields |= extra
+    sampling = options["sampling"] | ({"ignore_eos": True} if options["ignore_eos"] else {})
     return Workload(
         num_prompts=options["num_prompts"], input_range=options["input_len_range"], output_range=options["output_len_range"],
-        seed=options["seed"], text=text, vocab_size=options["vocab_size"] or _VOCAB_SIZE, chat=chat, fields=fields,
+        seed=options["seed"], text=chat or options["prompt_type"] == "text", vocab_size=options["vocab_size"] or _VOCAB_SIZE,
+        chat=chat, fields=sampling | (options["extra_body"] or {}),
     )  # fmt: skip
 
 
@@ -285,12 +239,8 @@ def _without_password(url: str) -> str:
 
 def _without_secrets(command: list[str]) -> list[str]:
     """The command line without the values of --api-key and --header."""
-    shown, secret = [], False
+    shown, secrets = list[str](), ("--api-key", "--header")
     for word in command:
         option, equals, _ = word.partition("=")
-        if secret:
-            shown.append("…")
-        else:
-            shown.append(f"{option}=…" if equals and option in ("--api-key", "--header") else word)
-        secret = not secret and word in ("--api-key", "--header")
+        shown.append("…" if shown[-1:] and shown[-1] in secrets else f"{option}=…" if equals and option in secrets else word)
     return shown

@@ -5,36 +5,25 @@ from typing import Any
 
 import click
 
+from minirt.cli import options as shared
 from minirt.cli.files import check_target, read_file, shown_name
-from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    chat_options,
-    load_options,
-    model_name,
-    open_generator,
-    require_chat,
-    speculative_options,
-    to_load_options,
-)
+from minirt.cli.help import command
 from minirt.cli.report import print_report, progress_of, report_options, words_of
+from minirt.cli.settings import COUNT, options_of
+from minirt.settings import setting
+
+
+class _Options:
+    prompts: str = setting("Requests as of minirt generate --prompts; - is stdin.", metavar="FILE", group="Prompts")
+    repeats: int = setting("Measured runs of each request.", 1, kind=COUNT)
+    max_tokens: int = setting("New tokens of each, at most.", 128, kind=COUNT, group="Sampling")
 
 
 @command(short_help="Time requests with drafts and without.")
-@option_group(
-    "Prompts",
-    click.option("--prompts", required=True, metavar="FILE", help="Requests as of minirt generate --prompts; - is stdin."),
-    chat_options,
-)
-@option_group(
-    "Measurement",
-    click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Measured runs of each request."),
-    load_options,
-    speculative_options,
-)
-@option_group(
-    "Sampling",
-    click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each, at most."),
-)
+@options_of(_Options, "", title="Measurement", prompts={"required": True})
+@shared.chat_options
+@shared.load_options
+@shared.speculative_options
 @report_options
 @click.pass_context
 def speculate(
@@ -47,7 +36,7 @@ def speculate(
     loaded twice, with drafts and then without, so only one copy is in memory at a time. "drafts s" and "plain s" are from the
     call to the last token.
     """
-    require_chat(chat, system, None)
+    shared.require_chat(chat, system, None)
     check_target(options["output_file"], "--output-file")
     from minirt.bench.report import Report, context
     from minirt.bench.speculate import rows, run
@@ -57,19 +46,19 @@ def speculate(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0)
     lines = read_prompt_lines(read_file(prompts, "--prompts"), shown_name(prompts), params)
-    name = model_name(options, options["quiet"])
-    load = to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
+    name = shared.model_name(options, options["quiet"])
+    load = shared.to_load_options(options, name, prefix_cache=False)  # repeats would measure the cache
     load = load if load.speculative else replace(load, speculative=SpeculativeOptions())
     progress, quiet = progress_of(options), options["quiet"]
-    with open_generator(load, quiet) as generator:
+    with shared.open_generator(load, quiet) as generator:
         requests = [
             (f"line {line.line}" if line.id is None else str(line.id), line.encode(generator, chat, system), line.params)
             for line in lines
         ]
         drafts = run(generator, requests, repeats, progress)
         unchecked = {"checked": False, "why": "texts are compared with those without drafts, nothing with the eager layers"}
-        shared = context("speculate", generator, name=name, command=words_of(ctx), correctness=unchecked, ceiling=None)
-        shared["speculative"] = vars(generator.speculative)
-    with open_generator(replace(load, speculative=None), quiet) as generator:
+        about = context("speculate", generator, name=name, command=words_of(ctx), correctness=unchecked, ceiling=None)
+        about["speculative"] = vars(generator.speculative)
+    with shared.open_generator(replace(load, speculative=None), quiet) as generator:
         plain = run(generator, requests, repeats, progress)
-    print_report(Report(shared, rows(requests, drafts, plain)), options)
+    print_report(Report(about, rows(requests, drafts, plain)), options)

@@ -11,9 +11,12 @@ import click
 
 from minirt.cli import options as shared
 from minirt.cli.files import check_picture, read_text
-from minirt.cli.help import command, option_group
-from minirt.cli.output import emit, note
+from minirt.cli.help import command
+from minirt.cli.output import emit
+from minirt.cli.report import progress_of, words_of
+from minirt.cli.settings import COUNT, options_of
 from minirt.errors import NumericsError
+from minirt.settings import setting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,34 +26,29 @@ if TYPE_CHECKING:
 
 _GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
 _CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpreter, one layer takes seconds
-_length = click.IntRange(1)
-_options = option_group(
-    "Measurement",
-    shared.model_options,
-    shared.random_weights_option,
-    shared.kv_cache_dtype_option,
-    click.option("--layer", metavar="NAME", help="Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'."),
-    click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
-    click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
-    click.option("--batch-size", "-b", type=_length, default=1, show_default=True, help="Sequences of the decode step."),
-    click.option(
-        "--context-len", "-c", type=_length,
-        help="Tokens of each sequence, including the new one. Default: 128; on a CPU 24.",
-    ),
-    click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: a built-in text."),
-    click.option(
-        "--num-tokens", "-n", type=_length,
-        help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
-    ),
-    option_group("Output", click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg.")),
-    shared.report_format_option,
-    shared.quiet_option,
-    shared.debug_option,
-)
+
+
+class _Options:
+    layer: str | None = setting("Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'.", metavar="NAME")
+    everything: bool = setting("Compare all layers, then the whole model. This is the default.", False, option="--all")
+    prompt_len: int | None = setting("Tokens of the prefill step. Default: 512; on a CPU 32.", kind=COUNT)
+    batch_size: int = setting("Sequences of the decode step.", 1, option="--batch-size -b", kind=COUNT)
+    context_len: int | None = setting(
+        "Tokens of each sequence, including the new one. Default: 128; on a CPU 24.", option="--context-len -c", kind=COUNT)
+    text: str | None = setting("UTF-8 text to take tokens from; - is stdin. Default: a built-in text.", metavar="FILE")
+    num_tokens: int | None = setting(
+        "Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.", option="--num-tokens -n", kind=COUNT)
+    picture: str | None = setting("Draw error and time of each layer: .png or .svg.", metavar="FILE", group="Output")
 
 
 @command(short_help="Compare Triton with eager layers: errors and times.")
-@_options
+@shared.model_options
+@shared.random_weights_option
+@shared.kv_cache_dtype_option
+@options_of(_Options, "", title="Measurement")
+@shared.report_format_option
+@shared.quiet_option
+@shared.debug_option
 @click.pass_context
 def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:
     """Compare each layer's Triton implementation with its eager one: errors, times, and share of the limit.
@@ -81,28 +79,27 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     shared.set_up_triton(cuda, options["dtype"])
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.compare import compare as benchmark
-    from minirt.bench.compare.report import NO_SPEED, report
+    from minirt.bench.compare.report import NO_SPEED, draw, report
     from minirt.bench.report import context
 
-    if not (cuda or quiet):
-        note(f"{NO_SPEED}; one layer takes seconds.")
+    progress = progress_of(options)
+    if not cuda:
+        progress(f"{NO_SPEED}; one layer takes seconds.")
     ceiling = read_ceiling(device) if cuda else None
     with _open(options) as generator:
         shape = _shape(options, layer, cuda, generator.model.max_model_len)
         tokens = _tokens(generator, text, shape)
         model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
         result = benchmark.run(
-            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling,
-            progress=(lambda text: None) if quiet else note,
+            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling, progress=progress
         )  # fmt: skip
         correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
-        command = ["minirt", *(ctx.find_root().obj or [])]
-        about = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
+        about = context(
+            "compare", generator, name=options["model"], command=words_of(ctx), correctness=correctness, ceiling=ceiling
+        )  # fmt: skip
     printed = report(about, result, cuda)
     emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
-        from minirt.bench.compare.report import draw
-
         draw(printed.context, printed.results, Path(picture))
     if result.faults:
         others = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
@@ -131,8 +128,8 @@ def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[in
         rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
         return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
     if text is None:
-        from minirt.bench.compare.default_text import TEXT
+        from minirt.bench.compare.compare import DEFAULT_TEXT
 
-        text = TEXT
+        text = DEFAULT_TEXT.read_text(encoding="utf-8")
     shared.require_tokenizer(generator, "--text")
     return generator.encode(text)

@@ -8,12 +8,22 @@ import click
 from minirt.cli.help import option_group
 from minirt.cli.options import debug_option, output_file_option, quiet_option, report_format_option
 from minirt.cli.output import emit, note
+from minirt.cli.settings import option_of, options_of
+from minirt.loading.options import LoadOptions
+from minirt.settings import setting
 
 if TYPE_CHECKING:
     import torch
 
     from minirt.bench.report import Report
 
+
+
+class _Dtype:
+    dtype: str | None = setting("bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
+
+
+kernel_options = option_group(None, options_of(_Dtype, "", title="Model"), option_of(LoadOptions, "device", "Model"))
 report_options = option_group(None, report_format_option, output_file_option, quiet_option, debug_option)
 
 

@@ -94,6 +94,7 @@ class Choice(click.Choice):
         return self._choices() if callable(self._choices) else self._choices
 
 
+COUNT = click.IntRange(1)
 _KINDS: dict[str, type[click.ParamType]] = {"size": Size, "tokens": TokenCount}
 
 
@@ -122,6 +123,8 @@ def _option(record: Setting, title: str, **changes: Any) -> Callable:
         facts |= {"default": record.default, "show_default": bool(record.default)}
     elif isinstance(record.default, bool):
         facts["is_flag"], spellings = True, record.options
+    elif isinstance(record.kind, click.ParamType):
+        facts["type"] = record.kind
     elif isinstance(record.kind, tuple) or callable(record.kind):
         facts["type"] = Choice(record.kind)
     elif record.kind in _KINDS:
@@ -137,6 +140,7 @@ def _option(record: Setting, title: str, **changes: Any) -> Callable:
         help_text = f"{help_text.removesuffix('.')} (repeatable)."
     elif record.default not in (None, "", ()) and not isinstance(record.default, bool):
         facts |= {"default": record.default, "show_default": True}
+    facts |= {"show_default": record.shown} if record.shown else {}
     dest = f"no_{record.name}" if record.default is True and "/" not in spellings[0] else record.name
     parts = [click.option(*spellings, dest, **facts | {"help": help_text} | changes)]
     for spelling, value in record.short.items():

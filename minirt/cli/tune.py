@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.help import command, option_group
-from minirt.cli.options import (
-    NUMBERS,
-    model_name,
-    model_options,
-    quantization,
-    require_triton,
-    to_load_options,
-)
+from minirt.cli.help import command
+from minirt.cli.options import NUMBERS, model_name, model_options, quantization, require_triton, to_load_options
 from minirt.cli.output import json_line, write
 from minirt.cli.report import print_report, progress_of, report_options, words_of
+from minirt.cli.settings import options_of
 from minirt.errors import DeviceError, InputError
+from minirt.settings import setting
 
 if TYPE_CHECKING:
     import torch
@@ -34,25 +29,21 @@ if TYPE_CHECKING:
 _PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have a cache of their own
 
 
+class _Options:
+    tokens: Any = setting(
+        "Tokens of the steps to tune for; other sizes in the same buckets use the results, too.", "1,8,32,64,128,256,512,2048",
+        option="--tokens -t", kind=NUMBERS,
+    )  # fmt: skip
+    kernel: str | None = setting("Tune only this kernel family. Default: all.")
+    no_steps: bool = setting(
+        "Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps may "
+        "become slower.", False)
+    show: bool = setting("List the stored configurations, also without a GPU; measure nothing.", False, group="Output")
+
+
 @command(short_help="Fit launch configurations of kernels to this GPU.")
 @model_options
-@option_group(
-    "Measurement",
-    click.option(
-        "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
-        help="Tokens of the steps to tune for; other sizes in the same buckets use the results, too.",
-    ),
-    click.option("--kernel", help="Tune only this kernel family. Default: all."),
-    click.option(
-        "--no-steps", is_flag=True,
-        help="Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps "
-        "may become slower.",
-    ),
-)
-@option_group(
-    "Output",
-    click.option("--show", is_flag=True, help="List the stored configurations, also without a GPU; measure nothing."),
-)
+@options_of(_Options, "", title="Measurement")
 @report_options
 @click.pass_context
 def tune(

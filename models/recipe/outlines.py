@@ -185,9 +185,8 @@ def _values(rng: random.Random) -> dict[str, str]:
     pick("place", "inplace", of="places")
     pick("food", "food0", of="foods")
     pick("needy", "stuck", "wrong", of="troubles")
-    for name in ("home", "land", "weather", "mood", "fear", "skill", "fragile", "plant", "sound"):
-        pick(name, of=name)
-    for name in ("wish", "magic", "gift", "show"):
+    single = "home", "land", "weather", "mood", "fear", "skill", "fragile", "plant", "sound", "wish", "magic", "gift", "show"
+    for name in single:
         pick(name, of=name)
     v["toy"] = f"{v['color']} {rng.choice(words()['toys'])}"
     v["ehim"] = PRONOUNS[v["ehe"]][1]

@@ -141,8 +141,7 @@ def main() -> None:
     parser.add_argument("--kv-memory", type=int, default=8, help="GiB of KV cache for each process")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    runs = [int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")]
-    run = max(runs, default=-1) + 1
+    run = 1 + max((int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")), default=-1)
     context = multiprocessing.get_context("spawn")
     processes, events = [], []  # an event must stay referenced until its process has started
     for process in range(options.processes):

@@ -10,14 +10,14 @@ import json
 import math
 import random
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import clean
 import numpy as np
 import torch
 import torch.nn.functional as F
-from network import Qwen2, Shape
+from huggingface_hub import save_torch_state_dict
+from network import CONTEXT, SIZES, qwen2
 from torch import Tensor
 
 END, END_ID = "<|endoftext|>", 0
@@ -46,7 +46,7 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False, "model_max_length": Shape.max_position_embeddings,
+        "clean_up_tokenization_spaces": False, "model_max_length": CONTEXT,
     }  # fmt: skip
     write_json(folder / "tokenizer_config.json", settings)
     return tokenizer.get_vocab_size()
@@ -58,7 +58,7 @@ def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer.encode_batch(texts)]
-    return [row for row in ids if len(row) <= Shape.max_position_embeddings]
+    return [row for row in ids if len(row) <= CONTEXT]
 
 
 def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.ndarray:
@@ -67,7 +67,7 @@ def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.
     With `fill`, a row ends with the beginning of the story that did not fit, and the next row starts with that story. Without, it
     ends with -1. Attention reaches a row's earlier stories, as it does in a held-out text of many stories.
     """
-    width = Shape.max_position_embeddings + 1
+    width = CONTEXT + 1
     rows, parts, room = [], [], width
 
     def close(rest: np.ndarray) -> None:
@@ -86,7 +86,7 @@ def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.
 def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
     """Mean loss in nats over the tokens of `rows` [B, T + 1] int64, except each row's first. Negative tokens are ignored."""
     targets = rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORE)
-    logits = model(rows[:, :-1].clamp(min=0))
+    logits = model(rows[:, :-1].clamp(min=0), use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 
 
@@ -124,15 +124,6 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
-    """Write tensors in a safetensors file. Returns their part of the index's `weight_map`."""
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)
-    return dict.fromkeys(tensors, path.name)
-
-
 def stored(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a module's checkpoint, in bf16."""
     return {f"{prefix}{n}": t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in module.state_dict().items()}
@@ -150,7 +141,7 @@ def padded(rows: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def fit(
-    model: Qwen2, stories: list[np.ndarray], validation: list[np.ndarray], epochs: float, minutes: float,
+    model: torch.nn.Module, stories: list[np.ndarray], validation: list[np.ndarray], epochs: float, minutes: float,
     options: argparse.Namespace,
 ) -> dict:  # fmt: skip
     """Train for `epochs` or `minutes`, whichever ends first. Returns steps, epochs, tokens/s and the loss curve.
@@ -198,32 +189,25 @@ def fit(
             if device != "cpu":
                 torch.cuda.synchronize()
             started = time.perf_counter()
-    tokens_per_s = step * options.rows * Shape.max_position_embeddings / elapsed
+    tokens_per_s = step * options.rows * CONTEXT / elapsed
     return {"steps": step, "epochs": step / steps_per_epoch, "tokens/s": tokens_per_s, "curve": curve}
 
 
-def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
+def write_model(model: torch.nn.Module, folder: Path) -> None:
     """Write config.json, generation_config.json, and the weights as bf16 in two safetensors files with an index."""
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **asdict(shape)}
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config |= {name: getattr(model.config, name, value) for name, value in SIZES.items()}  # transformers 5 has no rope_theta
     config |= {
         "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02,
         "use_sliding_window": False, "use_cache": True, "torch_dtype": "bfloat16", "eos_token_id": END_ID,
     }  # fmt: skip
     write_json(folder / "config.json", config)
-    generation: dict = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 300}
-    generation |= {"eos_token_id": END_ID, "pad_token_id": END_ID}
-    write_json(folder / "generation_config.json", generation)
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 300}
+    write_json(folder / "generation_config.json", sampling | {"eos_token_id": END_ID, "pad_token_id": END_ID})
     tensors = stored(model)
-    total = sum(t.nbytes for t in tensors.values())
-    shards: list[dict[str, Tensor]] = [{}, {}]
-    size = 0
-    for name, tensor in tensors.items():
-        shards[2 * size >= total][name] = tensor
-        size += tensor.nbytes
-    index: dict = {"metadata": {"total_size": total}, "weight_map": {}}
-    for number, shard in enumerate(shards, 1):
-        index["weight_map"] |= write_tensors(shard, folder / f"model-{number:05d}-of-00002.safetensors")
-    write_json(folder / "model.safetensors.index.json", index)
+    save_torch_state_dict(tensors, folder, max_shard_size=sum(t.nbytes for t in tensors.values()) * 7 // 10)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
 
 
 def main() -> None:
@@ -251,33 +235,29 @@ def main() -> None:
     # A tokenizer reads the written-out end token as one token, so each story of the held-out text keeps its end.
     (options.out / "heldout.txt").write_text("".join(text + END for text in held), encoding="utf-8")
     share = sum(r["written"] for r in raw) / sum(len(r["text"].split()) for r in raw)
-    shape = Shape(vocab_size=train_tokenizer(training, Shape.vocab_size, folder))
+    vocab_size = train_tokenizer(training, SIZES["vocab_size"], folder)
     ids, checked = encode(folder, training), encode(folder, validation)
     average = sum(map(len, ids)) / len(ids)
     print(f"{sum(map(len, ids)):,} tokens, {average:.0f} a story; {time.perf_counter() - begun:.0f} s", flush=True)
 
     torch.set_float32_matmul_precision("high")
-    results, best = [], None
+    results, losses = list[dict](), list[float]()
     for epochs in options.epochs:
         torch.manual_seed(SEED)
-        model = Qwen2(shape).to(options.device)
+        model = qwen2(vocab_size=vocab_size).to(options.device)
         minutes = options.minutes * epochs / sum(options.epochs)
         results.append(fit(model, ids, checked, epochs, minutes, options))
-        if best is None or _last(results[-1]) < _last(best):
-            best = results[-1]
-            write_model(model, shape, folder)
+        losses.append(results[-1]["curve"][-1]["validation"])
+        if losses[-1] < min(losses[:-1], default=math.inf):
+            write_model(model, folder)
     record = about(model, options.device) | {
         "stories": {"raw": len(raw), "written share": share, "dropped": dropped, "training": len(training)},
-        "tokens an epoch": sum(map(len, ids)), "rows a step": options.rows, "chosen": results.index(best), "runs": results,
+        "tokens an epoch": sum(map(len, ids)), "rows a step": options.rows, "chosen": losses.index(min(losses)), "runs": results,
     }  # fmt: skip
     write_json(options.out / "curve.json", record)
-    for result in results:
-        print(f"{result['epochs']:.1f} epochs: {_last(result):.4f} nats, {result['tokens/s']:,.0f} tokens/s", flush=True)
+    for result, loss in zip(results, losses, strict=True):
+        print(f"{result['epochs']:.1f} epochs: {loss:.4f} nats, {result['tokens/s']:,.0f} tokens/s", flush=True)
     print(f"{time.perf_counter() - begun:.0f} s in all", flush=True)
-
-
-def _last(result: dict) -> float:
-    return result["curve"][-1]["validation"]
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ import argparse
 import json
 import random
 import time
-from dataclasses import replace
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 
 import outlines
 import torch
 import torch.nn.functional as F
-from network import Block, Norm, Qwen2, Shape, initialize
+from network import initialize, project, rotation, states_of
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from train import SEED, about, make_optimizer, set_rate, stored, write_json, write_tensors
+from train import SEED, about, make_optimizer, set_rate, stored, write_json
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 FILE = "model-mtp.safetensors"
 DRAFTS, WEIGHTS = 3, (1.0, 0.8, 0.6)  # drafts in a row, and the weights of their losses
@@ -31,14 +34,17 @@ PROMPT, LENGTH, STORY = 24, 505, 201
 class MTP(nn.Module):
     """One block on fc([norm_embedding(embedding of the next token) | norm_hidden(state)]), with Qwen3.5's names."""
 
-    def __init__(self, shape: Shape, intermediate: int) -> None:
+    def __init__(self, config: Qwen2Config, intermediate: int) -> None:
         super().__init__()
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = Norm(shape), Norm(shape), Norm(shape)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Block(replace(shape, intermediate_size=intermediate))])
+        norms = (Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        config = copy(config)
+        config.intermediate_size = intermediate
+        self.layers = nn.ModuleList([Qwen2DecoderLayer(config, 0)])
         initialize(self, 1)
 
-    def forward(self, model: Qwen2, tokens: Tensor, states: Tensor, drafts: int = DRAFTS) -> list[Tensor]:
+    def forward(self, model: Qwen2ForCausalLM, tokens: Tensor, states: Tensor, drafts: int = DRAFTS) -> list[Tensor]:
         """The logits [B, T − 1, V] of each draft in a row. Row p of each is a draft of the token at p + 2.
 
         Draft s in row p rests on the states up to p − s + 1, and on the rows of drafts 1 to s − 1 after them. The tokens of
@@ -48,13 +54,13 @@ class MTP(nn.Module):
             tokens: [B, T]. `states`: [B, T, H], the model's, after its final norm.
         """
         (block,), count = self.layers, tokens.shape[1] - 1
-        cos, sin = model.cos[:count], model.sin[:count]
-        token, hidden = self.pre_fc_norm_embedding(model.model["embed_tokens"](tokens[:, 1:])), states[:, :-1]
+        cos, sin = rotation(model, count)
+        token, hidden = self.pre_fc_norm_embedding(model.model.embed_tokens(tokens[:, 1:])), states[:, :-1]
         behind = torch.arange(count, device=tokens.device)[:, None] - torch.arange(count, device=tokens.device)  # row − column
         keys, values, logits = [], [], []
         for draft in range(drafts):
             x = self.fc(torch.cat((token, self.pre_fc_norm_hidden(hidden)), -1))
-            q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
+            q, k, v = project(block.self_attn, block.input_layernorm(x), cos, sin)
             keys, values = [*keys, k], [*values, v]
             mask = torch.cat([behind >= draft, *(behind == draft - s for s in range(1, draft + 1))], 1)
             k, v = (torch.cat(parts, 2).expand(-1, q.shape[1], -1, -1) for parts in (keys, values))
@@ -64,19 +70,6 @@ class MTP(nn.Module):
             logits.append(model.lm_head(x))
             hidden = F.pad(x[:, :-1], (0, 0, 1, 0))
         return logits
-
-
-def load(folder: Path, device: str) -> tuple[Qwen2, Shape]:
-    """The model of a folder, frozen, in fp32."""
-    from safetensors.torch import load_file
-
-    config, weights = json.loads((folder / "config.json").read_text()), {}
-    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
-    model = Qwen2(shape)
-    for path in sorted(folder.glob("model-*-of-*.safetensors")):
-        weights |= load_file(path)
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    return model.requires_grad_(False).to(device), shape
 
 
 def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
@@ -94,43 +87,44 @@ def prompts(folder: Path, count: int, rng: random.Random) -> list[list[int]]:
 
 
 @torch.no_grad()
-def write_texts(model: Qwen2, starts: list[list[int]], temperatures: Tensor, length: int) -> Tensor:
+def write_texts(model: Qwen2ForCausalLM, starts: list[list[int]], temperatures: Tensor, length: int) -> Tensor:
     """Texts [B, length] of the model, one story after the other. `temperatures`: [B], 0: greedy."""
-    device, count, blocks = model.cos.device, len(starts), model.model["layers"]
+    device, count, blocks = model.device, len(starts), model.model.layers
     tokens = torch.full((count, length), -1, device=device)
     for row, start in zip(tokens, starts, strict=True):
         row[: len(start)] = torch.tensor(start)
-    cache = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.dim, device=device)
+    cache = torch.empty(len(blocks), 2, count, 1, length, blocks[0].self_attn.head_dim, device=device)
     scale, noisy = temperatures.where(temperatures > 0, 1)[:, None], (temperatures > 0)[:, None]
+    rotations = rotation(model, length)
     for place in range(length - 1):
-        cos, sin = (table[place : place + 1] for table in (model.cos, model.sin))
-        x = model.model["embed_tokens"](tokens[:, place : place + 1])
+        cos, sin = (table[:, place : place + 1] for table in rotations)
+        x = model.model.embed_tokens(tokens[:, place : place + 1])
         for block, (keys, values) in zip(blocks, cache, strict=True):
-            q, k, v = block.self_attn.project(block.input_layernorm(x), cos, sin)
+            q, k, v = project(block.self_attn, block.input_layernorm(x), cos, sin)
             keys[:, :, place : place + 1], values[:, :, place : place + 1] = k, v
             # All query heads share the keys and see all of them, so they are rows of one head.
             seen = (kept[:, :, : place + 1] for kept in (keys, values))
             out = F.scaled_dot_product_attention(q.transpose(1, 2), *seen)
             x = x + block.self_attn.o_proj(out.flatten(2))
             x = x + block.mlp(block.post_attention_layernorm(x))
-        logits = model.lm_head(model.model["norm"](x))[:, 0]
+        logits = model.lm_head(model.model.norm(x))[:, 0]
         noise = torch.empty_like(logits).exponential_().log() * noisy
         following = tokens[:, place + 1]
         following.copy_(following.where(following >= 0, (logits / scale - noise).argmax(1)))
     return tokens
 
 
-def training_texts(model: Qwen2, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
+def training_texts(model: Qwen2ForCausalLM, folder: Path, count: int, batch: int, seconds: float) -> Tensor:
     """`count` texts [N, LENGTH], or fewer after `seconds`; always a batch."""
     rng, batches, begun = random.Random(SEED), [], time.perf_counter()
-    temperatures = torch.tensor(TEMPERATURES, device=model.cos.device)
+    temperatures = torch.tensor(TEMPERATURES, device=model.device)
     temperatures = temperatures.repeat(-(-batch // len(TEMPERATURES)))[:batch]
     while not batches or (len(batches) * batch < count and time.perf_counter() - begun < seconds):
         batches.append(write_texts(model, prompts(folder, batch, rng), temperatures, LENGTH))
     return torch.cat(batches)
 
 
-def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+def run(mtp: nn.Module, model: Qwen2ForCausalLM, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
     """The logits [B, T − s, V] of draft s for texts [B, T], and those of the model [B, T − 1, V] for the same tokens.
 
     The first s − 1 rows of draft s, which have no earlier draft, are left out. bf16 products on a GPU; on a CPU, these would be
@@ -138,7 +132,7 @@ def run(mtp: nn.Module, model: Qwen2, tokens: Tensor) -> tuple[list[Tensor], Ten
     """
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         with torch.no_grad():
-            states = model.states(tokens)
+            states = states_of(model, tokens)
             wanted = model.lm_head(states[:, 1:])
         logits = mtp(model, tokens, states)
     return [row[:, draft:].float() for draft, row in enumerate(logits)], wanted.float()
@@ -154,7 +148,7 @@ def divergences(logits: list[Tensor], wanted: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def evaluate(mtp: nn.Module, model: Qwen2, texts: Tensor, size: int) -> dict:
+def evaluate(mtp: nn.Module, model: Qwen2ForCausalLM, texts: Tensor, size: int) -> dict:
     """Of drafts for texts [N, T]: agreement, overlap, and the tokens of a step that verifies all.
 
     Agreement: how often draft s is the model's most probable token where drafts 1 to s − 1 are. Overlap: Σ min(p, q), how often a
@@ -179,7 +173,7 @@ def evaluate(mtp: nn.Module, model: Qwen2, texts: Tensor, size: int) -> dict:
     }  # fmt: skip
 
 
-def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> dict:
+def fit(mtp: MTP, model: Qwen2ForCausalLM, texts: Tensor, options: argparse.Namespace) -> dict:
     """Train for `options.seconds`; the learning rate falls with the time. Returns steps, epochs and the last losses."""
     optimizer = make_optimizer(mtp, options.device)
     shuffling, order = torch.Generator().manual_seed(SEED), torch.empty(0, dtype=torch.int64)
@@ -201,13 +195,15 @@ def fit(mtp: MTP, model: Qwen2, texts: Tensor, options: argparse.Namespace) -> d
     return {"steps": step, "epochs": step * options.rows / len(texts), "loss": [loss.item() for loss in losses]}
 
 
-def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
+def write(mtp: MTP, model: Qwen2ForCausalLM, folder: Path) -> None:
     """Write the tensors as bf16, and state them in the model's index and config.json."""
     tensors = stored(mtp, "mtp.")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     names = {name: file for name, file in index["weight_map"].items() if file != FILE}
-    index["weight_map"] = names | write_tensors(tensors, folder / FILE)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    (folder / FILE).chmod(0o644)
+    index["weight_map"] = names | dict.fromkeys(tensors, FILE)
     index["metadata"]["total_size"] = 2 * sum(t.numel() for t in (*model.state_dict().values(), *tensors.values()))
     write_json(path, index)
     path = folder / "config.json"
@@ -215,11 +211,11 @@ def write(mtp: MTP, model: Qwen2, folder: Path) -> None:
     write_json(path, json.loads(path.read_text()) | sizes)
 
 
-def held_out(model: Qwen2, folder: Path, count: int) -> dict[str, Tensor]:
+def held_out(model: Qwen2ForCausalLM, folder: Path, count: int) -> dict[str, Tensor]:
     """Texts that no training saw: `count` beginnings of stories by the model, and windows of heldout.txt."""
     from tokenizers import Tokenizer
 
-    device, starts = model.cos.device, prompts(folder, count, random.Random(SEED + 1))
+    device, starts = model.device, prompts(folder, count, random.Random(SEED + 1))
     text = (Path(__file__).parent / "heldout.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     windows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
@@ -245,10 +241,10 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     begun = time.perf_counter()
-    model, shape = load(options.model, options.device)
+    model = Qwen2ForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(False).to(options.device)
     texts = training_texts(model, options.model, options.texts, options.batch, options.seconds / 3)
     print(f"{len(texts)} texts, {texts.numel():,} tokens; {time.perf_counter() - begun:.0f} s", flush=True)
-    mtp = MTP(shape, options.intermediate).to(options.device)
+    mtp = MTP(model.config, options.intermediate).to(options.device)
     record = about(mtp, options.device) | {"intermediate": options.intermediate, "tokens": texts.numel()}
     record["training"] = fit(mtp, model, texts, options)
     write(mtp, model, options.model)

@@ -70,9 +70,12 @@ def test_the_blocks_are_those_of_the_stored_results(page):
     text = page.read_text()
     assert tables.render(text) == text, "run `python bench/tools/tables.py`"
     assert re.findall("<!-- end of (.*) -->", text) == re.findall("<!-- (?!end of )(.*) -->", text)
-    names = [name for name, block in tables.BLOCKS.items() if block.page == page]
-    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(names)
-    for name in names:
+    made, final = ([name for name, block in blocks.items() if block.page == page] for blocks in (tables.BLOCKS, tables.FINAL))
+    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(made + final)
+    for name in final:
+        content = re.search(f"<!-- {name} -->\n(.*?)<!-- end of", text, flags=re.DOTALL)[1]
+        assert tables.digest(tables.FINAL[name].sources, content) == tables.FINAL[name].digest, f"{name} or its results changed"
+    for name in made:
         made = tables.block(name)
         assert f"<!-- {name} -->\n{made}\n<!-- end of {name} -->" in text if made else True
 
@@ -80,10 +83,11 @@ def test_the_blocks_are_those_of_the_stored_results(page):
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
 def test_another_figure_is_found(page):
     text = page.read_text()
-    first = re.search(r"<!-- (\S+) -->\n(.*?)<!-- end of", text, flags=re.DOTALL)
-    digit = first.start(2) + re.search(r"\d", first[2]).start()
-    changed = text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :]
-    assert tables.render(changed) == text
+    for name in (name for name, block in tables.BLOCKS.items() if block.page == page):
+        first = re.search(f"<!-- {name} -->\n(.*?)<!-- end of", text, flags=re.DOTALL)
+        digit = first.start(1) + re.search(r"\d", first[1]).start()
+        changed = text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :]
+        assert tables.render(changed) == text
 
 
 def test_pages_of_benchmarks_say_what_made_them():
@@ -118,7 +122,7 @@ def test_no_measurement_is_typed_elsewhere(page):
 
 
 def test_all_that_is_stored_or_collected_is_shown():
-    sources = [source for block in tables.BLOCKS.values() for source in block.sources]
+    sources = [source for block in (*tables.BLOCKS.values(), *tables.FINAL.values()) for source in block.sources]
     stored = [file.stem for file in RESULTS.glob("h[0-9]*")]
     assert [name for name in stored if not any(fnmatchcase(name, source) for source in sources)] == []
     of_any = {name: [f"{gpu}-{name}" for gpu in results.GPUS] for name in collect.RUNS}
@@ -303,7 +307,7 @@ def test_four_bits_of_a_file_are_computed_as_stored():
 @pytest.mark.parametrize("name", tables.drawable())
 def test_the_pictures_are_of_the_stored_results(name):
     text = (RESULTS / f"{name}.svg").read_text()
-    assert tables.digest(name) in text, "run `python bench/tools/tables.py`"
+    assert f"results {tables.digest(tables.PICTURES[name].sources)}" in text, "run `python bench/tools/tables.py`"
     assert f"bench/results/{name}.svg)" in tables.PICTURES[name].page.read_text()
 
 
@@ -311,5 +315,5 @@ def test_the_pictures_are_of_the_stored_results(name):
 def test_the_pictures_can_be_drawn(name, tmp_path):
     tables.picture(name, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert tables.digest(name) in text
+    assert f"results {tables.digest(tables.PICTURES[name].sources)}" in text
     assert load(tables.PICTURES[name].sources[0])["commit"] in text or "<use" in text  # words are drawn as shapes

@@ -101,7 +101,7 @@ def test_packing(recipe):
     """Every row begins with a whole story, and every story appears whole."""
     import numpy as np
 
-    width = recipe.network.Shape.max_position_embeddings + 1
+    width = recipe.network.CONTEXT + 1
     rng = np.random.default_rng(0)
     stories = [np.append(np.full(n, i + 1, np.int16), 0).astype(np.int16) for i, n in enumerate(rng.integers(5, 400, 40))]
     order = rng.permutation(40)
@@ -129,21 +129,18 @@ def test_the_network_is_qwen2(recipe, tmp_path):
     """On the written checkpoint, logits equal those of transformers and minirt. Biases and norms are not trivial."""
     import transformers
 
-    shape = recipe.network.Shape(
-        vocab_size=300, hidden_size=56, num_hidden_layers=2, intermediate_size=64, num_attention_heads=7
-    )
     torch.manual_seed(0)
-    model = recipe.network.Qwen2(shape)
+    model = recipe.network.qwen2(vocab_size=300, hidden_size=56, num_hidden_layers=2, intermediate_size=64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
             parameter.copy_(parameter.to(torch.bfloat16))
-    recipe.train.write_model(model, shape, tmp_path)
+    recipe.train.write_model(model, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"} < names
     tokens = torch.randint(0, 300, (1, 77))
     with torch.no_grad():
-        ours = model(tokens)[0]
+        ours = model(tokens).logits[0]
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(tokens).logits[0]
     assert (ours - theirs).norm() < 1e-4 * theirs.norm()
     with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22, check_weights=True) as generator:
@@ -177,16 +174,16 @@ def test_the_tokenizer(recipe, tmp_path):
 @pytest.fixture
 def tiny(recipe, tmp_path):
     """A tiny model and draft layers, with biases and norms that are not trivial, written to `tmp_path` in fp32 values of bf16."""
-    shape = recipe.network.Shape(
+    torch.manual_seed(1)
+    model = recipe.network.qwen2(
         vocab_size=97, hidden_size=56, num_hidden_layers=2, intermediate_size=64, max_position_embeddings=160
     )
-    torch.manual_seed(1)
-    model, mtp = recipe.network.Qwen2(shape), recipe.train_mtp.MTP(shape, 24)
+    mtp = recipe.train_mtp.MTP(model.config, 24)
     with torch.no_grad():
         for module in (model, mtp):
             for name, parameter in module.named_parameters():
                 parameter.copy_((torch.randn_like(parameter) * 0.2 + ("norm" in name)).to(torch.bfloat16))
-    recipe.train.write_model(model, shape, tmp_path)
+    recipe.train.write_model(model, tmp_path)
     recipe.train_mtp.write(mtp, model, tmp_path)
     return model, mtp, tmp_path
 
@@ -197,8 +194,8 @@ def test_the_draft_layers_are_trained_on_what_they_get_at_inference(recipe, tiny
     Catches halves of `fc` that are exchanged, states of another position, further drafts that see rows of the first one which do
     not exist yet, and an MLP of the decoder's size.
     """
-    model, mtp, folder = tiny
-    model = recipe.train_mtp.load(folder, "cpu")[0]
+    _, mtp, folder = tiny
+    model = recipe.train_mtp.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = SpeculativeOptions(method="mtp", adaptive=False)
     texts = [[5, 6, 7], [(7 * i * i + 3) % 96 + 1 for i in range(70)]]
     with Generator.from_pretrained(
@@ -212,7 +209,7 @@ def test_the_draft_layers_are_trained_on_what_they_get_at_inference(recipe, tiny
         text, own = next((text, own) for text, own in zip(texts, done, strict=True) if len(text) == length)
         tokens = torch.tensor([[*text, *own.token_ids][: cached + 1] + drafts])
         with torch.no_grad():
-            logits = mtp(model, tokens, model.states(tokens))
+            logits = mtp(model, tokens, recipe.network.states_of(model, tokens))
         for number, draft in enumerate(drafts):
             row = logits[number][0, cached - 1 + number]
             assert row[draft] >= row.max() - 1e-4

@@ -20,7 +20,6 @@ from support.cli import refused
 from minirt import Generator
 from minirt.bench import bounds, picture
 from minirt.bench.compare import compare
-from minirt.bench.compare import default_text as compare_text
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare import report as compare_report
 from minirt.bench.compare.model import compare_text as over_text
@@ -419,7 +418,7 @@ def test_a_text_that_is_too_short(model):
 
 def test_the_text_of_its_own_is_long_enough():
     with Generator.from_pretrained(device="cpu", kv_cache_memory=1 << 24) as generator:
-        assert len(generator.encode(compare_text.TEXT)) >= 512
+        assert len(generator.encode(compare.DEFAULT_TEXT.read_text())) >= 512
 
 
 @pytest.mark.gpu

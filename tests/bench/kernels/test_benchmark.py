@@ -18,6 +18,7 @@ from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.kernels import attention_operations, operations, report
 from minirt.bench.kernels import benchmark as bench
 from minirt.bench.kernels.operations import Form, Problem, Step
+from minirt.bench.measure import host_seconds
 from minirt.bench.report import FORMATS, machine
 from minirt.errors import InputError, MinirtError
 from minirt.kernels import norm
@@ -40,7 +41,7 @@ CONFIG = ModelConfig(
     gated_delta_net=GatedDeltaNetConfig(1, 3, 16, 32, frozenset()),
 )  # fmt: skip
 CPU = torch.device("cpu")
-once = partial(bench.measure, limits=None, clock=bench.host_clock, repeats=1, compiled=False)
+once = partial(bench.measure, limits=None, clock=host_seconds, repeats=1, compiled=False)
 
 
 def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = torch.float32, **changes) -> bench.Point:

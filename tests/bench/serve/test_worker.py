@@ -7,6 +7,7 @@ import time
 from support.fake_server import FakeServer
 
 from minirt.bench.serve import worker
+from minirt.bench.serve.client import Target
 from minirt.bench.serve.worker import Share, send_all
 from minirt.bench.serve.workload import Workload
 
@@ -18,7 +19,7 @@ def run(times, limit, monkeypatch):
     requests = [(i, planned, 3, 4) for i, planned in enumerate(times)]
     bodies = [LOAD.body(i, 3, 4) for i in range(len(times))]
     with FakeServer() as server:
-        share = Share(server.url, "/v1/completions", {}, 60.0, LOAD, requests, limit)
+        share = Share(Target(server.url, "/v1/completions", {}, 60.0), LOAD, requests, limit)
         outcomes, usage = asyncio.run(send_all(share, bodies, time.perf_counter() + 0.01))
     assert [outcome.error for outcome in outcomes] == [""] * len(times)
     assert sorted(str(asked.body) for asked in server.asked) == sorted(str(json.loads(body)) for body in bodies)
@@ -57,6 +58,6 @@ def test_all_at_once_without_a_limit(monkeypatch) -> None:
         outcome.end = 1.0
 
     monkeypatch.setattr(worker, "generate", generate)
-    share = Share("http://127.0.0.1:1", "/v1/completions", {}, 60.0, LOAD, [(i, 0.0, 3, 4) for i in range(9)], None)
+    share = Share(Target("http://127.0.0.1:1", "/v1/completions", {}, 60.0), LOAD, [(i, 0.0, 3, 4) for i in range(9)], None)
     asyncio.run(send_all(share, [b""] * 9, time.perf_counter()))
     assert sorted(entered) == list(range(9))

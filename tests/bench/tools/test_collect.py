@@ -56,16 +56,12 @@ def test_every_kernel_is_measured():
 
 
 def test_what_pages_show_is_collected():
-    """All results except those whose script is gone, those of a CPU, and the comparison with vLLM, which needs an environment
-    with vLLM."""
+    """All results of blocks except that of a CPU, and the comparison with vLLM, which needs an environment with vLLM."""
     from minirt.bench.tools import tables
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
-    gone = "loading", "memory", "ablation", "sampling"
-    left = {source for name in gone for source in tables.BLOCKS[name].sources}
-    left |= {"cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
-    left |= {"cpu-format-quality", "cpu-trained-models", results.BESIDE_VLLM, results.IN_PROCESS}
+    left = {"cpu-smollm2", results.BESIDE_VLLM, results.IN_PROCESS}
     runs = [f"{gpu}-{name}" for name in collect.RUNS for gpu in results.GPUS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
 

@@ -170,18 +170,6 @@ def test_both_engines_with_the_protocol_and_a_later_pytorch():
     assert rows(later)[-1] == ["offline, output tokens/s", "12,000", "–"]
 
 
-def test_what_was_wrong_is_told():
-    """Catches the two settings of vLLM swapped, and points that were measured in one of them only."""
-    assert rows(tables.correction_table(beside())) == [
-        ["bf16, decode step, batch 64, ms", "14.0", "12.0", "1.75 ×", "1.50 ×"],
-        ["bf16, decode step, batch 256, ms", "21.5", "18.5", "1.75 ×", "1.50 ×"],
-        ["bf16, offline, output tokens/s", "9,000", "10,000", "1.33 ×", "1.20 ×"],
-        ["fp8, decode step, batch 64, ms", "12.0", "10.0", "3.00 ×", "2.50 ×"],
-        ["fp8, decode step, batch 256, ms", "18.5", "15.4 to 16.0", "3.00 ×", "2.50 to 2.60 ×"],
-        ["fp8, offline, output tokens/s", "9,000", "10,000", "2.22 ×", "2.00 ×"],
-    ]
-
-
 def test_drafts_and_the_first_token():
     """Catches another model's rates of vLLM, a quotient upside down, and a part that was not measured shown as 0."""
 
@@ -237,34 +225,6 @@ def test_what_was_not_checked_is_marked_where_it_is_shown():
     ]  # fmt: skip
     assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: `--skip-check`."
     assert tables.unchecked([records["a"], STEPS["a"]]) == ""
-
-
-def test_trained_models():
-    """Catches models that are mixed up, and the mean over models."""
-
-    def line(kind, model="A", **facts):
-        return {"kind": kind, "model": model} | facts
-
-    def option(name, model, size, difference):
-        facts = {"name": name, "weight_bytes": size, "difference": difference, "standard_error": 0.5}
-        return line("option", model, perplexity=9.0, tokens=9, **facts)
-
-    about = line("about", date="d", versions={"torch": "2"}, device="CPU, 1 thread", weights="found, not stated")
-    drafts = {"num_accepted_tokens": 5, "num_draft_tokens": 8, "output_tokens": 15, "texts": 4}
-    lines = [about, option("fp32", "A", 2 << 20, 0.0), option("--quantize int4", "B", 1 << 20, -0.25)]
-    lines += [line("drafts", dtype="fp32", prompts="p", same_texts=3, **drafts), line("chat", same_tokens=True, tokens=7)]
-    lines += [line("chat", same_tokens=False, tokens=8), line("chat", "B", same_tokens=True, tokens=3)]
-    lines += [line("tool", valid=True, right=right) for right in (False, True)] + [line("schema", valid=False, right=False)]
-    quality, origin = tables.options_quality_table({"a": lines}).split("\n\n")
-    assert rows(quality) == [
-        ["A, fp32", "2", "9.00", "–", "9"], ["B, `--quantize int4`", "1", "9.00", "−0.2500 ± 0.5000", "9"]
-    ]  # fmt: skip
-    assert origin.startswith("Found, not stated. From `cpu-trained-models` (d, torch 2, eager layers on a CPU, 1 thread)")
-    shown, *told, _ = tables.trained_table({"a": lines}).split("\n\n")
-    assert rows(shown) == [["A fp32, p", "5 of 8", "1.50", "3 of 4"]]
-    starts = ["A: 1 of 2 greedy answers in fp32, 15 tokens", "B: 1 of 1 greedy", "A, 2 questions with tools", "A, 1 requests"]
-    assert all(text.startswith(start) for text, start in zip(told, starts, strict=True))
-    assert "2 valid by the schema, 1 with the right content" in told[2]
 
 
 def test_other_shapes():
@@ -372,18 +332,6 @@ def test_startup():
     ]
 
 
-def test_loading_in_both_forms():
-    run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
-    records = {
-        "a": [run, run | {"gb_per_s": 9.0, "host_peak_gb": 2.06}],
-        "b": run | {"quantization": "fp8", "weights_gb": 8.167, "gpu_resident_gb": 8.5566, "gpu_peak_gb": 9.0},
-    }
-    assert rows(tables.loading_table(records)) == [
-        ["14.2 GiB", "9.0 to 10.0", "1.9", "–", "–", "–"],
-        ["14.2 GiB, `--fp8`", "10.0", "1.8", "7.61", "7.97", "8.38"],
-    ]
-
-
 def test_chunking_leaves_out_what_ran_alone():
     def beside(limit, p99):
         gaps = {"p50": 0.0041, "p99": p99, "max": 0.2}
@@ -395,24 +343,6 @@ def test_chunking_leaves_out_what_ran_alone():
     assert rows(tables.chunking_table(records)) == [
         ["8,192", "4.10", "199.6", "200.0", "31,234"],
         ["512", "4.10", "18.0", "200.0", "31,234"],
-    ]
-
-
-def test_ablation_shows_losses_and_leaves_out_what_no_step_uses():
-    def at(batch, seconds, **brings):
-        return {"batch_size": batch, "step_s": seconds, "tricks": {name: {"brings_s": s} for name, s in brings.items()}}
-
-    what = {"norm": "the norm", "never": "nothing", "pdl": "PDL"}
-    records = {
-        "a": {"quantization": None, "what": what, "results": [at(1, 0.0034, norm=9.4e-5, pdl=2e-6), at(256, 0.0123, pdl=-6e-5)]},
-        "b": {"quantization": "fp8", "what": what, "results": [at(1, 0.002, pdl=0.0)]},
-    }
-    text = tables.ablation_table(records)
-    assert text.splitlines()[0] == "| ms added when left out | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
-    assert rows(text) == [
-        ["the step as it is, ms", "3.40", "12.3", "2.00"],
-        ["the norm", "+0.09", "", ""],
-        ["PDL", "0.00", "−0.06", "0.00"],
     ]
 
 
@@ -543,7 +473,7 @@ def test_what_tuning_finds():
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.BENCHMARKS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
-    assert set(tables.telling(name)) <= points
+    assert set(tables.shown_points(name)) <= points
 
 
 def test_the_cpu():
@@ -555,22 +485,6 @@ def test_the_cpu():
     assert "1.05 times" in text
     assert "805 MiB, of which 513 MiB are weights" in text
     assert "1.4 s after" in text
-
-
-def test_the_quality_of_fp8():
-    def line(name, difference, tokens=10220):
-        return {"kind": "perplexity", "name": name, "difference": difference, "standard_error": 0.00347, "tokens": tokens}
-
-    about = {"kind": "about", "date": "2026-01-02", "versions": {"torch": "2"}}
-    lines = [about, {"kind": "perplexity", "name": "embedded fp32"}, line("embedded fp8", -2.3e-5), line("WA all", 0.05388, 5110)]
-    text = tables.quality_table({"a": [*lines, line("SmolLM2-135M fp8", -0.0223)]})
-    shown, _, origin = text.partition("\n\n")
-    assert rows(shown) == [
-        ["embedded model", "0.0000 ± 0.0035 (10,220 tokens)", "–", "–"],
-        ["embedded model with outliers", "–", "–", "–"],
-        ["SmolLM2-135M-Instruct", "−0.0223 ± 0.0035 (10,220 tokens)", "–", "+0.0539 ± 0.0035 (5,110 tokens)"],
-    ]
-    assert "2026-01-02, torch 2, eager layers on a CPU" in origin
 
 
 def test_results_are_named_by_their_commits():
