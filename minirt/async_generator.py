@@ -22,14 +22,14 @@ from minirt.foreign_names import checks_names
 from minirt.generator import Generator
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
-from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
+from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Prompt, Prompts, is_single
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
 
-_check_names = checks_names(OF_SAMPLING)
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
 _LONG = 2000  # characters or tokens: from here on, encoding takes longer than a change of threads
 
 
+@checks_names(OF_SAMPLING)
 class AsyncGenerator:
     """A `Generator` for asyncio programs. All its methods may be called from several event loops in several threads.
 
@@ -40,7 +40,6 @@ class AsyncGenerator:
         generator: the `Generator`, for everything that does not wait: `config`, `plan`, `encode`, `max_len` …
     """
 
-    @_check_names
     def __init__(self, generator: Generator, *, max_unread: int = MAX_UNREAD) -> None:
         """Wrap a `Generator`, which may have other callers, too.
 
@@ -77,20 +76,11 @@ class AsyncGenerator:
 
     @overload
     async def generate(
-        self,
-        prompts: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0
     ) -> list[Completion]: ...
 
-    @_check_names
     async def generate(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
         call = await self._prepare(prompts, params, priority, single=is_single(prompts))
@@ -102,27 +92,17 @@ class AsyncGenerator:
 
     @overload
     async def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0
     ) -> list[Score]: ...
 
-    @_check_names
     async def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
         call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
         await self._finish(call)
         return call.scores()
 
-    @_check_names
     async def chat(
         self,
         messages: Messages,
@@ -136,7 +116,6 @@ class AsyncGenerator:
         tokens = await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
         return await self.generate(tokens, params, priority=priority)
 
-    @_check_names
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[Piece]:
@@ -150,7 +129,6 @@ class AsyncGenerator:
             async for piece, _ in pieces:
                 yield piece
 
-    @_check_names
     async def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
@@ -162,7 +140,6 @@ class AsyncGenerator:
                     raise stream.completion.error
                 yield piece, stream.completion
 
-    @_check_names
     async def encode_chat(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:

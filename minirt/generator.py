@@ -30,7 +30,7 @@ from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
 from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
-from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
+from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
 from minirt.settings import settings_of
@@ -43,9 +43,9 @@ from minirt.text.tokenizer import Tokenizer
 _LOADING = settings_of(LoadOptions)
 _OF_LOADING = {name: f"Generator.from_pretrained({name}=…)" for name in _LOADING}  # arguments that belong to another call
 _OPTIONS = [name for name, record in _LOADING.items() if record.engine]  # those of a loaded model
-_check_names = checks_names(OF_SAMPLING)
 
 
+@checks_names(_OF_LOADING | OF_SAMPLING, _OPTIONS)
 class Generator:
     """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
 
@@ -60,7 +60,6 @@ class Generator:
         step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
     """
 
-    @checks_names(_OF_LOADING, _OPTIONS)
     def __init__(
         self,
         model: Model,
@@ -168,22 +167,11 @@ class Generator:
 
     @overload
     def generate(
-        self,
-        prompts: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0, progress: bool = False
     ) -> list[Completion]: ...
 
-    @_check_names
     def generate(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0, progress: bool = False
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
@@ -204,19 +192,13 @@ class Generator:
         self._finish(call, progress, "token_ids")
         return call.result()
 
-    @_check_names
     def completions(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
-    @_check_names
     def chat(
         self,
         messages: Messages,
@@ -233,7 +215,6 @@ class Generator:
         tokens = self.encode_chat(messages, self._processor.limit(params), chat_template_kwargs)
         return self.generate(tokens, params, priority=priority)
 
-    @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Return an iterator over the completion's pieces; their texts join to `Completion.text`. Closing it aborts.
 
@@ -242,7 +223,6 @@ class Generator:
         """
         return _pieces(self.stream_completion(prompt, params, priority=priority))
 
-    @_check_names
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
@@ -255,21 +235,15 @@ class Generator:
     @overload
     def score(
         self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
+        prompts: Prompt | Prompts[AnyPrompt],
+        completions: Prompts[AnyPrompt],
         *,
-        priority: int | Sequence[int] = 0,
+        priority: Priority = 0,
         progress: bool = False,
     ) -> list[Score]: ...
 
-    @_check_names
     def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, progress: bool = False
     ) -> Score | list[Score]:
         """The log-probability of a completion after a prompt (→ `Score`), or of many in one batch (→ list of `Score`).
 
@@ -287,7 +261,6 @@ class Generator:
         self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
-    @_check_names
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
@@ -307,7 +280,6 @@ class Generator:
         self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
         return self._engine.call(lambda engine: engine.pin(tokens))
 
-    @_check_names
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
@@ -328,7 +300,6 @@ class Generator:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
 
-    @_check_names
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
@@ -336,7 +307,6 @@ class Generator:
         """
         return self._processor.encode(prompt, max_tokens)
 
-    @_check_names
     def encode_chat(
         self, messages: Messages, max_tokens: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
@@ -350,7 +320,6 @@ class Generator:
         """
         return self._processor.encode_chat(messages, max_tokens, chat_template_kwargs)
 
-    @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
 
@@ -359,7 +328,6 @@ class Generator:
         """
         self._processor.check(token_ids, params)
 
-    @_check_names
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
         return self._processor.effective_sampling(params)

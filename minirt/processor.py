@@ -38,6 +38,10 @@ class TokenArray(Protocol):
 
 Prompt = str | Sequence[int] | TokenArray
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
+Prompts = list[AnyPrompt] | tuple[AnyPrompt, ...]
+# One for all prompts, or one for each.
+Params = SamplingParams | Sequence[SamplingParams | None] | None
+Priority = int | Sequence[int]
 Messages = Sequence[dict[str, str]]
 _MAX_SPACES = 64  # tokens of white space after a reasoning block that are looked at
 

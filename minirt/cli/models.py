@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from minirt.cli.gpus import gpu_option, planned_gpu, write_assumption
 from minirt.cli.help import command
-from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
+from minirt.cli.options import debug_option, text_format_option
 from minirt.cli.output import json_line, write
 from minirt.cli.settings import option_of
 from minirt.loading.options import EMBEDDED, LoadOptions
@@ -16,7 +17,7 @@ from minirt.sizes import format_size
 if TYPE_CHECKING:
     import torch
 
-    from minirt.gpus import AbsentGPU
+    from minirt.device import AbsentGPU
 
 
 @command(short_help="List the presets, and which of them fit.")
@@ -40,8 +41,7 @@ def models(output_format: str, **options: Any) -> None:
     formats = ("float32", "bf16") if device.type == "cpu" else ("bf16", "fp8")
     write(_table(rows, f"{device} · {format_size(free_memory(device))} free", formats))
     write(f"{_owners(rows)}\n")
-    if gpu is not None and gpu.assumed:
-        write(f"{gpu.assumption}\n")
+    write_assumption(gpu)
 
 
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:

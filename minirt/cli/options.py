@@ -19,7 +19,6 @@ from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
 from minirt.cli.settings import JsonObject, biases, given, option_of, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
-from minirt.gpus import AbsentGPU, find_gpu
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.progress import load_bars
 from minirt.sampling_params import SamplingParams
@@ -86,23 +85,6 @@ def model_argument(command: Callable) -> Callable:
         return command(*arguments, **options)
 
     return run
-
-
-gpu_option = option_group(
-    "Model",
-    click.option(
-        "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
-        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its "
-        "compute capability (default: 8.0, which has no FP8).",
-    ),
-)
-
-
-def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
-    """The GPU of `--gpu`, which excludes a device of this machine other than "cuda"."""
-    if options["gpu"] is not None and options["device"] not in ("auto", "cuda"):
-        raise click.UsageError(f"--gpu is a GPU that is not here, and --device {options['device']} is a device that is")
-    return options["gpu"]
 
 
 kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")

@@ -7,19 +7,20 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli import options as shared
+from minirt.cli.gpus import gpu_option, planned_gpu, write_assumption
 from minirt.cli.help import command
 from minirt.cli.output import json_line, write
-from minirt.gpus import AbsentGPU
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
+    from minirt.device import AbsentGPU
     from minirt.loading.memory import MemoryPlan
     from minirt.modeling.model import Model
 
 
 @command(short_help="Print how each layer runs and why, and what fits.")
 @shared.model_options
-@shared.gpu_option
+@gpu_option
 @shared.memory_options
 @shared.prefix_cache_option
 @shared.speculative_options
@@ -33,7 +34,7 @@ def plan(output_format: str, **options: Any) -> None:
     the CUDA context takes is estimated. For a checkpoint with quantized weights, the format is printed, and what minirt does
     otherwise.
     """
-    gpu = shared.planned_gpu(options)
+    gpu = planned_gpu(options)
     name = shared.model_name(options)
     from minirt.loading.load import plan_load, remedy
     from minirt.loading.memory import context_is_short
@@ -60,8 +61,7 @@ def plan(output_format: str, **options: Any) -> None:
     if memory.fits:
         fits = _fits(memory, length, lambda: remedy(replace(load, max_model_len=length), device))
         write(textwrap.fill(fits, 80, break_on_hyphens=False) + "\n")
-    if gpu is not None and gpu.assumed:
-        write(f"{gpu.assumption}\n")
+    write_assumption(gpu)
     if not memory.fits:
         least = "" if memory.pages else "at least "  # with one page
         what = f"it needs {least}{format_size(memory.needed, up=True)}"
@@ -78,7 +78,7 @@ def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
     return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
 
 
-def _budget(model: "Model", memory: "MemoryPlan", gpu: AbsentGPU | None, options: dict[str, Any]) -> str:
+def _budget(model: "Model", memory: "MemoryPlan", gpu: "AbsentGPU | None", options: dict[str, Any]) -> str:
     """What is free, how much of it minirt takes, and which option decides that."""
     free = f"Memory: {format_size(memory.free)} free" + (f" of {format_size(gpu.memory)} (estimate)" if gpu else " now")
     most = f"{free}; minirt takes at most {format_size(memory.budget)} of it"

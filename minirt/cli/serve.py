@@ -11,9 +11,9 @@ from minirt.cli import options as shared
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.help import command, option_group
 from minirt.cli.settings import given, options_of
+from minirt.cli.suggestions import option_hint
 from minirt.errors import InputError, MinirtError
 from minirt.files import read_text as read_bounded_text
-from minirt.foreign_names import option_hint
 from minirt.loading.options import LoadOptions
 from minirt.server.options import ServerOptions
 

@@ -705,8 +705,8 @@ OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": T
 def test_plan_has_each_option_that_changes_it():
     """Catches an option of loading that `plan` does not have although it changes what fits or how layers run: `plan` had no
     --max-num-batched-tokens and no --no-cuda-graphs. A new option fails here until `plan` has it, or `OTHER` a value."""
+    from minirt.cli.gpus import find_gpu
     from minirt.cli.options import load_options, prefix_cache_option, speculative_options, to_load_options
-    from minirt.gpus import find_gpu
     from minirt.loading.load import plan_load
 
     defaults = cli.cli.commands["generate"].make_context("generate", ["hi"]).params
