@@ -17,8 +17,8 @@ from minirt.cli.bench_speculate import speculate
 from minirt.cli.help import option_group
 from minirt.cli.options import (
     NUMBERS,
+    NUMBERS_OR_0,
     RANGE,
-    Numbers,
     filter_options,
     load_options,
     model_name,
@@ -81,7 +81,7 @@ for _command in (kernels, patch, serve, speculate):
 @option_group(
     "Measurement",
     click.option(
-        "--input-len", "-p", type=Numbers("N,N,…", ",", zero=True), show_default="512, or what the model's context allows",
+        "--input-len", "-p", type=NUMBERS_OR_0, show_default="512, or what the model's context allows",
         help="Tokens of a prompt; several: 128,512; 0: no prompt.",
     ),
     click.option(

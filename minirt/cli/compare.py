@@ -13,12 +13,10 @@ from minirt.cli import options as shared
 from minirt.cli.files import check_picture, read_text
 from minirt.cli.help import command, option_group
 from minirt.cli.output import emit, note
+from minirt.cli.report import progress_of, words_of
 from minirt.errors import NumericsError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from minirt.bench.compare.compare import Shape
     from minirt.generator import Generator
 
 _GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
@@ -44,8 +42,7 @@ _options = option_group(
     ),
     option_group("Output", click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg.")),
     shared.report_format_option,
-    shared.quiet_option,
-    shared.debug_option,
+    shared.general_options,
 )
 
 
@@ -72,7 +69,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
     quiet, picture = options["quiet"], options["picture"]
     check_picture(picture)
-    options["model"] = shared.model_name(options, quiet)
+    name = options["model"] = shared.model_name(options, quiet)
     text = None if options["text"] is None else read_text(options["text"], "--text")
     from minirt.device import pick_device
 
@@ -81,56 +78,41 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     shared.set_up_triton(cuda, options["dtype"])
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.compare import compare as benchmark
-    from minirt.bench.compare.report import NO_SPEED, report
+    from minirt.bench.compare.report import NO_SPEED, draw, report
     from minirt.bench.report import context
 
     if not (cuda or quiet):
         note(f"{NO_SPEED}; one layer takes seconds.")
     ceiling = read_ceiling(device) if cuda else None
-    with _open(options) as generator:
-        shape = _shape(options, layer, cuda, generator.model.max_model_len)
-        tokens = _tokens(generator, text, shape)
+    # Each compared step has its own KV cache.
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=256 << 20, warmup=False)
+    with shared.open_generator(load, quiet) as generator:
         model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
+        defaults = _GPU if cuda else _CPU
+        lengths = {option: options[option] or min(default, model.max_model_len) for option, default in defaults.items()}
+        text_len = 0 if layer is not None else lengths["num_tokens"]
+        shape = benchmark.Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
+        tokens, progress = _tokens(generator, text, max(shape.prompt_len, shape.context_len, text_len)), progress_of(options)
         result = benchmark.run(
-            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling,
-            progress=(lambda text: None) if quiet else note,
-        )  # fmt: skip
+            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling, progress=progress
+        )
         correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
-        command = ["minirt", *(ctx.find_root().obj or [])]
-        about = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
+        about = context("compare", generator, name=name, command=words_of(ctx), correctness=correctness, ceiling=ceiling)
     printed = report(about, result, cuda)
     emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
-        from minirt.bench.compare.report import draw
-
         draw(printed.context, printed.results, Path(picture))
     if result.faults:
         others = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
         raise NumericsError(f"exceeds its error bound{others}: {result.faults[0]}", where="compare")
 
 
-def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
-    """Open the model with eager layers and a small KV cache: each compared step has its own cache."""
-    small = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
-    return shared.open_generator(shared.to_load_options(options, options["model"], **small), options["quiet"])
-
-
-def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
-    """The sizes that the options set. Defaults are limited to `longest`."""
-    from minirt.bench.compare.compare import Shape
-
-    defaults = _GPU if cuda else _CPU
-    lengths = {name: options[name] or min(default, longest) for name, default in defaults.items()}
-    text_len = lengths["num_tokens"] if layer is None else 0
-    return Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
-
-
-def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[int]:
-    """Token ids of the text (default: a built-in text); random ids if the model has no tokenizer."""
-    if text is None and generator.tokenizer is None:
-        rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
-        return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
+def _tokens(generator: "Generator", text: str | None, longest: int) -> list[int]:
+    """Token ids of the text (default: a built-in text); `longest` random ids if the model has no tokenizer."""
     if text is None:
+        if generator.tokenizer is None:
+            rng = random.Random(0)
+            return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
         from minirt.bench.compare.default_text import TEXT
 
         text = TEXT

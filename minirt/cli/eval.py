@@ -2,9 +2,9 @@
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,11 +17,11 @@ from minirt.cli.settings import option_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
 from minirt.loading.options import LoadOptions
-from minirt.progress import LoadProgress, load_bars
+from minirt.progress import load_bars
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
-    from minirt.bench.perplexity import Perplexity, ProgressCallback
+    from minirt.bench.perplexity import Perplexity
     from minirt.generator import Generator
 
 
@@ -42,8 +42,7 @@ def evaluate() -> None:
     click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window."),
 )
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def perplexity_command(
     file: str, max_length: int | None, stride: int | None, output_format: str, quiet: bool, **options: Any
 ) -> None:
@@ -58,7 +57,8 @@ def perplexity_command(
 
         shared.require_tokenizer(generator, "--text")
         try:
-            with _bar(quiet) as progress:
+            with load_bars(not quiet) as bars:
+                progress = bars and partial(bars, "tokens")
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
@@ -68,7 +68,7 @@ def perplexity_command(
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
 @option_group(
     "Model",
-    click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL."),
+    shared.model_option,
     *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
 )
 @option_group(
@@ -80,8 +80,7 @@ def perplexity_command(
     ),
 )
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bool, **options: Any) -> None:
     """Print the relative errors that FP8 rounding causes in each linear layer: of its weights and, on real activations, of its
     outputs.
@@ -95,10 +94,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     from minirt.bench.fp8_error import format_errors, table
     from minirt.bench.report import as_text
 
-    load = shared.to_load_options(
-        options | {"impl": ()}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
-        warmup=False,
-    )  # fmt: skip
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
@@ -115,13 +111,6 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else as_text(table(errors)))
 
 
-@contextmanager
-def _bar(quiet: bool) -> Iterator["ProgressCallback | None"]:
-    bars: LoadProgress | None
-    with load_bars(not quiet) as bars:
-        yield (lambda done, total: bars("tokens", done, total)) if bars else None
-
-
 def _as_text(generator: "Generator", result: "Perplexity") -> str:
     size = format_size(generator.plan.weight_bytes)
     dtypes = " · ".join((str(generator.model.dtype).removeprefix("torch."), *generator.plan.formats))
@@ -135,7 +124,9 @@ def _as_text(generator: "Generator", result: "Perplexity") -> str:
 
 def _as_json(generator: "Generator", result: "Perplexity") -> str:
     plan = generator.plan
-    record: dict[str, Any] = {"model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes}
-    record |= {"dtype": str(generator.model.dtype).removeprefix("torch."), "formats": plan.formats}
-    record |= {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, **vars(result)}
-    return json.dumps(record) + "\n"
+    record = {
+        "model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes,
+        "dtype": str(generator.model.dtype).removeprefix("torch."), "formats": plan.formats,
+        "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+    }  # fmt: skip
+    return json.dumps(record | vars(result)) + "\n"

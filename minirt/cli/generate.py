@@ -19,9 +19,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 
 @command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@shared.load_options
-@shared.prefix_cache_option
-@shared.speculative_options
+@shared.serving_options
 @shared.warm_prompt_option
 @shared.chat_options
 @option_group(
@@ -43,8 +41,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 )
 @shared.sampling_options
 @shared.detail_options
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def generate(
     prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None,
     variables: dict[str, Any] | None, output_format: str, verbose: bool, quiet: bool, **options: Any,
@@ -106,16 +103,12 @@ def generate(
                                 output.write(piece.text if shows_text else f"{piece.token_ids[0]} ")
                         samples = completion.outputs
                 done += samples
-                for i, completion in enumerate(samples):
-                    sample = {"sample": i} if params.n > 1 else {}
+                for completion in samples:
                     if as_json:
-                        record = output.completion_record(completion, verbose, generator.speculative is not None)
-                        output.write(output.json_line({"prompt": text, **sample, **record}))
-                    elif sample:
-                        ids = " ".join(map(str, completion.token_ids))
-                        output.write(output.sample_text(completion.text if shows_text else ids, i))
+                        drafts = generator.speculative is not None
+                        output.write(output.record_line({"prompt": text}, completion, params.n > 1, verbose, drafts))
                     else:
-                        output.write("\n")
+                        output.write(output.text_line(completion, shows_text, True) if params.n > 1 else "\n")
                 if not quiet:
                     output.note(output.completion_summary(generator, samples))
         output.warn_incomplete(done)

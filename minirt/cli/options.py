@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from minirt.cli.files import check_target, read_text, shown_name
 from minirt.cli.help import MODEL_ARGUMENT, option_group
 from minirt.cli.output import note
-from minirt.cli.settings import JsonObject, biases, given, option_of, options_of
+from minirt.cli.settings import JSON_OBJECT, Parsed, biases, given, integers, option_of, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.progress import load_bars
@@ -33,40 +33,28 @@ if TYPE_CHECKING:
 _SAMPLING = settings_of(SamplingParams) | settings_of(StructuredOutputsParams)
 
 
-class Numbers(click.ParamType):
-    """"1,8,64" → (1, 8, 64): positive integers. With `separator=":"` a range: "32:512" → (32, 512), and "64" → (64, 64). With
-    `zero`, "0" → (), none."""
+def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    return integers(text, separator, "0{0,9}[1-9][0-9]{0,8}", f"a list of positive integers separated by {separator!r}")
 
-    def __init__(self, name: str, separator: str, zero: bool = False) -> None:
-        self.name, self._separator, self._zero = name, separator, zero
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if self._zero and value.strip() == "0":
-            return ()
-        words = [word.strip() for word in value.split(self._separator)]
-        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
-        if len(numbers) != len(words):
-            self.fail(f"{value!r} is not a list of positive integers separated by {self._separator!r}", param, ctx)
-        if self._separator == ":":
-            numbers = numbers * 2 if len(numbers) == 1 else numbers
-            if len(numbers) != 2 or numbers[0] > numbers[1]:
-                self.fail(f"{value!r} is not a range LOW:HIGH", param, ctx)
-        return numbers
+def _range(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text, ":")
+    if len(numbers) > 2 or numbers[0] > numbers[-1]:
+        raise ValueError(f"{text!r} is not a range LOW:HIGH")
+    return numbers[0], numbers[-1]
 
 
 CHAT_MODEL = "SmolLM2-135M-Instruct"  # small enough for a CPU
-NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
+NUMBERS = Parsed("N,N,…", _numbers)  # "1,8,64" → (1, 8, 64): positive integers
+NUMBERS_OR_0 = Parsed("N,N,…", lambda text: () if text.strip() == "0" else _numbers(text))  # "0" → (), none
+RANGE = Parsed("LOW:HIGH", _range)  # "32:512" → (32, 512), and "64" → (64, 64)
 
 
-def _load_options(*scopes: str, title: str = "Memory and speed") -> Callable:
-    changes = {"model": {"envvar": "MINIRT_MODEL", "default": None, "show_default": False}}
-    return options_of(LoadOptions, *scopes, title=title, **changes)
-
-
+_load_options = partial(options_of, LoadOptions, title="Memory and speed")
+model_option = option_of(LoadOptions, "model", "Model", envvar="MINIRT_MODEL", default=None, show_default=False)
 model_options = option_group(
     "Model",
+    model_option,
     _load_options("model", title="Model"),
     click.option(
         "--import", "imports", multiple=True, metavar="FILE",
@@ -102,6 +90,8 @@ speculative_options = option_group(
         '"prompt_lookup_max": 4}. Of mtp also "draft_vocab_size" (default 32768; 0: all) and "draft_vocab_text", a file.',
     ),
 )
+# For commands that answer requests.
+serving_options = option_group(None, load_options, prefix_cache_option, speculative_options)
 warm_prompt_option = option_group(
     "Memory and speed",
     click.option(
@@ -120,7 +110,7 @@ chat_options = option_group(
 template_option = option_group(
     "Prompts",
     click.option(
-        "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
+        "--chat-template-kwargs", "variables", type=JSON_OBJECT,
         help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
         "refused.",
     ),
@@ -149,12 +139,14 @@ def output_format_option(*formats: str) -> Callable:
                 raise click.UsageError(f"--json is --output-format json, and excludes --output-format {output_format}")
             return command(*arguments, output_format="json" if as_json else output_format, **options)
 
-        choice = click.option(
-            "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
-            help="How to print the results.",
-        )  # fmt: skip
-        as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json.")
-        return option_group("Output", as_json, choice)(run)
+        return option_group(
+            "Output",
+            click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json."),
+            click.option(
+                "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
+                help="How to print the results.",
+            ),
+        )(run)
 
     return decorate
 
@@ -170,6 +162,7 @@ output_file_option = option_group(
 )  # fmt: skip
 debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
 quiet_option = option_group("General", click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."))
+general_options = option_group(None, quiet_option, debug_option)
 
 
 def require_chat(chat: bool, system: str | None, variables: dict[str, Any] | None) -> None:
@@ -292,14 +285,8 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
 def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """The arguments of `LoadOptions`, as `to_load_options` takes them from the parsed options. Imports no torch."""
-    quantize, head = quantization(options), options.get("quantize_head")
-    if head is not None and quantize is None:
-        raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
-    if options.get("random_weights") and options.get("check_weights"):
-        raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
-    chosen = given(LoadOptions, options) | {"quantization": quantize, "quantize_head": head}
-    chosen |= {"model": name, "impl": list(options["impl"]) or "auto", "speculative": _speculative(options)}
-    return chosen | changes
+    chosen = given(LoadOptions, options) | {"model": name, "quantization": quantization(options)}
+    return chosen | {"impl": list(options.get("impl", ())) or "auto", "speculative": _speculative(options)} | changes
 
 
 def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
@@ -414,16 +401,12 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     from minirt.device import interpreter_unsupported, interpreting
 
     require_triton()
-    interprets = interpreting()
-    reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:
-        if interprets:
-            raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
+        if interpreting():
+            raise ConfigError(str(interpreter_unsupported("auto", on_gpu=True)), where="TRITON_INTERPRET", hint="unset it")
         return
-    if reason is not None:
-        if dtype != "bfloat16":  # the dtype is not the reason
-            raise UnsupportedError(reason)
+    if (reason := interpreter_unsupported(dtype or "auto", on_gpu=False)) is not None:
         raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
-    if not interprets and "triton" in sys.modules:
+    if not interpreting() and "triton" in sys.modules:
         raise MinirtError("Triton is already imported without its interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @shared.chat_options
 @shared.template_option
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def score(
     prompt: str, completions: tuple[str, ...], chat: bool, system: str | None, variables: dict[str, Any] | None,
     output_format: str, quiet: bool, **options: Any,
