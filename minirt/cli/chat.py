@@ -7,10 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from minirt.cli import options as shared
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command, option_in
 from minirt.cli.output import completion_summary, counted, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 @command()
 @shared.model_argument
 @shared.serving_options
-@option_group(
-    "Prompts", click.option("--system", help="The system message; an empty one replaces the template's default.")
-)
+@option_in("Prompts", "--system", help="The system message; an empty one replaces the template's default.")
 @shared.template_option
 @shared.sampling_options
 @shared.general_options

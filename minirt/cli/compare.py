@@ -11,7 +11,7 @@ import click
 
 from minirt.cli import options as shared
 from minirt.cli.files import check_picture, read_text
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command, option_group, option_in
 from minirt.cli.output import emit, note
 from minirt.cli.report import progress_of, words_of
 from minirt.errors import NumericsError
@@ -40,7 +40,7 @@ _options = option_group(
         "--num-tokens", "-n", type=_length,
         help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
     ),
-    option_group("Output", click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg.")),
+    option_in("Output", "--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
     shared.report_format_option,
     shared.general_options,
 )

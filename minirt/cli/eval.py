@@ -1,29 +1,23 @@
 """`minirt eval`: measures the quality of a model."""
 
-import json
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from minirt.cli import options as shared
 from minirt.cli.files import read_text
 from minirt.cli.help import option_group
-from minirt.cli.output import write
+from minirt.cli.output import json_line, write
 from minirt.cli.settings import option_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.sizes import format_size
-
-if TYPE_CHECKING:
-    from minirt.bench.perplexity import Perplexity
-    from minirt.generator import Generator
-
 
 _PAGES = 64 << 20  # bytes for KV pages; hardly used, because the measurement allocates its own
 
@@ -62,7 +56,20 @@ def perplexity_command(
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
-        write(_as_json(generator, result) if output_format == "json" else _as_text(generator, result))
+        dtype, plan = str(generator.model.dtype).removeprefix("torch."), generator.plan
+        if output_format == "json":
+            record = {
+                "model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes, "dtype": dtype,
+                "formats": plan.formats, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+            }  # fmt: skip
+            write(json_line(record | vars(result)))
+            return
+        facts = printable(generator.name), dtype, *plan.formats, f"{format_size(plan.weight_bytes)} of weights", generator.device
+        write(f"model          {' · '.join(map(str, facts))}\n")
+        write(f"perplexity     {result.perplexity:.6g}\nnats a token   {result.nll / result.tokens:.6g}\n")
+        if result.bits_per_byte is not None:
+            write(f"bits a byte    {result.bits_per_byte:.6g}\n")
+        write(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}\n")
 
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
@@ -108,25 +115,4 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
         in_fp8 = replace(load, quantization="fp8", quantize_head=True)
         quantized = stack.enter_context(shared.open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
-    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else as_text(table(errors)))
-
-
-def _as_text(generator: "Generator", result: "Perplexity") -> str:
-    size = format_size(generator.plan.weight_bytes)
-    dtypes = " · ".join((str(generator.model.dtype).removeprefix("torch."), *generator.plan.formats))
-    lines = [f"model          {printable(generator.name)} · {dtypes} · {size} of weights · {generator.device}"]
-    lines += [f"perplexity     {result.perplexity:.6g}", f"nats a token   {result.nll / result.tokens:.6g}"]
-    if result.bits_per_byte is not None:
-        lines.append(f"bits a byte    {result.bits_per_byte:.6g}")
-    lines.append(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}")
-    return "\n".join(lines) + "\n"
-
-
-def _as_json(generator: "Generator", result: "Perplexity") -> str:
-    plan = generator.plan
-    record = {
-        "model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes,
-        "dtype": str(generator.model.dtype).removeprefix("torch."), "formats": plan.formats,
-        "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
-    }  # fmt: skip
-    return json.dumps(record | vars(result)) + "\n"
+    write("".join(json_line(error._asdict()) for error in errors) if output_format == "json" else as_text(table(errors)))

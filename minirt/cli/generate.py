@@ -11,10 +11,8 @@ from minirt.cli import options as shared
 from minirt.cli import output
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command, option_group, option_in
 from minirt.errors import inside, quoted
-
-_NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
 @command(short_help="Complete prompts; with --prompts, many at once.")
@@ -33,11 +31,8 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @shared.template_option
 @shared.text_format_option
 @shared.output_file_option
-@option_group(
-    "Output",
-    click.option(
-        "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
-    ),
+@option_in(
+    "Output", "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
 )
 @shared.sampling_options
 @shared.detail_options
@@ -72,15 +67,12 @@ def generate(
         generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system, variables=variables)
         return
     if not (prompts or files) and not sys.stdin.isatty():
-        piped = _piped()
-        if not piped:
-            raise click.UsageError(_NO_PROMPT)
-        prompts = (piped,)
+        prompts = tuple(filter(None, [_piped()]))
     prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
     texts = [*prompts, *(read_text(name, "--prompt-file") for name in files)]
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
-        raise click.UsageError(_NO_PROMPT)
+        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin")
     if not quiet:
         _note_names(prompts)
     params = shared.sampling_params(options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.help import option_group
+from minirt.cli.help import option_in
 from minirt.cli.output import write
 from minirt.errors import DeviceError, InputError
 from minirt.sizes import parse_size
@@ -65,14 +65,11 @@ def find_gpu(text: str) -> "AbsentGPU":
     raise DeviceError("unknown GPU", where="--gpu", expected=f"{sizes}, or one of {', '.join(_KNOWN)}", found=text, hint=hint)
 
 
-gpu_option = option_group(
-    "Model",
-    click.option(
-        "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
-        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its "
-        "compute capability (default: 8.0, which has no FP8).",
-    ),
-)
+gpu_option = option_in(
+    "Model", "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
+    help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its compute "
+    "capability (default: 8.0, which has no FP8).",
+)  # fmt: skip
 
 
 def planned_gpu(options: dict[str, Any]) -> "AbsentGPU | None":

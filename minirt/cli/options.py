@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from minirt.cli.files import check_target, read_text, shown_name
-from minirt.cli.help import MODEL_ARGUMENT, option_group
+from minirt.cli.help import MODEL_ARGUMENT, option_group, option_in
 from minirt.cli.output import note
 from minirt.cli.settings import JSON_OBJECT, Parsed, biases, given, integers, option_of, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
@@ -92,14 +92,11 @@ speculative_options = option_group(
 )
 # For commands that answer requests.
 serving_options = option_group(None, load_options, prefix_cache_option, speculative_options)
-warm_prompt_option = option_group(
-    "Memory and speed",
-    click.option(
-        "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
-        help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable). For a chat: the "
-        "beginning as the template writes it, without the special tokens that the tokenizer adds.",
-    ),
-)
+warm_prompt_option = option_in(
+    "Memory and speed", "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
+    help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable). For a chat: the "
+    "beginning as the template writes it, without the special tokens that the tokenizer adds.",
+)  # fmt: skip
 chat_options = option_group(
     "Prompts",
     click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
@@ -107,14 +104,11 @@ chat_options = option_group(
         "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
     ),
 )
-template_option = option_group(
-    "Prompts",
-    click.option(
-        "--chat-template-kwargs", "variables", type=JSON_OBJECT,
-        help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
-        "refused.",
-    ),
-)
+template_option = option_in(
+    "Prompts", "--chat-template-kwargs", "variables", type=JSON_OBJECT,
+    help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
+    "refused.",
+)  # fmt: skip
 # A distribution's filters, which the benchmarks also have.
 filter_options = options_of(SamplingParams, "filter", title="Sampling")
 sampling_options = option_group(
@@ -153,15 +147,12 @@ def output_format_option(*formats: str) -> Callable:
 
 report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
 text_format_option = output_format_option("text", "json")
-output_file_option = option_group(
-    "Output",
-    click.option(
-        "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
-        callback=lambda context, parameter, value: check_target(value, "--output-file"),
-    ),
+output_file_option = option_in(
+    "Output", "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+    help="Write the results to a file.", callback=lambda context, parameter, value: check_target(value, "--output-file"),
 )  # fmt: skip
-debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
-quiet_option = option_group("General", click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."))
+debug_option = option_in("General", "--debug", is_flag=True, help="Show the traceback of an error.")
+quiet_option = option_in("General", "--quiet", "-q", is_flag=True, help="No progress and no summary.")
 general_options = option_group(None, quiet_option, debug_option)
 
 
@@ -293,11 +284,11 @@ def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
     short, config = options.get("speculative"), options.get("speculative_config")
     if short is None and config is None:
         return None
-    if short is not None and config is not None:
+    if None not in (short, config):
         raise click.UsageError("--speculate and --speculative-config exclude each other")
     from minirt.speculative.options import SpeculativeOptions
 
-    return SpeculativeOptions.from_config(config) if config is not None else SpeculativeOptions.parse(str(short))
+    return SpeculativeOptions.parse(str(short)) if config is None else SpeculativeOptions.from_config(config)
 
 
 @contextmanager
@@ -312,9 +303,7 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
 
 
 @contextmanager
-def open_model(
-    options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False
-) -> Iterator["Generator"]:
+def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False) -> Iterator["Generator"]:
     """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files.
 
     `prompts`, `chat`: what the model is for. It is not loaded if it has no tokenizer for this.
@@ -375,10 +364,8 @@ def token_ids(model: str, text: str) -> list[int]:
     """"1 2 3" → [1, 2, 3], for a model without a tokenizer."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-        raise InputError(
-            "the model has no tokenizer, so a prompt must be token ids", where=model,
-            expected="integers, as in '1 2 3'", found=ascii(text[:80]),
-        )
+        what, expected = "the model has no tokenizer, so a prompt must be token ids", "integers, as in '1 2 3'"
+        raise InputError(what, where=model, expected=expected, found=ascii(text[:80]))
     return [int(word) for word in words]
 
 

@@ -38,20 +38,21 @@ def plan(output_format: str, **options: Any) -> None:
     name = shared.model_name(options)
     from minirt.loading.load import plan_load, remedy
     from minirt.loading.memory import context_is_short
+    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
 
     load = shared.to_load_options(options, name)
     model, memory = plan_load(load, gpu)
     device = gpu or model.device
     length = options["max_model_len"] or model.config.context_len
-    one = _sequence_bytes(model, memory, length)
+    one = -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)  # bytes of a sequence of this length
     kernels = _special_kernels(model)
     if output_format == "json":
-        facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
-        facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
-        sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
+        names = "device", "not_capturable", "checkpoint", "notes", "weight_bytes"
+        record = {"model": name} | {fact: getattr(model.plan, fact) for fact in names}
+        sizes = asdict(memory) | {size: getattr(memory, size) for size in ("tokens", "needed", "fits")}
         sizes |= {"sequence": one, "step_state": model.step_state_bytes}
-        record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
-        write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
+        layers = [vars(row) for row in model.plan.rows]
+        write(json_line(record | {"memory": sizes, "special_kernels": kernels, "layers": layers}))
         sys.exit(0 if memory.fits else 1)
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
@@ -69,13 +70,6 @@ def plan(output_format: str, **options: Any) -> None:
             what = context_is_short(memory)
         write(f"Does not fit: {what} ({remedy(load, device)})\n")
         sys.exit(1)
-
-
-def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
-    """What the KV cache keeps for one sequence of `length` tokens: its pages, and the states of recurrent layers."""
-    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
-
-    return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
 
 
 def _budget(model: "Model", memory: "MemoryPlan", gpu: "AbsentGPU | None", options: dict[str, Any]) -> str:

@@ -152,7 +152,7 @@ BAD = {
     "not UTF-8": (b'"caf\xe9"', ["UTF-8", "0xe9 at offset 4"]),
     "deep": (DEEP, ["not acceptable JSON"]),
     "a long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ["not acceptable JSON"]),
-    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ['"id" appears twice']),
+    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ["a key is repeated", "'id'"]),
     "unknown key": ({"prompt": "x", "max_token": 5}, ['"max_token"', "unknown key", "did you mean max_tokens?"]),
     "transformers' key": ({"prompt": "x", "max_new_tokens": 5}, ['"max_new_tokens"', """here "max_tokens")"""]),
     "vLLM's key": ({"prompt": "x", "guided_regex": "a"}, ["""here "structured_outputs": {"regex": …})"""]),
