@@ -177,7 +177,7 @@ class AsyncGenerator:
 
         Args:
             limit: outputs that may wait for the reader. None: the caller reads at once.
-            final_only: see `Call.start`.
+            final_only: see `CallDriver`.
         """
         port = self._port()
         reader = _Reader(limit, lambda: port.abort(list(call.open)))

@@ -55,6 +55,8 @@ class Generator:
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         memory: what it takes of the memory, and the size of the KV cache.
+        max_num_seqs, max_num_batched_tokens: how many requests and tokens a step has at most.
+        max_waiting: how many requests may wait while a step computes others; further ones are refused. None: no limit.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
         step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
@@ -80,10 +82,8 @@ class Generator:
             shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
         settings = LoadOptions(**options)
-        num_drafts, _ = settings.drafts
-        speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
-        self.speculative = speculative
-        if num_drafts:
+        self.speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
+        if num_drafts := settings.drafts[0]:
             model.keep_undo(1 + num_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
@@ -99,15 +99,17 @@ class Generator:
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
             num_snapshots=self.memory.snapshots,
         )  # fmt: skip
+        self.max_num_seqs, self.max_num_batched_tokens = self.memory.max_num_seqs, self.memory.max_num_batched_tokens
+        self.max_waiting = settings.max_waiting
         limits = EngineLimits(
-            settings.max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens,
-            settings.max_waiting, settings.max_step_ms, model_len=longest_length(model.config),
+            settings.max_model_len or model.max_model_len, self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting,
+            settings.max_step_ms, model_len=longest_length(model.config),
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device,
             prefix_cache=settings.prefix_cache,
-            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative, model, self._cache),
-            adaptive_drafts=getattr(speculative, "adaptive", True),
+            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(self.speculative, model, self._cache),
+            adaptive_drafts=getattr(self.speculative, "adaptive", True),
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
@@ -286,7 +288,7 @@ class Generator:
         Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
-        self._live.checks.check_logits(tokens)
+        self._engine.engine.checks.check_logits(tokens)
         nothing = replace(resolve(None, None), max_tokens=0)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
@@ -335,32 +337,17 @@ class Generator:
     @property
     def max_len(self) -> int:
         """Maximum number of tokens of a request, prompt and completion together."""
-        return self._live.max_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of requests in one step."""
-        return self._live.limits.max_num_seqs
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Maximum number of tokens in one step."""
-        return self._live.limits.max_num_batched_tokens
-
-    @property
-    def max_waiting(self) -> int | None:
-        """Maximum number of requests that wait while a step computes others; further ones are refused. None: no limit."""
-        return self._live.limits.max_waiting
+        return self._engine.engine.max_len
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
-        return self._live.prefix_cache_stats
+        return self._engine.engine.prefix_cache_stats
 
     @property
     def draft_stats(self) -> DraftStats:
         """Counters of drafts since loading, all 0 without `speculative`."""
-        return self._live.stats.drafts
+        return self._engine.engine.stats.drafts
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -405,11 +392,6 @@ class Generator:
     def _closed(self) -> EngineError:
         return EngineError("the generator is closed", where=self.name)
 
-    @property
-    def _live(self) -> Engine:
-        """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
-        return self._engine.engine
-
     def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
@@ -425,7 +407,7 @@ class Generator:
     def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
-        `final_only`: see `Call.start`.
+        `final_only`: see `CallDriver`.
         """
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:
