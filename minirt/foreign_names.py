@@ -6,7 +6,6 @@ of commands and short options. docs/coming-from.md explains more.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -110,15 +109,6 @@ def python_hint(name: object) -> str | None:
 def command_line_hint(name: str) -> str | None:
     """What to write on the command line for another program's option, with underscores; None: see `python_hint`."""
     return _hint(names().get(name), 1)
-
-
-def json_hint(name: str) -> str | None:
-    """What to write as a key of a request for another library's name, or as an option of the command; None: see `python_hint`."""
-    entry = names().get(name)
-    value = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", (None if isinstance(entry, str | None) else entry[2]) or "")
-    if entry is None or value is None:
-        return _hint(entry, 1)
-    return f'{entry[0]}; here "{value[1]}"' + (f": {value[2]}" if value[2] != "…" else "") + value[3]
 
 
 def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:

@@ -6,13 +6,14 @@ lines are skipped. `read_prompt_lines` checks everything that can be checked wit
 """
 
 import json
+import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, named_by_option, prompt_limit
 from minirt.errors import InputError
 from minirt.files import unique_keys
-from minirt.foreign_names import json_hint, similar
+from minirt.foreign_names import command_line_hint, names, similar
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _request(line: bytes, number: int, place: str, params: SamplingParams) -> Pr
     for key in value:
         if key not in known:
             near = similar(key, known, 1)
-            hint = json_hint(key) or (f"did you mean {near[0]}?" if near else None)
+            hint = _hint(key) or (f"did you mean {near[0]}?" if near else None)
             place, expected = f"{place}, {json.dumps(key)}", f"one of {', '.join(known)}"
             raise InputError("unknown key", where=place, expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
@@ -120,6 +121,15 @@ def _request(line: bytes, number: int, place: str, params: SamplingParams) -> Pr
         with named_by_option(place, stated):  # an option that contradicts the line
             raise
     return PromptLine(number, place, kinds[0], content, params, identifier, frozenset(stated))
+
+
+def _hint(name: str) -> str | None:
+    """What to write as a key, or as an option of the command, for another library's name; None: it is not known."""
+    whose, _, python = entry if isinstance(entry := names().get(name), tuple) else (None, None, None)
+    field = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", python or "")
+    if field is None:
+        return command_line_hint(name)
+    return f'{whose}; here "{field[1]}"' + (f": {field[2]}" if field[2] != "…" else "") + field[3]
 
 
 def _parse(line: bytes, place: str) -> Any:

@@ -10,7 +10,7 @@ import click
 from minirt.cli.help import option_group
 from minirt.errors import InputError
 from minirt.settings import settings_of
-from minirt.sizes import parse_count, parse_size
+from minirt.sizes import parse_size
 
 
 class Parsed(click.ParamType):
@@ -61,16 +61,19 @@ def _json_object(text: str) -> dict[str, Any]:
     return content
 
 
-def _token_count(text: str) -> int | None:
-    """"32k" → 32000; "auto" → None: the default."""
-    try:
-        return None if text == "auto" else parse_count(text)
-    except InputError as error:
-        raise ValueError(f"{error}, or auto") from error
+def token_count(text: str) -> int | None:
+    """"32k", "32K", "32768" → a number of tokens: k and m are powers of 1000, K and M of 1024, as in vLLM. "auto" → None."""
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"([+-]?[0-9]{1,40}|[0-9]{1,9}(?:\.[0-9]{1,9})?(?=[kKmM]))([kKmM]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a number of tokens; examples are 32768 and 32k (32,000; 32K is 32,768), or auto")
+    factor = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
 JSON_OBJECT = Parsed("JSON", _json_object)
-_KINDS = {"size": Parsed("SIZE", lambda text: parse_size(text, 0)), "tokens": Parsed("TOKENS", _token_count)}
+_KINDS = {"size": Parsed("SIZE", lambda text: parse_size(text, 0)), "tokens": Parsed("TOKENS", token_count)}
 # Type of a setting → (that of its option, whether the option is repeatable).
 _TYPES: dict[Any, tuple[Any, bool]] = {
     Sequence[int]: (Parsed("ID,ID,…", _token_ids), False), Mapping[int, float]: (Parsed("ID=BIAS", _bias), True),

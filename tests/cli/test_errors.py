@@ -18,9 +18,10 @@ from support.tiny import add_tokenizer
 import minirt
 from minirt.cli import app as cli
 from minirt.cli import files
+from minirt.cli.settings import token_count
 from minirt.errors import InputError
 from minirt.generator import Generator
-from minirt.sizes import format_size, parse_count, parse_size
+from minirt.sizes import format_size, parse_size
 
 
 def test_usage(run, folder, monkeypatch):
@@ -160,13 +161,13 @@ def test_a_model_that_is_given_as_an_argument(run, folder, monkeypatch):
 ])  # fmt: skip
 def test_numbers_of_tokens(text, value):
     """vLLM's `--max-model-len 32k` was "not a valid integer"."""
-    assert parse_count(text) == value
+    assert token_count(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "k", "32kk", "32g", "1.5", "1e3", "-1.5k", "٣", "32 k"])
 def test_bad_numbers_of_tokens(text, run):
-    with pytest.raises(InputError, match="examples are 32768 and 32k"):
-        parse_count(text)
+    with pytest.raises(ValueError, match="examples are 32768 and 32k"):
+        token_count(text)
     refused(run("generate", "--max-model-len", text, "x"), "minirt: --max-model-len: ", "or auto", code=2)
 
 
@@ -399,6 +400,7 @@ FAILED = """
 import atexit
 from minirt.cli import app as cli
 from minirt.cli import files
+from minirt.cli.settings import token_count
 from minirt.engine import engine
 from minirt.errors import DeviceFailedError
 
