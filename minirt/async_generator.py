@@ -23,6 +23,7 @@ from minirt.generator import Generator
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Prompt, Prompts, is_single
+from minirt.progress import LoadProgress
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
 
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
@@ -41,10 +42,10 @@ class AsyncGenerator:
     """
 
     def __init__(self, generator: Generator, *, max_unread: int = MAX_UNREAD) -> None:
-        """Wrap a `Generator`, which may have other callers, too.
+        """Wrap a `Generator`, which may have other callers.
 
         Args:
-            max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
+            max_unread: a stream ends with a `SlowReaderError` if it has this many unread pieces when the next one comes.
         """
         if not isinstance(generator, Generator):
             hint, shown = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
@@ -58,14 +59,10 @@ class AsyncGenerator:
 
     @classmethod
     async def from_pretrained(
-        cls,
-        model: str | Path | LoadOptions = EMBEDDED,
-        *,
-        max_unread: int = MAX_UNREAD,
-        progress: Callable[[str, int, int], None] | None = None,
-        **options: Any,
-    ) -> "AsyncGenerator":
-        """Load a model in a worker thread, in which `progress` runs, too. Other arguments: see `Generator.from_pretrained`."""
+        cls, model: str | Path | LoadOptions = EMBEDDED, *, max_unread: int = MAX_UNREAD,
+        progress: LoadProgress | None = None, **options: Any,
+    ) -> "AsyncGenerator":  # fmt: skip
+        """Load a model in a worker thread, which also calls `progress`. Other arguments: see `Generator.from_pretrained`."""
         load = Generator.from_pretrained
         return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
 
@@ -104,13 +101,9 @@ class AsyncGenerator:
         return call.scores()
 
     async def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template; see `Generator.chat`."""
         limit = self.generator._processor.limit(params)
         tokens = await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
@@ -132,7 +125,7 @@ class AsyncGenerator:
     async def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
-        """As `stream`, with the completion that the piece belongs to, as it stands then."""
+        """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         call = await self._prepare(prompt, params, priority, single=True)
         async with aclosing(self._run(call, self._max_unread)) as pieces:
             async for stream, piece in pieces:
@@ -221,7 +214,7 @@ class _Reader:
         self._wakeup.wake()
 
     def wait(self) -> "asyncio.Future[None]":
-        """What to await until there is more to read.
+        """A future to await until there is something to read.
 
         Raises:
             SlowReaderError: it was full, and nothing more comes.
@@ -257,7 +250,7 @@ class _LoopPort:
         self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._sort)
-        except RuntimeError:  # the loop is closed, so that nobody waits for these requests
+        except RuntimeError:  # the loop is closed: no task waits for these requests
             self._thread.abort(list(self._sinks))
 
     def _sort(self) -> None:
@@ -270,7 +263,7 @@ class _LoopPort:
 
 
 def _size(prompts: Any) -> int:
-    """Characters or tokens of all prompts. What is no prompt is refused later."""
+    """Characters or tokens of all prompts. Other values count 0; they are refused later."""
     if not isinstance(prompts, list | tuple):
         return 0
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list | tuple))

@@ -20,7 +20,7 @@ class CallDriver:
     Args:
         engine: gets the requests.
         sink: gets their outputs, which the caller gives to `push`.
-        final_only: nobody reads tokens before a request ends. Without effect on one with stop strings, which ends here.
+        final_only: the caller reads only complete results. Without effect on requests with stop strings, which end here.
     """
 
     def __init__(self, call: Call, engine: Port, sink: Sink, *, final_only: bool = False) -> None:
@@ -94,6 +94,6 @@ class Wakeup:
             future.set_result(None)
 
     def wait(self) -> "asyncio.Future[None]":
-        """What to await. There is one waiting task at a time."""
+        """A future to await. One task waits at a time."""
         self._future = asyncio.get_running_loop().create_future()
         return self._future

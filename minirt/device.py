@@ -29,7 +29,7 @@ class AbsentGPU:
     Args:
         name: for the user.
         memory: all of it, in bytes.
-        capability: its CUDA compute capability. `assumed`: nobody stated it.
+        capability: its CUDA compute capability. `assumed`: it was not stated.
     """
 
     type: ClassVar[str] = "cuda"

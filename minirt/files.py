@@ -50,7 +50,7 @@ def read_bytes(path: Path, *, limit: int, error: type[MinirtError]) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise error("is not a regular file", where=path, found=_kind(status.st_mode), hint=_HINT)
             content, size = bytearray(), status.st_size
-            # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted, too.
+            # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted.
             while size <= limit and (block := os.read(file, 1 << 20)):
                 content += block
                 size = max(size, len(content))

@@ -25,7 +25,7 @@ _ALWAYS = "not needed: it is always on"
 _NO_CODE = "not needed: minirt never runs code of a checkpoint"
 
 _Entry = tuple[str, str | None, str | None] | str
-# Name → (whose it is, what the command line has instead, what Python has instead). A text without an instead: why there is none.
+# Name → (whose it is, its name on the command line, its name in Python). A text: why minirt has no such thing.
 _REST: dict[str, _Entry] = {
     "load_format": (_VLLM, "--random-weights for dummy", 'random_weights=True for "dummy"'),
     "enforce_eager": (_VLLM, "--no-cuda-graphs", "cuda_graphs=False"),

@@ -5,8 +5,8 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
 from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
-from minirt.progress import prompt_bar
+from minirt.progress import LoadProgress, prompt_bar
 from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
 from minirt.settings import settings_of
 from minirt.sizes import format_size
@@ -63,15 +63,9 @@ class Generator:
     """
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None = None,
-        *,
-        name: str = "model",
-        generation_config: dict | None = None,
-        eos_token_ids: Sequence[int] = (),
-        **options: Any,
-    ) -> None:
+        self, model: Model, tokenizer: Tokenizer | None = None, *, name: str = "model",
+        generation_config: dict | None = None, eos_token_ids: Sequence[int] = (), **options: Any,
+    ) -> None:  # fmt: skip
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
@@ -122,11 +116,7 @@ class Generator:
 
     @classmethod
     def from_pretrained(
-        cls,
-        model: str | Path | LoadOptions = EMBEDDED,
-        *,
-        progress: Callable[[str, int, int], None] | None = None,
-        **options: Any,
+        cls, model: str | Path | LoadOptions = EMBEDDED, *, progress: LoadProgress | None = None, **options: Any
     ) -> "Generator":
         """Load a model: `Generator.from_pretrained("Qwen2.5-7B", quantization="fp8")`.
 
@@ -202,13 +192,9 @@ class Generator:
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
     def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template.
 
         Args:
@@ -236,13 +222,9 @@ class Generator:
 
     @overload
     def score(
-        self,
-        prompts: Prompt | Prompts[AnyPrompt],
-        completions: Prompts[AnyPrompt],
-        *,
-        priority: Priority = 0,
+        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0,
         progress: bool = False,
-    ) -> list[Score]: ...
+    ) -> list[Score]: ...  # fmt: skip
 
     def score(
         self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, progress: bool = False

@@ -74,15 +74,9 @@ class Processor:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        name: str,
-        tokenizer: Tokenizer | None,
-        generation_config: dict | None,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        peak_memory: Callable[[], int] = lambda: 0,
-    ) -> None:
+        self, backend: Backend, name: str, tokenizer: Tokenizer | None, generation_config: dict | None,
+        eos_token_ids: Sequence[int], vocab_size: int, peak_memory: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
         self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
@@ -157,8 +151,8 @@ class Processor:
 
         Args:
             single: whether `prompts` is one prompt.
-            first: how many prompts to prepare now. `CallDriver` prepares the others, and raises their errors, unless priorities
-                differ, by which an engine must know all of them. None: all.
+            first: how many prompts to prepare now; None: all. `CallDriver` prepares the others and raises their errors. If
+                priorities differ, all are prepared now, because the engine must know them.
         """
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
@@ -357,7 +351,7 @@ class Call:
 
     Attributes:
         streams, requests: one of each for every sample of every prompt.
-        results: one for each prompt, as it stands.
+        results: one for each prompt, so far.
         single: whether the call is about one prompt, not a list.
         open: the streams of the requests that run, by their ids.
         rest: prepares further prompts, one at a time.
@@ -416,7 +410,7 @@ def _instead(prompt: Any) -> str | None:
 
 
 def _is_array(value: Any) -> TypeGuard[TokenArray]:
-    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
+    """Whether it is a NumPy array, a tensor, or the like, but not a NumPy integer. (NumPy is not imported here.)"""
     return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
 
 

@@ -204,7 +204,7 @@ class SamplingParams(Settings):
 _SETTINGS = settings_of(SamplingParams)
 # For whom gives a field as an argument of a call.
 OF_SAMPLING = {name: f"params=SamplingParams({name}=…)" for name in _SETTINGS}
-# The value of each setting of a request that nobody sets. `n` is one of the call.
+# Setting of a request → its value if it is not set. `n` belongs to the call.
 _DEFAULTS = {name: r.unset if r.default is None else r.default for name, r in _SETTINGS.items() if name != "n"}
 _IN_FILE = {name: record.file for name, record in _SETTINGS.items() if record.file}
 _OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws"]

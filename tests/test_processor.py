@@ -28,14 +28,7 @@ class NoEngine:
     def new_id(self):
         return next(self._ids)
 
-    def check(self, request):
-        pass
-
-    def submit(self, requests, sink):
-        pass
-
-    def abort(self, request_ids):
-        pass
+    check = submit = abort = lambda *_: None
 
 
 def made(library, folder, generation_config=None, **config) -> Processor:
@@ -48,10 +41,16 @@ def llama(tmp_path):
     return made(llama_like(), tmp_path)
 
 
+def started(call: Call):
+    """The request of a call, and its driver."""
+    driver = CallDriver(call, NoEngine(), None)
+    driver.start()
+    return call.requests[0], driver
+
+
 def run(call: Call, tokens) -> list[tuple[str, str | None]]:
     """The pieces of a call whose engine draws these tokens, and why each was the last. Ends as an engine does."""
-    (request,), driver = call.requests, CallDriver(call, NoEngine(), None)
-    driver.start()
+    request, driver = started(call)
     ends, pieces = {EOS, *request.sampling.stop_token_ids}, []
     for i, token in enumerate(tokens, 1):
         reason = "stop" if token in ends else "length" if i == len(tokens) else None
@@ -188,8 +187,7 @@ def test_a_stop_string_inside_the_tokens_of_a_step(llama):
     """Four tokens in one output, three of them drafts. Catches tokens, log-probabilities or drafts behind the stop string."""
     there, upon = (prepared(llama, f"Once {text}").requests[0].prompt_token_ids[-1] for text in ("there", "upon"))
     call = prepared(llama, "Once", stop=" there", logprobs=0)
-    (request,), driver = call.requests, CallDriver(call, NoEngine(), None)
-    driver.start()
+    request, driver = started(call)
     tokens = (upon, there, upon, upon)
     rows = tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
     _, piece = driver.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))

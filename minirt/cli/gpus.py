@@ -80,7 +80,7 @@ def planned_gpu(options: dict[str, Any]) -> "AbsentGPU | None":
 
 
 def write_assumption(gpu: "AbsentGPU | None") -> None:
-    """Say what to do about a compute capability that nobody stated."""
+    """Say what to do about a compute capability that was not stated."""
     if gpu is not None and gpu.assumed:
         capability = ".".join(map(str, gpu.capability))
         write(f"Compute capability {capability} is assumed, which has no FP8; for 8.9, write --gpu {gpu.name}:8.9\n")

@@ -77,7 +77,7 @@ def model_argument(command: Callable) -> Callable:
 
 kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")
 random_weights_option = option_of(LoadOptions, "random_weights", "Model")
-# These decide what a model takes of the memory, so `minirt plan` has them, too.
+# These decide how much memory a model takes, so `minirt plan` also has them.
 memory_options = _load_options("memory")
 load_options = option_group(None, model_options, memory_options, _load_options("load"))
 prefix_cache_option = _load_options("reuse")

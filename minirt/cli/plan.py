@@ -2,7 +2,6 @@
 
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,11 @@ def plan(output_format: str, **options: Any) -> None:
     budget = _budget(model, memory, gpu, options)
     write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, model.step_state_bytes, budget)))
     if memory.fits:
-        fits = _fits(memory, length, lambda: remedy(replace(load, max_model_len=length), device))
+        fits = "Fits."
+        if memory.context != length:  # the context was not stated; `way` loses least to make all of it fit
+            way = remedy(replace(load, max_model_len=length), device).partition(", or --max-model-len")[0]
+            remark = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
+            fits = f"Fits with a context of {memory.context:,} instead of {length:,}{remark}."
         write(textwrap.fill(fits, 80, break_on_hyphens=False) + "\n")
     write_assumption(gpu)
     if not memory.fits:
@@ -103,15 +106,6 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
         if not memory.snapshots:
             lines.append("No prefix cache: it needs kept states of recurrent layers (--state-cache-memory).")
     return lines
-
-
-def _fits(memory: "MemoryPlan", length: int, remedy: Callable[[], str]) -> str:
-    """Whether all positions fit that nobody asked for; if not, what loses least to make them fit."""
-    if memory.context == length:
-        return "Fits."
-    way = remedy().partition(", or --max-model-len")[0]
-    remark = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
-    return f"Fits with a context of {memory.context:,} instead of {length:,}{remark}."
 
 
 def _special_kernels(model: "Model") -> list[str]:

@@ -26,7 +26,7 @@ _SHORT = {
     "-b": "batch_size", "-ub": "ubatch_size", "-a": "alias", "-mg": "main_gpu", "-s": "seed", "-hf": "hf_repo",
     "-ot": "override_tensor", "-ncmoe": "n_cpu_moe", "-cmoe": "cpu_moe", "-i": "interactive", "-cnv": "conversation",
 }  # fmt: skip
-# The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
+# The options of llama-bench, which `minirt bench speed` resembles. Below `minirt bench`, these come before the others.
 _LLAMA_BENCH = {
     **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
     "-pg": "llama-bench's name; here minirt bench throughput, which times prompt and new tokens together",
