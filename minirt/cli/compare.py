@@ -4,6 +4,7 @@ minirt.bench.compare does the work.
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,15 @@ from minirt.errors import NumericsError
 if TYPE_CHECKING:
     from minirt.generator import Generator
 
-_GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
-_CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpreter, one layer takes seconds
-_length = click.IntRange(1)
+# Tokens by default, on a GPU and on a CPU: in the interpreter, one layer takes seconds.
+_LENGTHS = {"prompt_len": (512, 32), "context_len": (128, 24), "num_tokens": (512, 64)}
+
+
+def _length(text: str, *spellings: str) -> Callable:
+    gpu, cpu = _LENGTHS[spellings[0][2:].replace("-", "_")]
+    return click.option(*spellings, type=click.IntRange(1), help=f"{text} Default: {gpu}; on a CPU {cpu}.")
+
+
 _options = option_group(
     "Measurement",
     shared.model_options,
@@ -29,17 +36,13 @@ _options = option_group(
     shared.kv_cache_dtype_option,
     click.option("--layer", metavar="NAME", help="Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'."),
     click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
-    click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
-    click.option("--batch-size", "-b", type=_length, default=1, show_default=True, help="Sequences of the decode step."),
+    _length("Tokens of the prefill step.", "--prompt-len"),
     click.option(
-        "--context-len", "-c", type=_length,
-        help="Tokens of each sequence, including the new one. Default: 128; on a CPU 24.",
+        "--batch-size", "-b", type=click.IntRange(1), default=1, show_default=True, help="Sequences of the decode step."
     ),
+    _length("Tokens of each sequence, including the new one.", "--context-len", "-c"),
     click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: a built-in text."),
-    click.option(
-        "--num-tokens", "-n", type=_length,
-        help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
-    ),
+    _length("Tokens of the text that pass through the whole model.", "--num-tokens", "-n"),
     option_in("Output", "--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
     shared.report_format_option,
     shared.general_options,
@@ -88,7 +91,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=256 << 20, warmup=False)
     with shared.open_generator(load, quiet) as generator:
         model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
-        defaults = _GPU if cuda else _CPU
+        defaults = {option: on_gpu if cuda else on_cpu for option, (on_gpu, on_cpu) in _LENGTHS.items()}
         lengths = {option: options[option] or min(default, model.max_model_len) for option, default in defaults.items()}
         text_len = 0 if layer is not None else lengths["num_tokens"]
         shape = benchmark.Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
