@@ -29,7 +29,6 @@ def test_usage(run, folder, monkeypatch):
     for arguments in (
         ["generate", "-m", folder], ["generate", "-m", folder, "x", "--max-tokens", "many"], ["no-such-command"],
         ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
-        ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
     ):  # fmt: skip
         refused(run(*arguments), " --help)", code=2)
 
