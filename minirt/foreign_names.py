@@ -129,13 +129,12 @@ def check_names(
         what, expected = "an argument without its name", f"{place}({known[0]}=…), or another name"
         raise error(what, where=place, expected=expected, found=quoted(unnamed[0], 80))
     for name in given:
-        if name in known:
-            continue
-        if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
-            raise error("no such argument", where=place, found=name, hint=hint)
-        near = similar(name, known)
-        hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise error("no such argument", where=place, expected=f"one of {', '.join(known)}", found=name, hint=hint)
+        if name not in known:
+            hint = (elsewhere or {}).get(name) or python_hint(name)
+            expected = None if hint else f"one of {', '.join(known)}"
+            if not hint and (near := similar(name, known)):
+                hint = f"did you mean {' or '.join(near)}?"
+            raise error("no such argument", where=place, expected=expected, found=name, hint=hint)
 
 
 def checks_names(elsewhere: Mapping[str, str], options: Sequence[str] = ()) -> Callable[[type[_T]], type[_T]]:
@@ -150,23 +149,23 @@ def checks_names(elsewhere: Mapping[str, str], options: Sequence[str] = ()) -> C
             if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
                 known = [*inspect.signature(method).parameters][1:]  # without self
                 known = [*known[:-1], *options] if known[-1:] == ["options"] else known
-                setattr(kind, name, _checked(method, partial(check_names, known=known, elsewhere=elsewhere)))
+                place = method.__qualname__.removesuffix(".__init__")
+                check = partial(check_names, known=known, place=place, elsewhere=elsewhere)
+                setattr(kind, name, _checked(method, check))
         return kind
 
     return decorate
 
 
 def _checked(method: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    place = method.__qualname__.removesuffix(".__init__")
-
     @wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        check(named, place=place)
+        check(named)
         return method(*arguments, **named)
 
     @wraps(method)
     async def call_async(*arguments: Any, **named: Any) -> Any:
-        check(named, place=place)
+        check(named)
         return await method(*arguments, **named)
 
     return call_async if inspect.iscoroutinefunction(method) else call

@@ -1,5 +1,4 @@
-"""`--gpu`: GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan: well-known ones, or any by its
-memory."""
+"""`--gpu`: GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan, by their names or their memory."""
 
 import re
 from contextlib import suppress

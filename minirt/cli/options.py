@@ -49,7 +49,6 @@ NUMBERS = Parsed("N,N,…", _numbers)  # "1,8,64" → (1, 8, 64): positive integ
 NUMBERS_OR_0 = Parsed("N,N,…", lambda text: () if text.strip() == "0" else _numbers(text))  # "0" → (), none
 RANGE = Parsed("LOW:HIGH", _range)  # "32:512" → (32, 512), and "64" → (64, 64)
 
-
 _load_options = partial(options_of, LoadOptions, title="Memory and speed")
 model_option = option_of(LoadOptions, "model", "Model", envvar="MINIRT_MODEL", default=None, show_default=False)
 model_options = option_group(
