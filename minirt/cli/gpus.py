@@ -1,4 +1,4 @@
-"""`--gpu`: GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan, by their names or their memory."""
+"""`--gpu`: GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan, by name or memory."""
 
 import re
 from contextlib import suppress
