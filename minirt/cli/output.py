@@ -164,8 +164,7 @@ def load_summary(generator: "Generator") -> str:
     if generator.device.type == "cpu":
         import torch
 
-        threads = torch.get_num_threads()
-        text += f" · {threads} thread{'s' if threads > 1 else ''}"
+        text += f" · {counted(torch.get_num_threads(), 'thread')}"
     return text + (" · no prefix cache" if generator.memory.state and generator.prefix_cache_stats is None else "")
 
 
@@ -218,9 +217,7 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     accepted = sum(completion.num_accepted_tokens for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
     why = "they were not expected to pay" if generator.draft_stats.num_proposals else "nothing was proposed"
-    text = f"drafts: none were verified, as {why}"
-    if drafted:
-        text = f"drafts: {accepted:,} of {drafted:,} accepted"
+    text = f"drafts: {accepted:,} of {drafted:,} accepted" if drafted else f"drafts: none were verified, as {why}"
     if drafted and tokens > accepted:
         text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
     if any(name.startswith("fp8") for name in generator.plan.formats):
