@@ -131,10 +131,10 @@ def check_names(
     for name in given:
         if name not in known:
             hint = (elsewhere or {}).get(name) or python_hint(name)
-            expected = None if hint else f"one of {', '.join(known)}"
+            one_of = None if hint else f"one of {', '.join(known)}"
             if not hint and (near := similar(name, known)):
                 hint = f"did you mean {' or '.join(near)}?"
-            raise error("no such argument", where=place, expected=expected, found=name, hint=hint)
+            raise error("no such argument", where=place, expected=one_of, found=name, hint=hint)
 
 
 def checks_names(elsewhere: Mapping[str, str], options: Sequence[str] = ()) -> Callable[[type[_T]], type[_T]]:
