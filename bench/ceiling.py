@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from minirt.bench.measure import gpu_seconds, host_seconds
-from minirt.device import on_device, require_memory
+from minirt.device import free_memory, on_device
+from minirt.errors import OutOfMemoryError
+from minirt.sizes import format_size
 
 BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # much larger than the caches
 REPEATS = 20
@@ -74,7 +76,10 @@ def read_ceiling(device: torch.device, nbytes: int | None = None, repeats: int =
         OutOfMemoryError: the buffers do not fit in memory.
     """
     size = nbytes or BUFFER_BYTES[device.type]
-    require_memory(2 * size, device, "buffers to measure the memory bandwidth", "free some memory")
+    if (free := free_memory(device)) < 2 * size:
+        what, shown = "buffers to measure the memory bandwidth need more memory than is free", f"{format_size(free)} free"
+        expected = format_size(2 * size, up=True)
+        raise OutOfMemoryError(what, where=str(device), expected=expected, found=shown, hint="free some memory")
 
     def prepare() -> Callable[[], object]:
         if device.type == "cuda":

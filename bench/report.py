@@ -116,7 +116,8 @@ def machine(benchmark: str, device: "torch.device", command: list[str], ceiling:
     import torch
 
     from minirt.bench.ceiling import datasheet_bandwidth, device_name
-    from minirt.device import environment, triton_installed
+    from minirt.bench.environment import environment
+    from minirt.device import triton_installed
 
     facts = environment()
     triton = facts["triton"] if triton_installed() else None

@@ -22,14 +22,15 @@ from minirt.foreign_names import checks_names
 from minirt.generator import Generator
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece, Score
-from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
+from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Prompt, Prompts, is_single
+from minirt.progress import LoadProgress
 from minirt.sampling_params import OF_SAMPLING, SamplingParams
 
-_check_names = checks_names(OF_SAMPLING)
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
 _LONG = 2000  # characters or tokens: from here on, encoding takes longer than a change of threads
 
 
+@checks_names(OF_SAMPLING)
 class AsyncGenerator:
     """A `Generator` for asyncio programs. All its methods may be called from several event loops in several threads.
 
@@ -40,12 +41,11 @@ class AsyncGenerator:
         generator: the `Generator`, for everything that does not wait: `config`, `plan`, `encode`, `max_len` …
     """
 
-    @_check_names
     def __init__(self, generator: Generator, *, max_unread: int = MAX_UNREAD) -> None:
-        """Wrap a `Generator`, which may have other callers, too.
+        """Wrap a `Generator`, which may have other callers.
 
         Args:
-            max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
+            max_unread: a stream ends with a `SlowReaderError` if it has this many unread pieces when the next one comes.
         """
         if not isinstance(generator, Generator):
             hint, shown = "await AsyncGenerator.from_pretrained(…) loads a model by its name", repr(generator)[:80]
@@ -59,14 +59,10 @@ class AsyncGenerator:
 
     @classmethod
     async def from_pretrained(
-        cls,
-        model: str | Path | LoadOptions = EMBEDDED,
-        *,
-        max_unread: int = MAX_UNREAD,
-        progress: Callable[[str, int, int], None] | None = None,
-        **options: Any,
-    ) -> "AsyncGenerator":
-        """Load a model in a worker thread, in which `progress` runs, too. Other arguments: see `Generator.from_pretrained`."""
+        cls, model: str | Path | LoadOptions = EMBEDDED, *, max_unread: int = MAX_UNREAD,
+        progress: LoadProgress | None = None, **options: Any,
+    ) -> "AsyncGenerator":  # fmt: skip
+        """Load a model in a worker thread, which also calls `progress`. Other arguments: see `Generator.from_pretrained`."""
         load = Generator.from_pretrained
         return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
 
@@ -77,20 +73,11 @@ class AsyncGenerator:
 
     @overload
     async def generate(
-        self,
-        prompts: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0
     ) -> list[Completion]: ...
 
-    @_check_names
     async def generate(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
         call = await self._prepare(prompts, params, priority, single=is_single(prompts))
@@ -102,41 +89,26 @@ class AsyncGenerator:
 
     @overload
     async def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0
     ) -> list[Score]: ...
 
-    @_check_names
     async def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0
     ) -> Score | list[Score]:
         """The log-probabilities of completions after their prompts, as `Generator.score`."""
         call = await asyncio.to_thread(self.generator._processor.prepare_scores, prompts, completions, priority)
         await self._finish(call)
         return call.scores()
 
-    @_check_names
     async def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template; see `Generator.chat`."""
         limit = self.generator._processor.limit(params)
         tokens = await asyncio.to_thread(self.generator.encode_chat, messages, limit, chat_template_kwargs)
         return await self.generate(tokens, params, priority=priority)
 
-    @_check_names
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[Piece]:
@@ -150,11 +122,10 @@ class AsyncGenerator:
             async for piece, _ in pieces:
                 yield piece
 
-    @_check_names
     async def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
-        """As `stream`, with the completion that the piece belongs to, as it stands then."""
+        """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         call = await self._prepare(prompt, params, priority, single=True)
         async with aclosing(self._run(call, self._max_unread)) as pieces:
             async for stream, piece in pieces:
@@ -162,7 +133,6 @@ class AsyncGenerator:
                     raise stream.completion.error
                 yield piece, stream.completion
 
-    @_check_names
     async def encode_chat(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
@@ -200,7 +170,7 @@ class AsyncGenerator:
 
         Args:
             limit: outputs that may wait for the reader. None: the caller reads at once.
-            final_only: see `Call.start`.
+            final_only: see `CallDriver`.
         """
         port = self._port()
         reader = _Reader(limit, lambda: port.abort(list(call.open)))
@@ -244,7 +214,7 @@ class _Reader:
         self._wakeup.wake()
 
     def wait(self) -> "asyncio.Future[None]":
-        """What to await until there is more to read.
+        """A future to await until there is something to read.
 
         Raises:
             SlowReaderError: it was full, and nothing more comes.
@@ -280,7 +250,7 @@ class _LoopPort:
         self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._sort)
-        except RuntimeError:  # the loop is closed, so that nobody waits for these requests
+        except RuntimeError:  # the loop is closed: no task waits for these requests
             self._thread.abort(list(self._sinks))
 
     def _sort(self) -> None:
@@ -293,7 +263,7 @@ class _LoopPort:
 
 
 def _size(prompts: Any) -> int:
-    """Characters or tokens of all prompts. What is no prompt is refused later."""
+    """Characters or tokens of all prompts. Other values count 0; they are refused later."""
     if not isinstance(prompts, list | tuple):
         return 0
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list | tuple))

@@ -20,7 +20,7 @@ class CallDriver:
     Args:
         engine: gets the requests.
         sink: gets their outputs, which the caller gives to `push`.
-        final_only: see `Call.start`.
+        final_only: the caller reads only complete results. Without effect on requests with stop strings, which end here.
     """
 
     def __init__(self, call: Call, engine: Port, sink: Sink, *, final_only: bool = False) -> None:
@@ -37,21 +37,31 @@ class CallDriver:
         Raises:
             MinirtError: the engine has ended, or a prompt is refused.
         """
-        for place, requests in enumerate(self._call.start(final_only=self._final_only)):
-            if place:
+        call, started, count = self._call, time.perf_counter(), 0
+        while True:
+            part = call.requests[count:]
+            for request, stream in zip(part, call.streams[count:], strict=True):
+                request.final_only, stream.started = self._final_only and not request.sampling.stop, started
+                call.open[request.id] = stream
+            if count:
                 time.sleep(0)  # the engine's thread needs the interpreter's lock, which a thread that computes keeps for 5 ms
-            if requests:
-                self._engine.submit(requests, self._sink)
+            count += len(part)
+            if part:
+                self._engine.submit(part, self._sink)
             yield
+            if next(call.rest, None) is None:
+                return
 
     def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece] | None:
         """The new piece with its stream; None if the request has ended before. One that ends at a stop string is aborted."""
-        call = self._call
-        if output.request_id not in call.open:  # it has ended at a stop string; the engine had computed one more token
+        stream = self._call.open.get(output.request_id)
+        if stream is None:  # it has ended at a stop string; the engine had computed one more token
             return None
-        stream, piece = call.push(output)
-        if piece.finish_reason is not None and output.finish_reason is None:
-            self._engine.abort([output.request_id])
+        piece = stream.push(output)
+        if piece.finish_reason is not None:
+            del self._call.open[output.request_id]
+            if output.finish_reason is None:
+                self._engine.abort([output.request_id])
         return stream, piece
 
     def abort(self) -> int:
@@ -84,6 +94,6 @@ class Wakeup:
             future.set_result(None)
 
     def wait(self) -> "asyncio.Future[None]":
-        """What to await. There is one waiting task at a time."""
+        """A future to await. One task waits at a time."""
         self._future = asyncio.get_running_loop().create_future()
         return self._future

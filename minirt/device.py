@@ -1,23 +1,46 @@
-"""Devices and memory: choice of a device, what it can, free and peak memory, errors of a device, and `minirt env`."""
+"""Devices and memory: choice of a device, what it can, free and peak memory, and errors of a device."""
 
 import dis
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import ClassVar
 
 import psutil
 import torch
 
-import minirt
-from minirt.errors import DeviceError, OutOfMemoryError
-from minirt.gpus import CONTEXT_BYTES, AbsentGPU
-from minirt.sizes import format_size
+from minirt.errors import DeviceError
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
+
+
+CONTEXT_BYTES = 1 << 30  # what the CUDA context and its libraries may take of a GPU
+
+
+@dataclass(frozen=True)
+class AbsentGPU:
+    """An NVIDIA GPU that takes the place of a `torch.device` where a model is only planned.
+
+    Args:
+        name: for the user.
+        memory: all of it, in bytes.
+        capability: its CUDA compute capability. `assumed`: it was not stated.
+    """
+
+    type: ClassVar[str] = "cuda"
+    index: ClassVar[None] = None
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    assumed: bool = False
+
+    def __str__(self) -> str:
+        return f"cuda ({self.name}, sm_{self.capability[0]}{self.capability[1]}{' assumed' if self.assumed else ''})"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -36,57 +59,11 @@ def host_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-_SERVE = ("uvicorn", "httptools", "msgspec", "prometheus-client", "pyyaml")
-_OPTIONAL = {"llguidance": "structured output needs it", **dict.fromkeys(_SERVE, "minirt serve needs it")}
-
-
-def environment() -> dict[str, str]:
-    """Versions, devices and memory, for a bug report."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    facts = {"python": platform.python_version(), "platform": platform.platform(), "minirt": minirt.__version__}
-    for package in ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub", *_OPTIONAL):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed" + (f": {_OPTIONAL[package]}" if package in _OPTIONAL else "")
-    if not triton_installed():
-        facts["triton"] = "not installed: layers run eager, and compare and bench kernels cannot run"
-    facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
-    facts["host memory"] = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
-    facts["cuda"] = torch.version.cuda or "torch is built without CUDA"
-    for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        facts[f"cuda:{i}"] = (
-            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
-        )
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
-        if name in os.environ:
-            facts[name] = os.environ[name]
-    return facts
-
-
-def require_memory(needed: int, device: torch.device, what: str, hint: str) -> None:
-    """Raise OutOfMemoryError if `what` needs more memory (`needed` bytes) than the device has free."""
-    free = free_memory(device)
-    if needed > free:
-        raise OutOfMemoryError(
-            f"{what} need more memory than is free",
-            where=str(device),
-            expected=format_size(needed, up=True),
-            found=f"{format_size(free)} free",
-            hint=hint,
-        )
-
-
 def free_memory(device: torch.device | AbsentGPU) -> int:
     """Free memory of `device`, in bytes; of an absent GPU an estimate."""
     if isinstance(device, AbsentGPU):
-        return device.free
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+        return max(0, device.memory - CONTEXT_BYTES)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def total_memory(device: torch.device | AbsentGPU) -> int:

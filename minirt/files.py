@@ -7,10 +7,11 @@ import json
 import os
 import secrets
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from minirt.errors import MinirtError
+from minirt.errors import MinirtError, quoted
 
 _HINT = "get the file again"
 # O_NONBLOCK: opening a named pipe must not wait for a writer. Some systems lack some of these flags.
@@ -49,7 +50,7 @@ def read_bytes(path: Path, *, limit: int, error: type[MinirtError]) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise error("is not a regular file", where=path, found=_kind(status.st_mode), hint=_HINT)
             content, size = bytearray(), status.st_size
-            # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted, too.
+            # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted.
             while size <= limit and (block := os.read(file, 1 << 20)):
                 content += block
                 size = max(size, len(content))
@@ -82,24 +83,22 @@ def read_json(path: Path, *, limit: int, error: type[MinirtError]) -> dict[str, 
 
 def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, Any]:
     """The JSON object in `text`, the content of the file `path`. A key that an object repeats is an error at any depth."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise error("a key is repeated, and its values may differ", where=path, found=repr(twice)[:80], hint=_HINT)
-        return value
-
     try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except MinirtError:
-        raise
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as cause:
         what = "nested too deeply" if isinstance(cause, RecursionError) else cause
         raise error(f"is not readable JSON: {what}", where=path, hint=_HINT) from cause
     if not isinstance(value, dict):
         raise error("is not a JSON object", where=path, found=type(value).__name__, hint=_HINT)
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of `json.loads` that refuses a repeated key with a ValueError."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"a key is repeated, and its values may differ: {quoted(twice, 80)}")
     return value
 
 

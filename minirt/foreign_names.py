@@ -1,20 +1,19 @@
 """What vLLM, llama.cpp and transformers call an option, argument or class, and what it is here.
 
 The command line, `Generator` and its methods, `SamplingParams`, the lines of `--prompts` and `import` take their hints from it.
-The record of a setting has its other names (`Setting.elsewhere`); the table here has the rest. docs/coming-from.md explains more.
+The record of a setting has its other names (`Setting.elsewhere`); the table here has the rest, and `minirt.cli.suggestions` those
+of commands and short options. docs/coming-from.md explains more.
 """
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
-from typing import ParamSpec, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, quoted
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_T = TypeVar("_T")
 
 _VLLM, _LLAMA, _HF = "vLLM's name", "llama.cpp's name", "transformers' name"
 _ONE_GPU = "not supported: minirt uses one GPU"
@@ -26,7 +25,7 @@ _ALWAYS = "not needed: it is always on"
 _NO_CODE = "not needed: minirt never runs code of a checkpoint"
 
 _Entry = tuple[str, str | None, str | None] | str
-# Name → (whose it is, what the command line has instead, what Python has instead). A text without an instead: why there is none.
+# Name → (whose it is, its name on the command line, its name in Python). A text: why minirt has no such thing.
 _REST: dict[str, _Entry] = {
     "load_format": (_VLLM, "--random-weights for dummy", 'random_weights=True for "dummy"'),
     "enforce_eager": (_VLLM, "--no-cuda-graphs", "cuda_graphs=False"),
@@ -85,40 +84,6 @@ _REST: dict[str, _Entry] = {
     "block_size": "not needed: a page of the KV cache has 64 tokens",
     "tokenizer": "not supported: the tokenizer is that of the model's folder",
 }
-_SHORT = {
-    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-    "-c": "ctx_size", "-np": "parallel", "-ngl": "n_gpu_layers", "-ctk": "cache_type_k", "-ctv": "cache_type_v",
-    "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system_prompt", "-fa": "flash_attn",
-    "-sm": "split_mode", "-ts": "tensor_split", "-md": "model_draft", "-t": "n_threads",
-    "-b": "batch_size", "-ub": "ubatch_size", "-a": "alias", "-mg": "main_gpu", "-s": "seed", "-hf": "hf_repo",
-    "-ot": "override_tensor", "-ncmoe": "n_cpu_moe", "-cmoe": "cpu_moe", "-i": "interactive", "-cnv": "conversation",
-}  # fmt: skip
-# The options of llama-bench, as which `minirt bench speed` works: below `minirt bench`, these come before the others.
-_LLAMA_BENCH = {
-    **dict.fromkeys(("-p", "-n", "--n-prompt", "--n-gen"), "llama-bench's name; here minirt bench speed -p 512 -n 128"),
-    "-pg": "llama-bench's name; here minirt bench throughput, which times prompt and new tokens together",
-    **dict.fromkeys(("-d", "--n-depth"), "llama-bench's name; here minirt bench speed -c"),
-    **dict.fromkeys(("-r", "--repetitions"), "llama-bench's name; here --repeats"),
-}
-# Commands of vLLM, ollama, llama.cpp and transformers, and older ones of minirt → what to write here.
-_COMMANDS = {
-    **dict.fromkeys(("decode", "bench decode"), "here minirt bench speed -p 0"),
-    **dict.fromkeys(("prefill", "bench prefill"), "here minirt bench speed -n 0"),
-    **dict.fromkeys(("latency", "bench latency"), "here minirt bench throughput with one length of prompts and outputs"),
-    **dict.fromkeys(("run", "cli"), "minirt chat --model MODEL is a conversation, minirt generate PROMPT completes a text"),
-    **dict.fromkeys(("complete", "completions", "infer"), "here minirt generate PROMPT"),
-    **dict.fromkeys(("run-batch", "batch"), "here minirt generate --prompts FILE"),
-    **dict.fromkeys(("server", "api_server"), "here minirt serve"),
-    **dict.fromkeys(("pull", "download"), "not needed: the first command with --model ORG/NAME downloads the model"),
-    **dict.fromkeys(("list", "ls"), "minirt models lists the presets"),
-    **dict.fromkeys(("show", "info"), "here minirt plan --model MODEL"),
-    "collect-env": "here minirt env",
-    "version": "here minirt --version; minirt env prints the versions of all packages",
-    "help": "here minirt --help, and minirt COMMAND --help",
-    "quantize": "not needed: --quantize fp8 or int4 quantizes while the model is loaded",
-}  # fmt: skip
-
-
 def names() -> dict[str, _Entry]:
     """`_REST`, and the names that the records of settings have."""
     import minirt
@@ -136,23 +101,14 @@ def names() -> dict[str, _Entry]:
     return known
 
 
-def command_hint(name: str) -> str | None:
-    """What to write for another program's command; None: no command that is known here."""
-    return _COMMANDS.get(name)
-
-
 def python_hint(name: object) -> str | None:
     """What to write in Python for another library's name; None: no library's name that is known here."""
     return _hint(names().get(str(name)), 2)
 
 
-def json_hint(name: str) -> str | None:
-    """What to write as a key of a request for another library's name, or as an option of the command; None: see `python_hint`."""
-    entry = names().get(name)
-    value = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", (None if isinstance(entry, str | None) else entry[2]) or "")
-    if entry is None or value is None:
-        return _hint(entry, 1)
-    return f'{entry[0]}; here "{value[1]}"' + (f": {value[2]}" if value[2] != "…" else "") + value[3]
+def command_line_hint(name: str) -> str | None:
+    """What to write on the command line for another program's option, with underscores; None: see `python_hint`."""
+    return _hint(names().get(name), 1)
 
 
 def similar(name: str, known: Iterable[str], most: int = 2) -> list[str]:
@@ -173,53 +129,46 @@ def check_names(
         what, expected = "an argument without its name", f"{place}({known[0]}=…), or another name"
         raise error(what, where=place, expected=expected, found=quoted(unnamed[0], 80))
     for name in given:
-        if name in known:
-            continue
-        if (hint := (elsewhere or {}).get(name) or python_hint(name)) is not None:
-            raise error("no such argument", where=place, found=name, hint=hint)
-        near = similar(name, known)
-        hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise error("no such argument", where=place, expected=f"one of {', '.join(known)}", found=name, hint=hint)
+        if name not in known:
+            hint = (elsewhere or {}).get(name) or python_hint(name)
+            one_of = None if hint else f"one of {', '.join(known)}"
+            if not hint and (near := similar(name, known)):
+                hint = f"did you mean {' or '.join(near)}?"
+            raise error("no such argument", where=place, expected=one_of, found=name, hint=hint)
 
 
-def checks_names(
-    elsewhere: Mapping[str, str], options: Sequence[str] = ()
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator of methods: an argument name that they do not have is an `InputError` of `check_names`, not a TypeError.
+def checks_names(elsewhere: Mapping[str, str], options: Sequence[str] = ()) -> Callable[[type[_T]], type[_T]]:
+    """Decorator of classes: an argument name that `__init__` or a public method lacks is an `InputError` of `check_names`,
+    not a TypeError.
 
-    `options`: the names that a method takes as `**options`.
+    `options`: the names that `__init__` takes as `**options`.
     """
 
-    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        known = [*inspect.signature(method).parameters][1:]  # without self
-        known = [*known[:-1], *options] if options else known
-
-        def check(given: Iterable[str]) -> None:
-            check_names(given, known, method.__qualname__.removesuffix(".__init__"), elsewhere=elsewhere)
-
-        @wraps(method)
-        def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
-            check(named)
-            return method(*arguments, **named)
-
-        @wraps(method)
-        async def call_async(*arguments: _P.args, **named: _P.kwargs) -> object:
-            check(named)
-            return await method(*arguments, **named)  # type: ignore[misc]
-
-        return cast("Callable[_P, _R]", call_async) if inspect.iscoroutinefunction(method) else call
+    def decorate(kind: type[_T]) -> type[_T]:
+        for name, method in list(vars(kind).items()):
+            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+                known = [*inspect.signature(method).parameters][1:]  # without self
+                known = [*known[:-1], *options] if known[-1:] == ["options"] else known
+                place = method.__qualname__.removesuffix(".__init__")
+                check = partial(check_names, known=known, place=place, elsewhere=elsewhere)
+                setattr(kind, name, _checked(method, check))
+        return kind
 
     return decorate
 
 
-def option_hint(name: str, options: Collection[str], command: str = "minirt") -> str | None:
-    """The same on the command line, for "--name" or "-n" and a command with these options and arguments."""
-    entry: _Entry | None = None
-    if f"{command} ".startswith("minirt bench "):
-        entry = _LLAMA_BENCH.get(name)
-    text = _hint(entry or names().get(_SHORT.get(name, name.lstrip("-").replace("-", "_"))), 1)
-    named = re.findall(r"--[a-z-]+|\bPROMPT\b", text or "")
-    return text if all(option in options for option in named) else None
+def _checked(method: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        check(named)
+        return method(*arguments, **named)
+
+    @wraps(method)
+    async def call_async(*arguments: Any, **named: Any) -> Any:
+        check(named)
+        return await method(*arguments, **named)
+
+    return call_async if inspect.iscoroutinefunction(method) else call
 
 
 def _hint(entry: _Entry | None, side: int) -> str | None:

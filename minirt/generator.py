@@ -5,8 +5,8 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +30,8 @@ from minirt.loading.options import EMBEDDED, OF_GENERATE, LoadOptions
 from minirt.loading.resolve import longest_length
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Score
-from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
-from minirt.progress import prompt_bar
+from minirt.processor import AnyPrompt, Call, Messages, Params, Priority, Processor, Prompt, Prompts, is_single
+from minirt.progress import LoadProgress, prompt_bar
 from minirt.sampling_params import OF_SAMPLING, EffectiveSampling, SamplingParams, resolve
 from minirt.settings import settings_of
 from minirt.sizes import format_size
@@ -43,9 +43,9 @@ from minirt.text.tokenizer import Tokenizer
 _LOADING = settings_of(LoadOptions)
 _OF_LOADING = {name: f"Generator.from_pretrained({name}=…)" for name in _LOADING}  # arguments that belong to another call
 _OPTIONS = [name for name, record in _LOADING.items() if record.engine]  # those of a loaded model
-_check_names = checks_names(OF_SAMPLING)
 
 
+@checks_names(_OF_LOADING | OF_SAMPLING, _OPTIONS)
 class Generator:
     """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
 
@@ -55,22 +55,17 @@ class Generator:
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         memory: what it takes of the memory, and the size of the KV cache.
+        max_num_seqs, max_num_batched_tokens: how many requests and tokens a step has at most.
+        max_waiting: how many requests may wait while a step computes others; further ones are refused. None: no limit.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
         step_state_bytes: bytes of the recurrent states of one sequence that a decode step reads and writes.
     """
 
-    @checks_names(_OF_LOADING, _OPTIONS)
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None = None,
-        *,
-        name: str = "model",
-        generation_config: dict | None = None,
-        eos_token_ids: Sequence[int] = (),
-        **options: Any,
-    ) -> None:
+        self, model: Model, tokenizer: Tokenizer | None = None, *, name: str = "model",
+        generation_config: dict | None = None, eos_token_ids: Sequence[int] = (), **options: Any,
+    ) -> None:  # fmt: skip
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
@@ -81,10 +76,8 @@ class Generator:
             shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=shown, hint=hint)
         settings = LoadOptions(**options)
-        num_drafts, _ = settings.drafts
-        speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
-        self.speculative = speculative
-        if num_drafts:
+        self.speculative, cuda_graphs = settings.speculative, settings.cuda_graphs
+        if num_drafts := settings.drafts[0]:
             model.keep_undo(1 + num_drafts)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
@@ -100,15 +93,17 @@ class Generator:
             model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=self.memory.max_num_seqs,
             num_snapshots=self.memory.snapshots,
         )  # fmt: skip
+        self.max_num_seqs, self.max_num_batched_tokens = self.memory.max_num_seqs, self.memory.max_num_batched_tokens
+        self.max_waiting = settings.max_waiting
         limits = EngineLimits(
-            settings.max_model_len or model.max_model_len, self.memory.max_num_seqs, self.memory.max_num_batched_tokens,
-            settings.max_waiting, settings.max_step_ms, model_len=longest_length(model.config),
+            settings.max_model_len or model.max_model_len, self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting,
+            settings.max_step_ms, model_len=longest_length(model.config),
         )
         engine = Engine(
             model, self._cache, limits, vocab_size=model.config.vocab_size, device=model.device,
             prefix_cache=settings.prefix_cache,
-            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(speculative, model, self._cache),
-            adaptive_drafts=getattr(speculative, "adaptive", True),
+            cuda_graphs=cuda_graphs and model.capturable, proposer=proposer_of(self.speculative, model, self._cache),
+            adaptive_drafts=getattr(self.speculative, "adaptive", True),
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
@@ -121,11 +116,7 @@ class Generator:
 
     @classmethod
     def from_pretrained(
-        cls,
-        model: str | Path | LoadOptions = EMBEDDED,
-        *,
-        progress: Callable[[str, int, int], None] | None = None,
-        **options: Any,
+        cls, model: str | Path | LoadOptions = EMBEDDED, *, progress: LoadProgress | None = None, **options: Any
     ) -> "Generator":
         """Load a model: `Generator.from_pretrained("Qwen2.5-7B", quantization="fp8")`.
 
@@ -168,22 +159,11 @@ class Generator:
 
     @overload
     def generate(
-        self,
-        prompts: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompts[AnyPrompt], params: Params = None, *, priority: Priority = 0, progress: bool = False
     ) -> list[Completion]: ...
 
-    @_check_names
     def generate(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompt | Prompts, params: Params = None, *, priority: Priority = 0, progress: bool = False
     ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
@@ -204,27 +184,17 @@ class Generator:
         self._finish(call, progress, "token_ids")
         return call.result()
 
-    @_check_names
     def completions(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Sequence[Prompt], params: Params = None, *, priority: Priority = 0
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))  # `Completions.all` has the tokens of requests that still run
 
-    @_check_names
     def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Completion:
+    ) -> Completion:  # fmt: skip
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template.
 
         Args:
@@ -233,7 +203,6 @@ class Generator:
         tokens = self.encode_chat(messages, self._processor.limit(params), chat_template_kwargs)
         return self.generate(tokens, params, priority=priority)
 
-    @_check_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Return an iterator over the completion's pieces; their texts join to `Completion.text`. Closing it aborts.
 
@@ -242,7 +211,6 @@ class Generator:
         """
         return _pieces(self.stream_completion(prompt, params, priority=priority))
 
-    @_check_names
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
@@ -254,22 +222,12 @@ class Generator:
 
     @overload
     def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
+        self, prompts: Prompt | Prompts[AnyPrompt], completions: Prompts[AnyPrompt], *, priority: Priority = 0,
         progress: bool = False,
-    ) -> list[Score]: ...
+    ) -> list[Score]: ...  # fmt: skip
 
-    @_check_names
     def score(
-        self,
-        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        completions: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: bool = False,
+        self, prompts: Prompt | Prompts, completions: Prompt | Prompts, *, priority: Priority = 0, progress: bool = False
     ) -> Score | list[Score]:
         """The log-probability of a completion after a prompt (→ `Score`), or of many in one batch (→ list of `Score`).
 
@@ -287,7 +245,6 @@ class Generator:
         self._finish(call, progress, "prompt_token_ids")
         return call.scores()
 
-    @_check_names
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
@@ -307,14 +264,13 @@ class Generator:
         self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
         return self._engine.call(lambda engine: engine.pin(tokens))
 
-    @_check_names
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
         Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
-        self._live.checks.check_logits(tokens)
+        self._engine.engine.checks.check_logits(tokens)
         nothing = replace(resolve(None, None), max_tokens=0)
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         request = Request(self._engine.new_id(), tokens, nothing, logits_only=True)
@@ -328,7 +284,6 @@ class Generator:
             raise output.error or EngineError("the engine returned no logits", where=self.name)
         return output.logits
 
-    @_check_names
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
@@ -336,7 +291,6 @@ class Generator:
         """
         return self._processor.encode(prompt, max_tokens)
 
-    @_check_names
     def encode_chat(
         self, messages: Messages, max_tokens: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
@@ -350,7 +304,6 @@ class Generator:
         """
         return self._processor.encode_chat(messages, max_tokens, chat_template_kwargs)
 
-    @_check_names
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
 
@@ -359,7 +312,6 @@ class Generator:
         """
         self._processor.check(token_ids, params)
 
-    @_check_names
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
         return self._processor.effective_sampling(params)
@@ -367,32 +319,17 @@ class Generator:
     @property
     def max_len(self) -> int:
         """Maximum number of tokens of a request, prompt and completion together."""
-        return self._live.max_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of requests in one step."""
-        return self._live.limits.max_num_seqs
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Maximum number of tokens in one step."""
-        return self._live.limits.max_num_batched_tokens
-
-    @property
-    def max_waiting(self) -> int | None:
-        """Maximum number of requests that wait while a step computes others; further ones are refused. None: no limit."""
-        return self._live.limits.max_waiting
+        return self._engine.engine.max_len
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
-        return self._live.prefix_cache_stats
+        return self._engine.engine.prefix_cache_stats
 
     @property
     def draft_stats(self) -> DraftStats:
         """Counters of drafts since loading, all 0 without `speculative`."""
-        return self._live.stats.drafts
+        return self._engine.engine.stats.drafts
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -437,11 +374,6 @@ class Generator:
     def _closed(self) -> EngineError:
         return EngineError("the generator is closed", where=self.name)
 
-    @property
-    def _live(self) -> Engine:
-        """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
-        return self._engine.engine
-
     def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool, first: int | None = None) -> Call:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single, first=first)
@@ -457,7 +389,7 @@ class Generator:
     def _run(self, call: Call, final_only: bool = False) -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
 
-        `final_only`: see `Call.start`.
+        `final_only`: see `CallDriver`.
         """
         outputs: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         with CallDriver(call, self._engine, outputs, final_only=final_only) as driver:

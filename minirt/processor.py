@@ -6,16 +6,15 @@ another one. Imports no torch.
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from minirt.engine.request import Request, TokenLogprobs, TokenOutput
+from minirt.engine.request import Request, TokenLogprobs
 from minirt.errors import InputError, NumericsError, TokenizerError, inside, quoted, shortened
-from minirt.outputs import Completion, CompletionStream, Piece, Samples, Score
+from minirt.outputs import Completion, CompletionStream, Samples, Score
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
 from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
@@ -38,6 +37,10 @@ class TokenArray(Protocol):
 
 Prompt = str | Sequence[int] | TokenArray
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
+Prompts = list[AnyPrompt] | tuple[AnyPrompt, ...]
+# One for all prompts, or one for each.
+Params = SamplingParams | Sequence[SamplingParams | None] | None
+Priority = int | Sequence[int]
 Messages = Sequence[dict[str, str]]
 _MAX_SPACES = 64  # tokens of white space after a reasoning block that are looked at
 
@@ -71,15 +74,9 @@ class Processor:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        name: str,
-        tokenizer: Tokenizer | None,
-        generation_config: dict | None,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        peak_memory: Callable[[], int] = lambda: 0,
-    ) -> None:
+        self, backend: Backend, name: str, tokenizer: Tokenizer | None, generation_config: dict | None,
+        eos_token_ids: Sequence[int], vocab_size: int, peak_memory: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
         self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
         self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
@@ -154,8 +151,8 @@ class Processor:
 
         Args:
             single: whether `prompts` is one prompt.
-            first: how many prompts to prepare now. `Call.start` prepares the others, and raises their errors, unless priorities
-                differ, by which an engine must know all of them. None: all.
+            first: how many prompts to prepare now; None: all. `CallDriver` prepares the others and raises their errors. If
+                priorities differ, all are prepared now, because the engine must know them.
         """
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
@@ -212,8 +209,8 @@ class Processor:
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 pairs.append(self.encode_pair(prompt, completion))
         params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1)
-        whole: Any = [tokens for tokens, _ in pairs]
-        call = self.prepare(whole[0] if single else whole, params, priority, single=single)
+        call = self.prepare([tokens for tokens, _ in pairs], params, priority, single=False)
+        call.single = single
         leaders: dict[tuple[int, ...], int] = {}  # by prompt: the request that computes it for all
         for i, (tokens, count) in enumerate(pairs):
             group = leaders.setdefault(tuple(tokens[:count]), call.requests[i].id)
@@ -350,11 +347,11 @@ def decoder_after(tokenizer: Tokenizer, sampling: EffectiveSampling, prompt: Seq
 
 @dataclass
 class Call:
-    """The requests of one call of the API: the engine's outputs go in, pieces come out.
+    """The requests of one call of the API, which `CallDriver` runs.
 
     Attributes:
         streams, requests: one of each for every sample of every prompt.
-        results: one for each prompt, as it stands.
+        results: one for each prompt, so far.
         single: whether the call is about one prompt, not a list.
         open: the streams of the requests that run, by their ids.
         rest: prepares further prompts, one at a time.
@@ -366,33 +363,6 @@ class Call:
     single: bool
     open: dict[int, CompletionStream] = field(default_factory=dict)
     rest: Iterator[int] = field(default_factory=lambda: iter(()))
-
-    def start(self, *, final_only: bool = False) -> Iterator[list[Request]]:
-        """The requests, in parts. Each part is to be submitted before the next one is prepared.
-
-        Args:
-            final_only: nobody reads tokens before a request ends. Without effect on one with stop strings, which ends here.
-        Raises:
-            MinirtError: a prompt of a later part is refused.
-        """
-        started, count = time.perf_counter(), 0
-        while True:
-            part = slice(count, None)
-            for request, stream in zip(self.requests[part], self.streams[part], strict=True):
-                request.final_only, stream.started = final_only and not request.sampling.stop, started
-                self.open[request.id] = stream
-            count = len(self.requests)
-            yield self.requests[part]
-            if next(self.rest, None) is None:
-                return
-
-    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
-        stream = self.open[output.request_id]
-        piece = stream.push(output)
-        if piece.finish_reason is not None:
-            del self.open[output.request_id]
-        return stream, piece
 
     def result(self) -> Any:
         """What `generate` returns, once all requests have ended.
@@ -440,7 +410,7 @@ def _instead(prompt: Any) -> str | None:
 
 
 def _is_array(value: Any) -> TypeGuard[TokenArray]:
-    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
+    """Whether it is a NumPy array, a tensor, or the like, but not a NumPy integer. (NumPy is not imported here.)"""
     return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
 
 

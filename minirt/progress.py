@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from minirt.errors import printable
@@ -23,24 +23,19 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
     if not enabled:
         yield None
         return
-    if not sys.stderr.isatty():
-        said = False
-
-        def say(stage: str, done: int, total: int) -> None:
-            nonlocal said
-            if stage == COMPILING and not said:
-                said = True
-                sys.stderr.write(f"{_compiling()}\n")
-
-        yield say
-        return
     tasks: dict[str, Any] = {}
-    with _bars() as bars:
+    with _bars() if sys.stderr.isatty() else nullcontext() as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                if stage == COMPILING:
+            if stage == COMPILING and stage not in tasks:
+                if bars is None:
+                    sys.stderr.write(f"{_compiling()}\n")
+                else:
                     bars.console.print(_compiling(), markup=False, highlight=False)
+            if bars is None:
+                tasks[stage] = None
+                return
+            if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total, amount="")
             amount = f"{done}/{total}"
             if stage == "weights":

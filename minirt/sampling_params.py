@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirt.errors import ConfigError, InputError, MinirtError
+from minirt.errors import ConfigError, InputError, MinirtError, shortened
 from minirt.settings import (
     Integer,
     Number,
@@ -204,7 +204,7 @@ class SamplingParams(Settings):
 _SETTINGS = settings_of(SamplingParams)
 # For whom gives a field as an argument of a call.
 OF_SAMPLING = {name: f"params=SamplingParams({name}=…)" for name in _SETTINGS}
-# The value of each setting of a request that nobody sets. `n` is one of the call.
+# Setting of a request → its value if it is not set. `n` belongs to the call.
 _DEFAULTS = {name: r.unset if r.default is None else r.default for name, r in _SETTINGS.items() if name != "n"}
 _IN_FILE = {name: record.file for name, record in _SETTINGS.items() if record.file}
 _OF_DRAWS = [name for name, record in _SETTINGS.items() if record.acts == "draws"]
@@ -253,13 +253,8 @@ class EffectiveSampling:
         """One line with the settings that decide the choice of tokens, each with its source."""
         drawn = _OF_DRAWS if self.temperature > 0 else []
         names = [name for name in (*drawn, *_OF_LOGITS) if getattr(self, name) != _DEFAULTS[name] or name == "seed"]
-        parts = [f"{name} {_shortened(getattr(self, name))} ({self.sources[name]})" for name in names]
+        parts = [f"{name} {shortened(getattr(self, name), 60)} ({self.sources[name]})" for name in names]
         return " · ".join(parts if self.temperature > 0 else [f"greedy ({self.sources['temperature']})", *parts])
-
-
-def _shortened(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] | None) -> EffectiveSampling:
@@ -319,14 +314,11 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise ConfigError(
-            "not an acceptable value", where=f"{_FILE}: do_sample", expected="true or false", found=repr(do_sample)[:500]
-        )
+        place, shown = f"{_FILE}: do_sample", repr(do_sample)[:500]
+        raise ConfigError("not an acceptable value", where=place, expected="true or false", found=shown)
     return config
 
 
 def _from_file(name: str, value: object) -> Any:
-    check = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
-    if check is None:
-        return value
+    check: Any = _LENGTH_IN_FILE if name == "max_tokens" else _SETTINGS[name].check
     return check(value, f"{_FILE}: {_IN_FILE[name]}", ConfigError, f"correct the file, or set {name} yourself")

@@ -39,7 +39,7 @@ class Setting(NamedTuple):
         scope: which commands have it; see the decorators of `minirt.cli.options`.
         engine: whether `Generator` takes it beside a loaded model.
         file: its name in generation_config.json.
-        unset: the value if nobody sets it.
+        unset: the value if it is not set.
         acts: what it changes: "draws" (only if tokens are drawn), "logits", or "text".
         request: whether it is a field of the HTTP APIs.
         most: entries that a request may list.

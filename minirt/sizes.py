@@ -1,4 +1,4 @@
-"""Sizes in bytes and numbers of tokens as text, in the form that options take: "4GiB", "32k". `ranges`: several numbers."""
+"""Sizes in bytes as text, in the form that options take: "4GiB". `ranges`: several numbers."""
 
 import math
 import re
@@ -21,19 +21,6 @@ def parse_size(text: str, least: int = 1) -> int:
     if value < least:
         raise InputError(f"{text!r} is not a size; an example is 4GiB")
     return value
-
-
-def parse_count(text: str) -> int:
-    """"32k", "32K", "32768" → a number of tokens: k and m are powers of 1000, K and M of 1024, as in vLLM.
-
-    Raises:
-        InputError: not a number of tokens.
-    """
-    match = re.fullmatch(r"([+-]?[0-9]{1,40}|[0-9]{1,9}(?:\.[0-9]{1,9})?(?=[kKmM]))([kKmM]?)", text.strip())
-    if not match:
-        raise InputError(f"{text!r} is not a number of tokens; examples are 32768 and 32k (32,000; 32K is 32,768)")
-    factor = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
 def format_size(count: int, *, up: bool = False) -> str:

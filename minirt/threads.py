@@ -73,7 +73,7 @@ def cgroup_quota(root: Path) -> float | None:
         else:
             continue
         group = mount / path.lstrip("/")
-        # In a container, the path may be the host's and not exist here, so the mount itself is always read, too.
+        # In a container, the path may be the host's and not exist here, so the mount itself is always read.
         for folder in (group, *group.parents):
             if folder == mount or mount in folder.parents:
                 quotas.append(_limit(folder, files))

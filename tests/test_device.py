@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.native import native_error
 
+from minirt.cli.gpus import find_gpu
 from minirt.device import held_by_others, is_device_failure, is_out_of_memory, total_memory
-from minirt.gpus import find_gpu
 
 
 def raised(error: BaseException) -> BaseException:

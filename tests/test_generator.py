@@ -661,7 +661,7 @@ def test_nan_logits_are_reported_and_nothing_stays(copy):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"quantize_head": True}, "quantize_head"), ({"check_weights": True, "random_weights": True}, "check_weights"),
+    ({"quantize_head": True}, "--quantize-head"), ({"check_weights": True, "random_weights": True}, "--check-weights"),
     ({"quantize_head": "no", "quantization": "fp8"}, "quantize_head"),
     ({"max_num_seqs": 2.0}, "--max-num-seqs.*an integer from 1 to"), ({"max_num_seqs": -1}, "an integer from 1 to"),
     ({"max_num_batched_tokens": "8"}, "--max-num-batched-tokens.*an integer from 1 to"),

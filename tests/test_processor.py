@@ -10,6 +10,7 @@ import pytest
 from support.vocabularies import bert_like, gpt2_like, llama_like, save
 
 from minirt import SamplingParams
+from minirt.call_driver import CallDriver
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import InputError
 from minirt.processor import Call, Processor
@@ -27,8 +28,7 @@ class NoEngine:
     def new_id(self):
         return next(self._ids)
 
-    def check(self, request):
-        pass
+    check = submit = abort = lambda *_: None
 
 
 def made(library, folder, generation_config=None, **config) -> Processor:
@@ -41,13 +41,20 @@ def llama(tmp_path):
     return made(llama_like(), tmp_path)
 
 
+def started(call: Call):
+    """The request of a call, and its driver."""
+    driver = CallDriver(call, NoEngine(), None)
+    driver.start()
+    return call.requests[0], driver
+
+
 def run(call: Call, tokens) -> list[tuple[str, str | None]]:
     """The pieces of a call whose engine draws these tokens, and why each was the last. Ends as an engine does."""
-    ((request,),) = call.start()
+    request, driver = started(call)
     ends, pieces = {EOS, *request.sampling.stop_token_ids}, []
     for i, token in enumerate(tokens, 1):
         reason = "stop" if token in ends else "length" if i == len(tokens) else None
-        _, piece = call.push(TokenOutput(request.id, (token,), reason))
+        _, piece = driver.push(TokenOutput(request.id, (token,), reason))
         pieces.append((piece.text, piece.finish_reason))
         if piece.finish_reason is not None:
             break
@@ -180,10 +187,10 @@ def test_a_stop_string_inside_the_tokens_of_a_step(llama):
     """Four tokens in one output, three of them drafts. Catches tokens, log-probabilities or drafts behind the stop string."""
     there, upon = (prepared(llama, f"Once {text}").requests[0].prompt_token_ids[-1] for text in ("there", "upon"))
     call = prepared(llama, "Once", stop=" there", logprobs=0)
-    ((request,),) = call.start()
+    request, driver = started(call)
     tokens = (upon, there, upon, upon)
     rows = tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
-    _, piece = call.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))
+    _, piece = driver.push(TokenOutput(request.id, tokens, None, None, 0, rows, num_draft_tokens=4, num_accepted_tokens=3))
     assert (piece.token_ids, piece.text, piece.finish_reason) == ((upon, there), " upon", "stop")
     done = call.result()
     assert (done.token_ids, [row.token_id for row in done.logprobs]) == ([upon, there], [upon, there])

@@ -70,9 +70,9 @@ def headline(records: Records) -> str:
         steps.append(f"{factors} times as fast in {title_of(form)} (batch {batches[0]}{between}{batches[-1]})")
     card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
     rates = [points_of(records, form)[OFFLINE] for form in FORMATS]
-    ratios = [speedups(OFFLINE, point.ours, point.theirs) for point in rates]
-    gains = [f"{_times(each)} times vLLM's in {title_of(form)}" for each, form in zip(ratios, FORMATS, strict=True)]
-    unsure = f", so {_times(min(ratios))} may be no lead at all" * (min(ratios)[0] < 1 + _CARDS)
+    offline = [speedups(OFFLINE, point.ours, point.theirs) for point in rates]
+    gains = [f"{_times(each)} times vLLM's in {title_of(form)}" for each, form in zip(offline, FORMATS, strict=True)]
+    unsure = f", so {_times(min(offline))} may be no lead at all" * (min(offline)[0] < 1 + _CARDS)
     peer = run_of(record, "vLLM", "bf16")
     return (
         f"**{record['model']} on an {card}, beside vLLM {peer.build}: offline throughput is {' and '.join(gains)}; decode steps "

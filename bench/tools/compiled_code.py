@@ -129,10 +129,10 @@ def _launch_model(name: str, cc: int, lists: _Lists) -> None:
     """Launch every kernel that serving the model can need: what `Runner.warm_up` runs, with the first layers of the model."""
     import torch
 
+    from minirt.device import AbsentGPU
     from minirt.engine.limits import EngineLimits
     from minirt.engine.runner import Runner
     from minirt.errors import UnsupportedError
-    from minirt.gpus import AbsentGPU
     from minirt.layers.base import implementation
     from minirt.loading import load
     from minirt.loading.options import LoadOptions

@@ -74,19 +74,7 @@ def _usage(error: click.ClickException, arguments: Sequence[str]) -> str:
             text = f"{text.rstrip('.')}: the model is an option, --model MODEL"
     text = re.sub(r"is not a valid (integer|float) range$", r"is not a valid \1", text.rstrip("."))
     context = getattr(error, "ctx", None)
-    return f"{text} (see {context.command_path if context else _command_path(arguments)} --help)"
-
-
-def _command_path(arguments: Sequence[str]) -> str:
-    """The command that a command line begins with. click's errors of options without a value do not name it."""
-    command: click.Command = cli
-    words = ["minirt"]
-    for word in arguments:
-        if not isinstance(command, click.Group) or word not in command.commands:
-            break
-        command = command.commands[word]
-        words.append(word)
-    return " ".join(words)
+    return f"{text} (see {context.command_path if context else 'minirt'} --help)"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -34,7 +34,7 @@ _PROMPT = 512  # default tokens of a prompt
 class _Speed:
     input_len: tuple[int, ...] | None = setting(
         "Tokens of a prompt; several: 128,512; 0: no prompt.", option="--input-len -p",
-        kind=shared.Numbers("N,N,…", ",", zero=True), shown="512, or what the model's context allows",
+        kind=shared.NUMBERS_OR_0, shown="512, or what the model's context allows",
     )  # fmt: skip
     output_len: int = setting("Decode steps of a run; 0: none.", 128, option="--output-len -n", kind=click.IntRange(0))
     batch_size: Any = setting("Sequences of a decode step; several: 1,8,64.", "1", option="--batch-size -b", kind=shared.NUMBERS)

@@ -14,7 +14,7 @@ from minirt.cli.help import command
 from minirt.cli.options import RANGE, filter_options
 from minirt.cli.output import one_line
 from minirt.cli.report import print_report, progress_of, report_options, words_of
-from minirt.cli.settings import COUNT, JsonObject, options_of
+from minirt.cli.settings import COUNT, JSON_OBJECT, options_of
 from minirt.errors import InputError, MinirtError
 from minirt.sampling_params import FILTERS
 from minirt.settings import setting
@@ -86,7 +86,7 @@ class _Options:
         "Ask the server to continue after an end-of-sequence token, so that lengths are as asked.", True,
         option="--ignore-eos/--no-ignore-eos", group="Sampling",
     )  # fmt: skip
-    extra_body: Any = setting("Further fields of each request, as a JSON object.", kind=JsonObject(), group="Requests")
+    extra_body: Any = setting("Further fields of each request, as a JSON object.", kind=JSON_OBJECT, group="Requests")
     headers: str = setting("Send this header too.", option="--header", kind="several", metavar="NAME=VALUE", group="Requests")
     api_key: str | None = setting(
         "Key of the server. Also from MINIRT_API_KEY or OPENAI_API_KEY. Results do not contain it.", group="Requests")

@@ -7,10 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from minirt.cli import options as shared
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command, option_in
 from minirt.cli.output import completion_summary, counted, note, one_line, warn_incomplete, write
 from minirt.cli.process import Terminated
 from minirt.errors import InputError, MinirtError, TokenizerError
@@ -23,16 +21,11 @@ if TYPE_CHECKING:
 
 @command()
 @shared.model_argument
-@shared.load_options
-@shared.prefix_cache_option
-@shared.speculative_options
-@option_group(
-    "Prompts", click.option("--system", help="The system message; an empty one replaces the template's default.")
-)
+@shared.serving_options
+@option_in("Prompts", "--system", help="The system message; an empty one replaces the template's default.")
 @shared.template_option
 @shared.sampling_options
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def chat(system: str | None, variables: dict[str, Any] | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
 
@@ -62,13 +55,14 @@ class _Conversation:
     ) -> None:
         from minirt.text.reply_format import ReplyFormat
 
-        tokenizer, self._form = generator.tokenizer, ReplyFormat()
-        if tokenizer is not None:
-            self._form = ReplyFormat.choose(tokenizer.tool_template, tokenizer.response_template)
-            if self._form.needs_special_tokens(tokenizer.special_tokens):
+        self._tokenizer: Any = generator.tokenizer  # None: `encode` refuses every message
+        self._form = ReplyFormat()
+        if self._tokenizer is not None:
+            self._form = ReplyFormat.choose(self._tokenizer.tool_template, self._tokenizer.response_template)
+            if self._form.needs_special_tokens(self._tokenizer.special_tokens):
                 params = replace(params, skip_special_tokens=False)
-        self._generator, self._params, self._system, self._quiet = generator, params, system, quiet
-        self._variables = variables
+        self._generator, self._params, self._quiet = generator, params, quiet
+        self._system, self._variables = system, variables
         self._turns: list[dict[str, str]] = []
         self._last: Completion | None = None
 
@@ -100,10 +94,7 @@ class _Conversation:
         """An answer as a message of the conversation. Templates take reasoning apart from the content."""
         from minirt.text.reply import parse
 
-        tokenizer = self._generator.tokenizer
-        if tokenizer is None:
-            return {"role": "assistant", "content": answer}
-        reply = parse(self._form.parser(tokenizer.decode(prompt, skip_special_tokens=False)), answer)
+        reply = parse(self._form.parser(self._tokenizer.decode(prompt, skip_special_tokens=False)), answer)
         return {"role": "assistant", "content": reply.content} | ({"reasoning": reply.reasoning} if reply.reasoning else {})
 
     def _messages(self) -> list[dict[str, str]]:
@@ -113,16 +104,15 @@ class _Conversation:
         """Print the answer while it is generated, and keep message and answer. After Ctrl-C, the answer so far is kept."""
         answer, completion, stopped, prompt = "", None, False, list[int]()
         try:
-            try:
-                prompt = self.encode(text)
-                with closing(self._generator.stream_completion(prompt, self._params)) as pieces:
-                    for piece, completion in pieces:  # noqa: B007 (used after the loop)
-                        answer += piece.text
-                        write(piece.text)
-            except KeyboardInterrupt as interrupt:
-                if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
-                    raise
-                stopped = True
+            prompt = self.encode(text)
+            with closing(self._generator.stream_completion(prompt, self._params)) as pieces:
+                for piece, completion in pieces:  # noqa: B007 (used after the loop)
+                    answer += piece.text
+                    write(piece.text)
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
+                raise
+            stopped = True
         except InputError as error:
             hint = "; ".join(filter(None, (error.hint, "/reset starts over")))
             raise type(error)(error.what, where=error.where, expected=error.expected, found=error.found, hint=hint) from error
@@ -139,15 +129,15 @@ class _Conversation:
         self._last = completion
         warn_incomplete([completion])
         if not self._quiet:
-            rate = completion.decode_tokens_per_s
-            speed = f", {rate:.1f} tokens/s" if rate else ""
-            note(counted(len(completion.token_ids), "token") + speed + _why(completion))
+            count, rate = counted(len(completion.token_ids), "token"), completion.decode_tokens_per_s
+            ends = {"stop": "", "length": f", cut at {count} (--max-tokens, or the end of the context)"}
+            why = ends.get(str(completion.finish_reason), f", {completion.finish_reason}")
+            note(count + (f", {rate:.1f} tokens/s" if rate else "") + why)
 
     def _help(self, _: str) -> None:
-        width = max(len(f"{name} {argument}") for name, (argument, _, _) in _COMMANDS.items())
-        rows = [(f"{name} {argument}", what) for name, (argument, what, _) in _COMMANDS.items()]
-        rows += [("/exit", "end; so does Ctrl-D"), ("Ctrl-C", "stop an answer; at the prompt, end")]
-        note("\n".join(f"{name:<{width}}  {what}" for name, what in rows))
+        rows = {f"{name} {argument}": what for name, (argument, what, _) in _COMMANDS.items()}
+        rows |= {"/exit": "end; so does Ctrl-D", "Ctrl-C": "stop an answer; at the prompt, end"}
+        note("\n".join(f"{name:<{max(map(len, rows))}}  {what}" for name, what in rows.items()))
 
     def _reset(self, _: str) -> None:
         self._turns.clear()
@@ -186,13 +176,6 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Conversation, str], None]]] = {
     "/save": ("FILE", "write the conversation to a new file, as a line for `minirt generate --prompts`", _Conversation._save),
     "/stats": ("", "times, memory and sampling values of the last answer", _Conversation._stats),
 }
-
-
-def _why(completion: "Completion") -> str:
-    """Why an answer ended, for the line after it; "" if it ended normally."""
-    if completion.finish_reason == "length":
-        return f", cut at {counted(len(completion.token_ids), 'token')} (--max-tokens, or the end of the context)"
-    return "" if completion.finish_reason == "stop" else f", {completion.finish_reason}"
 
 
 def _ask() -> str | None:

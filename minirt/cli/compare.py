@@ -19,25 +19,25 @@ from minirt.errors import NumericsError
 from minirt.settings import setting
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from minirt.bench.compare.compare import Shape
     from minirt.generator import Generator
 
-_GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
-_CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpreter, one layer takes seconds
+# Tokens by default, on a GPU and on a CPU: in the interpreter, one layer takes seconds.
+_LENGTHS = {"prompt_len": (512, 32), "context_len": (128, 24), "num_tokens": (512, 64)}
+
+
+def _length(name: str, text: str, spellings: str = "") -> Any:
+    gpu, cpu = _LENGTHS[name]
+    return setting(f"{text} Default: {gpu}; on a CPU {cpu}.", option=spellings or None, kind=COUNT)
 
 
 class _Options:
     layer: str | None = setting("Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'.", metavar="NAME")
     everything: bool = setting("Compare all layers, then the whole model. This is the default.", False, option="--all")
-    prompt_len: int | None = setting("Tokens of the prefill step. Default: 512; on a CPU 32.", kind=COUNT)
+    prompt_len: int | None = _length("prompt_len", "Tokens of the prefill step.")
     batch_size: int = setting("Sequences of the decode step.", 1, option="--batch-size -b", kind=COUNT)
-    context_len: int | None = setting(
-        "Tokens of each sequence, including the new one. Default: 128; on a CPU 24.", option="--context-len -c", kind=COUNT)
+    context_len: int | None = _length("context_len", "Tokens of each sequence, including the new one.", "--context-len -c")
     text: str | None = setting("UTF-8 text to take tokens from; - is stdin. Default: a built-in text.", metavar="FILE")
-    num_tokens: int | None = setting(
-        "Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.", option="--num-tokens -n", kind=COUNT)
+    num_tokens: int | None = _length("num_tokens", "Tokens of the text that pass through the whole model.", "--num-tokens -n")
     picture: str | None = setting("Draw error and time of each layer: .png or .svg.", metavar="FILE", group="Output")
 
 
@@ -47,8 +47,7 @@ class _Options:
 @shared.kv_cache_dtype_option
 @options_of(_Options, "", title="Measurement")
 @shared.report_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 @click.pass_context
 def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:
     """Compare each layer's Triton implementation with its eager one: errors, times, and share of the limit.
@@ -70,7 +69,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
     quiet, picture = options["quiet"], options["picture"]
     check_picture(picture)
-    options["model"] = shared.model_name(options, quiet)
+    name = options["model"] = shared.model_name(options, quiet)
     text = None if options["text"] is None else read_text(options["text"], "--text")
     from minirt.device import pick_device
 
@@ -86,17 +85,20 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if not cuda:
         progress(f"{NO_SPEED}; one layer takes seconds.")
     ceiling = read_ceiling(device) if cuda else None
-    with _open(options) as generator:
-        shape = _shape(options, layer, cuda, generator.model.max_model_len)
-        tokens = _tokens(generator, text, shape)
+    # Each compared step has its own KV cache.
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=256 << 20, warmup=False)
+    with shared.open_generator(load, quiet) as generator:
         model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
+        defaults = {option: on_gpu if cuda else on_cpu for option, (on_gpu, on_cpu) in _LENGTHS.items()}
+        lengths = {option: options[option] or min(default, model.max_model_len) for option, default in defaults.items()}
+        text_len = 0 if layer is not None else lengths["num_tokens"]
+        shape = benchmark.Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
+        tokens = _tokens(generator, text, max(shape.prompt_len, shape.context_len, text_len))
         result = benchmark.run(
             model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling, progress=progress
         )  # fmt: skip
         correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
-        about = context(
-            "compare", generator, name=options["model"], command=words_of(ctx), correctness=correctness, ceiling=ceiling
-        )  # fmt: skip
+        about = context("compare", generator, name=name, command=words_of(ctx), correctness=correctness, ceiling=ceiling)
     printed = report(about, result, cuda)
     emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
@@ -106,28 +108,12 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         raise NumericsError(f"exceeds its error bound{others}: {result.faults[0]}", where="compare")
 
 
-def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
-    """Open the model with eager layers and a small KV cache: each compared step has its own cache."""
-    small = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
-    return shared.open_generator(shared.to_load_options(options, options["model"], **small), options["quiet"])
-
-
-def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
-    """The sizes that the options set. Defaults are limited to `longest`."""
-    from minirt.bench.compare.compare import Shape
-
-    defaults = _GPU if cuda else _CPU
-    lengths = {name: options[name] or min(default, longest) for name, default in defaults.items()}
-    text_len = lengths["num_tokens"] if layer is None else 0
-    return Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
-
-
-def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[int]:
-    """Token ids of the text (default: a built-in text); random ids if the model has no tokenizer."""
-    if text is None and generator.tokenizer is None:
-        rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
-        return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
+def _tokens(generator: "Generator", text: str | None, longest: int) -> list[int]:
+    """Token ids of the text (default: a built-in text); `longest` random ids if the model has no tokenizer."""
     if text is None:
+        if generator.tokenizer is None:
+            rng = random.Random(0)
+            return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
         from minirt.bench.compare.compare import DEFAULT_TEXT
 
         text = DEFAULT_TEXT.read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from functools import partial
 import click
 from click.shell_completion import CompletionItem
 
-from minirt.gpus import GPU_NAMES
+from minirt.cli.gpus import GPU_NAMES
 
 _LAYERS = ("embedding", "layers.*.attention", "layers.*.mlp", "layers.0.attention", "layers.0.mlp", "select", "head")
 _IMPLEMENTATIONS = ("auto", "eager", "triton")

@@ -10,7 +10,7 @@ from minirt.errors import printable
 @text_format_option
 def env(output_format: str) -> None:
     """Print versions, devices and memory, for a bug report."""
-    from minirt.device import environment
+    from minirt.bench.environment import environment
 
     if output_format == "json":
         write(json_line(environment()))

@@ -1,29 +1,23 @@
 """`minirt eval`: measures the quality of a model."""
 
-import json
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import click
 
 from minirt.cli import options as shared
 from minirt.cli.files import read_text
 from minirt.cli.help import option_group
-from minirt.cli.output import write
+from minirt.cli.output import json_line, write
 from minirt.cli.settings import option_of
 from minirt.cli.suggestions import Commands
 from minirt.errors import InputError, printable
 from minirt.loading.options import LoadOptions
-from minirt.progress import LoadProgress, load_bars
+from minirt.progress import load_bars
 from minirt.sizes import format_size
-
-if TYPE_CHECKING:
-    from minirt.bench.perplexity import Perplexity, ProgressCallback
-    from minirt.generator import Generator
-
 
 _PAGES = 64 << 20  # bytes for KV pages; hardly used, because the measurement allocates its own
 
@@ -42,8 +36,7 @@ def evaluate() -> None:
     click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window."),
 )
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def perplexity_command(
     file: str, max_length: int | None, stride: int | None, output_format: str, quiet: bool, **options: Any
 ) -> None:
@@ -58,17 +51,31 @@ def perplexity_command(
 
         shared.require_tokenizer(generator, "--text")
         try:
-            with _bar(quiet) as progress:
+            with load_bars(not quiet) as bars:
+                progress = bars and partial(bars, "tokens")
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
-        write(_as_json(generator, result) if output_format == "json" else _as_text(generator, result))
+        dtype, plan = str(generator.model.dtype).removeprefix("torch."), generator.plan
+        if output_format == "json":
+            record = {
+                "model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes, "dtype": dtype,
+                "formats": plan.formats, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+            }  # fmt: skip
+            write(json_line(record | vars(result)))
+            return
+        facts = printable(generator.name), dtype, *plan.formats, f"{format_size(plan.weight_bytes)} of weights", generator.device
+        write(f"model          {' · '.join(map(str, facts))}\n")
+        write(f"perplexity     {result.perplexity:.6g}\nnats a token   {result.nll / result.tokens:.6g}\n")
+        if result.bits_per_byte is not None:
+            write(f"bits a byte    {result.bits_per_byte:.6g}\n")
+        write(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}\n")
 
 
 @evaluate.command("fp8", short_help="Print the error of FP8 rounding in each linear layer.")
 @option_group(
     "Model",
-    click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL."),
+    shared.model_option,
     *(option_of(LoadOptions, name, "Model") for name in ("revision", "device", "dtype")),
 )
 @option_group(
@@ -80,8 +87,7 @@ def perplexity_command(
     ),
 )
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bool, **options: Any) -> None:
     """Print the relative errors that FP8 rounding causes in each linear layer: of its weights and, on real activations, of its
     outputs.
@@ -95,10 +101,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     from minirt.bench.fp8_error import format_errors, table
     from minirt.bench.report import as_text
 
-    load = shared.to_load_options(
-        options | {"impl": ()}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
-        warmup=False,
-    )  # fmt: skip
+    load = shared.to_load_options(options, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "on a CPU, quantized weights")  # the command is about errors, not speed
@@ -112,30 +115,4 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
         in_fp8 = replace(load, quantization="fp8", quantize_head=True)
         quantized = stack.enter_context(shared.open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
-    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else as_text(table(errors)))
-
-
-@contextmanager
-def _bar(quiet: bool) -> Iterator["ProgressCallback | None"]:
-    bars: LoadProgress | None
-    with load_bars(not quiet) as bars:
-        yield (lambda done, total: bars("tokens", done, total)) if bars else None
-
-
-def _as_text(generator: "Generator", result: "Perplexity") -> str:
-    size = format_size(generator.plan.weight_bytes)
-    dtypes = " · ".join((str(generator.model.dtype).removeprefix("torch."), *generator.plan.formats))
-    lines = [f"model          {printable(generator.name)} · {dtypes} · {size} of weights · {generator.device}"]
-    lines += [f"perplexity     {result.perplexity:.6g}", f"nats a token   {result.nll / result.tokens:.6g}"]
-    if result.bits_per_byte is not None:
-        lines.append(f"bits a byte    {result.bits_per_byte:.6g}")
-    lines.append(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}")
-    return "\n".join(lines) + "\n"
-
-
-def _as_json(generator: "Generator", result: "Perplexity") -> str:
-    plan = generator.plan
-    record: dict[str, Any] = {"model": generator.name, "device": str(generator.device), "weight_bytes": plan.weight_bytes}
-    record |= {"dtype": str(generator.model.dtype).removeprefix("torch."), "formats": plan.formats}
-    record |= {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, **vars(result)}
-    return json.dumps(record) + "\n"
+    write("".join(json_line(error._asdict()) for error in errors) if output_format == "json" else as_text(table(errors)))

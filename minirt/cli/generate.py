@@ -11,17 +11,13 @@ from minirt.cli import options as shared
 from minirt.cli import output
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import Printing, generate_many
-from minirt.cli.help import command, option_group
+from minirt.cli.help import command, option_group, option_in
 from minirt.errors import inside, quoted
-
-_NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
 @command(short_help="Complete prompts; with --prompts, many at once.")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@shared.load_options
-@shared.prefix_cache_option
-@shared.speculative_options
+@shared.serving_options
 @shared.warm_prompt_option
 @shared.chat_options
 @option_group(
@@ -35,16 +31,12 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @shared.template_option
 @shared.text_format_option
 @shared.output_file_option
-@option_group(
-    "Output",
-    click.option(
-        "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
-    ),
+@option_in(
+    "Output", "--verbose", "-v", is_flag=True, help="With --json: all sampling values of each result, and where each comes from."
 )
 @shared.sampling_options
 @shared.detail_options
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def generate(
     prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, system: str | None,
     variables: dict[str, Any] | None, output_format: str, verbose: bool, quiet: bool, **options: Any,
@@ -75,15 +67,12 @@ def generate(
         generate_many(many, options, Printing(as_json, verbose, quiet), chat=chat, system=system, variables=variables)
         return
     if not (prompts or files) and not sys.stdin.isatty():
-        piped = _piped()
-        if not piped:
-            raise click.UsageError(_NO_PROMPT)
-        prompts = (piped,)
+        prompts = tuple(filter(None, [_piped()]))
     prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
     texts = [*prompts, *(read_text(name, "--prompt-file") for name in files)]
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
-        raise click.UsageError(_NO_PROMPT)
+        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin")
     if not quiet:
         _note_names(prompts)
     params = shared.sampling_params(options)
@@ -106,16 +95,12 @@ def generate(
                                 output.write(piece.text if shows_text else f"{piece.token_ids[0]} ")
                         samples = completion.outputs
                 done += samples
-                for i, completion in enumerate(samples):
-                    sample = {"sample": i} if params.n > 1 else {}
+                for completion in samples:
                     if as_json:
-                        record = output.completion_record(completion, verbose, generator.speculative is not None)
-                        output.write(output.json_line({"prompt": text, **sample, **record}))
-                    elif sample:
-                        ids = " ".join(map(str, completion.token_ids))
-                        output.write(output.sample_text(completion.text if shows_text else ids, i))
+                        drafts = generator.speculative is not None
+                        output.write(output.record_line({"prompt": text}, completion, params.n > 1, verbose, drafts))
                     else:
-                        output.write("\n")
+                        output.write(output.text_line(completion, shows_text, True) if params.n > 1 else "\n")
                 if not quiet:
                     output.note(output.completion_summary(generator, samples))
         output.warn_incomplete(done)

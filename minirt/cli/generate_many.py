@@ -17,8 +17,7 @@ from minirt.sizes import format_size
 if TYPE_CHECKING:
     from minirt.cli.request_file import PromptLine
     from minirt.generator import Generator
-    from minirt.outputs import Completion, Samples
-
+    from minirt.outputs import Completion
 
 _SHOWN = 5  # line numbers in a message
 
@@ -61,105 +60,86 @@ def generate_many(
         raise InputError(what, where="--chat-template-kwargs", hint=hint)
     with open_model(options, printing.quiet, texts, chat or conversations) as generator:
         inputs = [request.encode(generator, chat, system, variables) for request in requests]
-        results = _Results(
-            requests, printing, texts=generator.tokenizer is not None, drafts=generator.speculative is not None
-        )
+        results = _Results(printing, generator)
         started = time.perf_counter()
         with output.results_in(options["output_file"], printing.quiet):
             try:
-                _run(generator, inputs, results, printing.quiet)
+                _run(generator, requests, inputs, results)
             finally:
                 with finishing():
                     seconds = time.perf_counter() - started
-                    results.print_rest()
-                    if results.all and not printing.quiet:
+                    completions = [completion for _, completion in results.rows]
+                    results.print(rest=True)
+                    if completions and not printing.quiet:
                         output.note(f"{output.load_summary(generator)} · {results.summary(seconds)}")
                         if generator.speculative is not None:
-                            output.note(output.drafts_summary(generator, results.all))
-                    output.warn_incomplete(results.all)
+                            output.note(output.drafts_summary(generator, completions))
+                    output.warn_incomplete(completions)
                     if not chat:
-                        output.note_template(generator, results.plain, printing.quiet)
-    failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
+                        plain = [completion for request, completion in results.rows if request.kind == "prompt"]
+                        output.note_template(generator, plain, printing.quiet)
+    failed = [(request, completion.error) for request, completion in results.rows if completion.error is not None]
     if failed:
-        error = next(done.error for done in results.all if done.error is not None)
-        what = f"{len(failed)} of {len(results.all)} requests failed: {error.what}"
-        place = f"{shown_name(name)} {_lines([request.line for request in failed])}"
+        error = failed[0][1]
+        what = f"{len(failed)} of {len(completions)} requests failed: {error.what}"
+        place = f"{shown_name(name)} {_lines([request.line for request, _ in failed])}"
         raise type(error)(what, where=place, expected=error.expected, found=error.found, hint=error.hint)
 
 
-def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", quiet: bool) -> None:
-    running = generator.completions(inputs, [request.params for request in results.requests])
-    results.expect(running.all)
-    with closing(running), prompt_bar(len(inputs), not quiet) as bar:
+def _run(
+    generator: "Generator", requests: "Sequence[PromptLine]", inputs: list[list[int]], results: "_Results"
+) -> None:
+    running = generator.completions(inputs, [request.params for request in requests])
+    pairs = zip(requests, running.all, strict=True)
+    results.rows = [(request, completion) for request, result in pairs for completion in result.outputs]
+    with closing(running), prompt_bar(len(inputs), not results.printing.quiet) as bar:
         for _, result in running:
             bar(n_finished=1, n_tokens=sum(len(completion.token_ids) for completion in result.outputs))
             with bar.hidden():
-                results.print_ready()
+                results.print()
 
 
 class _Results:
-    """All completions so far, and their printing in the order of the file. A finished one has a finish_reason."""
+    """The samples of all requests so far, in the order of the file, and their printing. A finished one has a finish_reason."""
 
-    def __init__(self, requests: "Sequence[PromptLine]", printing: Printing, texts: bool, drafts: bool) -> None:
-        self.requests, self._printing, self._texts, self._drafts = requests, printing, texts, drafts
-        self.all: list[Completion] = []
-        self._samples: list[dict[str, int]] = []  # of each completion, which of several samples it is
-        self._next = 0  # index of the first completion not printed yet
+    def __init__(self, printing: Printing, generator: "Generator") -> None:
+        self.printing = printing
+        self.rows: list[tuple[PromptLine, Completion]] = []
+        self._has_tokenizer, self._drafts = generator.tokenizer is not None, generator.speculative is not None
+        self._next = 0  # index of the first row not printed yet
 
-    def expect(self, results: "Sequence[Completion | Samples]") -> None:
-        """Take each prompt's result, as it stands. From here on, every sample of a prompt counts as a request."""
-        outputs = [result.outputs for result in results]
-        self.requests = [request for request, samples in zip(self.requests, outputs, strict=True) for _ in samples]
-        self._samples = [{"sample": i} if len(samples) > 1 else {} for samples in outputs for i in range(len(samples))]
-        self.all = [completion for samples in outputs for completion in samples]
-
-    def print_ready(self) -> None:
-        """Print the finished completions up to the first unfinished one."""
-        while self._next < len(self.all) and self.all[self._next].finish_reason is not None:
-            self._print_next()
-
-    def print_rest(self) -> None:
-        """Print all other completions that are finished or have a token. Call when the run is over."""
-        while self._next < len(self.all):
-            self._print_next()
-
-    def _print_next(self) -> None:
-        request, sample, completion = self.requests[self._next], self._samples[self._next], self.all[self._next]
-        self._next += 1  # before writing, so that after a Ctrl-C during the write nothing is printed twice
-        if completion.finish_reason is None:
-            if not completion.token_ids:
-                return
-            completion = replace(completion, finish_reason="abort")
-        if self._printing.as_json:
-            record = output.completion_record(completion, self._printing.verbose, self._drafts)
-            output.write(output.json_line({**request.record(), **sample, **record}))
-        else:
-            texts = self._texts and request.params.detokenize
-            text = completion.text if texts else " ".join(map(str, completion.token_ids))
-            output.write(output.sample_text(text, completion.index) if sample else text + "\n")
-
-    @property
-    def plain(self) -> "list[Completion]":
-        """The completions of prompts that are texts."""
-        return [done for request, done in zip(self.requests, self.all, strict=True) if request.kind == "prompt"]
+    def print(self, rest: bool = False) -> None:
+        """Print the finished completions up to the first unfinished one. `rest`: then all others that have a token."""
+        while self._next < len(self.rows) and (rest or self.rows[self._next][1].finish_reason is not None):
+            request, completion = self.rows[self._next]
+            self._next += 1  # before writing, so that after a Ctrl-C during the write nothing is printed twice
+            if completion.finish_reason is None:
+                if not completion.token_ids:
+                    continue
+                completion = replace(completion, finish_reason="abort")
+            several = request.params.n > 1
+            if self.printing.as_json:
+                text = output.record_line(request.record(), completion, several, self.printing.verbose, self._drafts)
+            else:
+                text = output.text_line(completion, self._has_tokenizer, several)
+            output.write(text)
 
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""
-        everything = zip(self.requests, self.all, strict=True)
         # Without new tokens, max_tokens is 0.
-        pairs = [(request, result) for request, result in everything if result.token_ids or result.prompt_logprobs]
+        pairs = [(request, result) for request, result in self.rows if result.token_ids or result.prompt_logprobs]
         done, new = [result for _, result in pairs], sum(len(result.token_ids) for _, result in pairs)
         prompts = {request.line: len(result.prompt_token_ids) for request, result in pairs}  # samples share one
         text = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} of {sum(prompts.values())} tokens"
         if len(done) > len(prompts):
             text += f" · {len(done)} samples"
         text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
-        if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
+        if peak := max(completion.peak_memory_bytes for _, completion in self.rows):
             text += f" · peak memory {format_size(peak)}"
         lines = [text, *sorted({output.not_applied(completion) for completion in done} - {""})]
-        open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
+        running = [(request.line, completion.token_ids) for request, completion in self.rows if not completion.finish_reason]
         for what, begun in (("unfinished", True), ("left out", False)):
-            if places := [line for line, has_tokens in open_ if has_tokens == begun]:
+            if places := [line for line, tokens in running if bool(tokens) == begun]:
                 lines.append(f"{what}: {_lines(places)}")
         return "\n".join(lines)
 

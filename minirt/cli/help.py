@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import click
 
@@ -31,11 +32,20 @@ def option_group(title: str | None, *options: Callable) -> Callable:
     return decorate
 
 
+def option_in(title: str, *spellings: str, **facts: Any) -> Callable:
+    """`click.option` in the group `title`."""
+    return option_group(title, click.option(*spellings, **facts))
+
+
 class Command(click.Command):
     """A command whose --help has a list for each group of options, and that takes one model."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given, _, order = self.make_parser(ctx).parse_args(list(args))
+        try:
+            given, _, order = self.make_parser(ctx).parse_args(list(args))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # that of an option without its value has none
+            raise
         if [parameter.name for parameter in order].count("model") + isinstance(given.get(MODEL_ARGUMENT), str) > 1:
             raise click.UsageError("two models, and a command has one (docs/fleets.md: several servers behind one address)", ctx)
         return super().parse_args(ctx, args)

@@ -3,11 +3,11 @@
 import io
 import sys
 import textwrap
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from minirt.cli.gpus import gpu_option, planned_gpu, write_assumption
 from minirt.cli.help import command
-from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
+from minirt.cli.options import debug_option, text_format_option
 from minirt.cli.output import json_line, write
 from minirt.cli.settings import option_of
 from minirt.loading.options import EMBEDDED, LoadOptions
@@ -16,7 +16,7 @@ from minirt.sizes import format_size
 if TYPE_CHECKING:
     import torch
 
-    from minirt.gpus import AbsentGPU
+    from minirt.device import AbsentGPU
 
 
 @command(short_help="List the presets, and which of them fit.")
@@ -40,22 +40,22 @@ def models(output_format: str, **options: Any) -> None:
     formats = ("float32", "bf16") if device.type == "cpu" else ("bf16", "fp8")
     write(_table(rows, f"{device} · {format_size(free_memory(device))} free", formats))
     write(f"{_owners(rows)}\n")
-    if gpu is not None and gpu.assumed:
-        write(f"{gpu.assumption}\n")
+    write_assumption(gpu)
 
 
 def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
-    from minirt import models as known
+    from minirt.models import presets
 
     rows = [_row(EMBEDDED, None, device)]
-    rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets() if preset.quantization is None]
-    releases = {preset.name.removesuffix("-FP8") for preset in known.presets() if preset.quantization is not None}
+    rows += [_row(preset.name, preset.hub_id, device) for preset in presets() if preset.quantization is None]
+    releases = {preset.name.removesuffix("-FP8") for preset in presets() if preset.quantization is not None}
     return [row | {"fp8_release": row["name"] in releases} for row in rows]
 
 
 def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> dict[str, Any]:
     import torch
 
+    from minirt.device import compute_capability
     from minirt.loading.load import find
     from minirt.loading.memory import plan_memory
     from minirt.modeling.formats import Quantization
@@ -63,38 +63,27 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     from minirt.models import build
 
     config = find(name, None, need_weights=False)[1]
-    plain, quantized = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
-    smallest = Model(config, build(config), Quantization("int4"))
+    plain, fp8 = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
+    # The options to try, with the model and the dtype that they give; the first needs none.
+    ways = [("", plain, torch.bfloat16)]
+    if device.type == "cpu" or compute_capability(device) >= (8, 9):
+        ways.append(("--fp8", fp8, torch.bfloat16))
+    if device.type == "cpu" or compute_capability(device) >= (8, 0):
+        ways.append(("--quantize int4", Model(config, build(config), Quantization("int4")), torch.bfloat16))
+    if device.type == "cpu":
+        narrow = [(f"--dtype bfloat16 {option}".rstrip(), model, dtype) for option, model, dtype in ways]
+        ways = [("", plain, torch.float32), *narrow]
     fits = None
-    for option, model, dtype in _ways(device, plain, quantized, smallest):
+    for option, model, dtype in ways:
         model.dtype = model.kv_dtype = dtype
         if fits is None and plan_memory(model, config.context_len, device, LoadOptions(max_num_seqs=1)).fits:
             fits = option
     return {
         "name": name, "hub_id": hub_id, "parameters": plain.num_parameters,
         "float32_bytes": plain.weight_bytes(torch.float32), "bf16_bytes": plain.weight_bytes(torch.bfloat16),
-        "fp8_bytes": quantized.weight_bytes(torch.bfloat16), "context": config.context_len, "fits": fits is not None,
+        "fp8_bytes": fp8.weight_bytes(torch.bfloat16), "context": config.context_len, "fits": fits is not None,
         "fits_with": fits or None,
     }  # fmt: skip
-
-
-def _ways(
-    device: "torch.device | AbsentGPU", plain: Any, fp8: Any, int4: Any
-) -> "Iterator[tuple[str, Any, torch.dtype]]":
-    """The options to try, with the model and the dtype that they give; the first needs none."""
-    import torch
-
-    from minirt.device import compute_capability
-
-    narrow = "--dtype bfloat16 " if device.type == "cpu" else ""
-    capability = (99, 0) if device.type == "cpu" else compute_capability(device)
-    if narrow:
-        yield "", plain, torch.float32
-    yield narrow.strip(), plain, torch.bfloat16
-    if capability >= (8, 9):
-        yield f"{narrow}--fp8", fp8, torch.bfloat16
-    if capability >= (8, 0):
-        yield f"{narrow}--quantize int4", int4, torch.bfloat16
 
 
 def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> str:
@@ -108,15 +97,14 @@ def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> 
 
     names = {row["name"] for row in rows}
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("model", "params", *formats, "fits"):
-        right = column in ("params", *formats)
-        # No name is cut. The options are wrapped first.
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column != "fits")
+    for column in ("model", "params", *formats, "fits"):  # no name is cut; the options are wrapped first
+        justify: Any = "left" if column in ("model", "fits") else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "fits")
     for row in rows:
         if row["name"].removesuffix("-Instruct") != row["name"] and row["name"].removesuffix("-Instruct") in names:
             continue
         suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
-        fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
+        fits = row["fits_with"] or ("yes" if row["fits"] else "no")
         sizes = [format_size(row[f"{name}_bytes"]) for name in formats]
         count = row["parameters"]
         shown = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
@@ -124,8 +112,7 @@ def _table(rows: list[dict[str, Any]], title: str, formats: tuple[str, ...]) -> 
     printed, terminal = io.StringIO(), sys.stdout.isatty()
     width = None if terminal else 80
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
-    console.print(title)
-    console.print(table)
+    console.print(title, table, sep="\n")
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
 

@@ -8,18 +8,17 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from minirt.cli.files import check_target, read_text, shown_name
-from minirt.cli.help import MODEL_ARGUMENT, option_group
+from minirt.cli.help import MODEL_ARGUMENT, option_group, option_in
 from minirt.cli.output import note
-from minirt.cli.settings import JsonObject, biases, given, option_of, options_of
+from minirt.cli.settings import JSON_OBJECT, Parsed, biases, given, integers, option_of, options_of
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
-from minirt.gpus import AbsentGPU, find_gpu
 from minirt.loading.options import EMBEDDED, LoadOptions
 from minirt.progress import load_bars
 from minirt.sampling_params import SamplingParams
@@ -34,40 +33,27 @@ if TYPE_CHECKING:
 _SAMPLING = settings_of(SamplingParams) | settings_of(StructuredOutputsParams)
 
 
-class Numbers(click.ParamType):
-    """"1,8,64" → (1, 8, 64): positive integers. With `separator=":"` a range: "32:512" → (32, 512), and "64" → (64, 64). With
-    `zero`, "0" → (), none."""
+def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    return integers(text, separator, "0{0,9}[1-9][0-9]{0,8}", f"a list of positive integers separated by {separator!r}")
 
-    def __init__(self, name: str, separator: str, zero: bool = False) -> None:
-        self.name, self._separator, self._zero = name, separator, zero
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if self._zero and value.strip() == "0":
-            return ()
-        words = [word.strip() for word in value.split(self._separator)]
-        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
-        if len(numbers) != len(words):
-            self.fail(f"{value!r} is not a list of positive integers separated by {self._separator!r}", param, ctx)
-        if self._separator == ":":
-            numbers = numbers * 2 if len(numbers) == 1 else numbers
-            if len(numbers) != 2 or numbers[0] > numbers[1]:
-                self.fail(f"{value!r} is not a range LOW:HIGH", param, ctx)
-        return numbers
+def _range(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text, ":")
+    if len(numbers) > 2 or numbers[0] > numbers[-1]:
+        raise ValueError(f"{text!r} is not a range LOW:HIGH")
+    return numbers[0], numbers[-1]
 
 
 CHAT_MODEL = "SmolLM2-135M-Instruct"  # small enough for a CPU
-NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
+NUMBERS = Parsed("N,N,…", _numbers)  # "1,8,64" → (1, 8, 64): positive integers
+NUMBERS_OR_0 = Parsed("N,N,…", lambda text: () if text.strip() == "0" else _numbers(text))  # "0" → (), none
+RANGE = Parsed("LOW:HIGH", _range)  # "32:512" → (32, 512), and "64" → (64, 64)
 
-
-def _load_options(*scopes: str, title: str = "Memory and speed") -> Callable:
-    changes = {"model": {"envvar": "MINIRT_MODEL", "default": None, "show_default": False}}
-    return options_of(LoadOptions, *scopes, title=title, **changes)
-
-
+_load_options = partial(options_of, LoadOptions, title="Memory and speed")
+model_option = option_of(LoadOptions, "model", "Model", envvar="MINIRT_MODEL", default=None, show_default=False)
 model_options = option_group(
     "Model",
+    model_option,
     _load_options("model", title="Model"),
     click.option(
         "--import", "imports", multiple=True, metavar="FILE",
@@ -88,26 +74,9 @@ def model_argument(command: Callable) -> Callable:
     return run
 
 
-gpu_option = option_group(
-    "Model",
-    click.option(
-        "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
-        help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its "
-        "compute capability (default: 8.0, which has no FP8).",
-    ),
-)
-
-
-def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
-    """The GPU of `--gpu`, which excludes a device of this machine other than "cuda"."""
-    if options["gpu"] is not None and options["device"] not in ("auto", "cuda"):
-        raise click.UsageError(f"--gpu is a GPU that is not here, and --device {options['device']} is a device that is")
-    return options["gpu"]
-
-
 kv_cache_dtype_option = option_of(LoadOptions, "kv_cache_dtype", "Memory and speed")
 random_weights_option = option_of(LoadOptions, "random_weights", "Model")
-# These decide what a model takes of the memory, so `minirt plan` has them, too.
+# These decide how much memory a model takes, so `minirt plan` also has them.
 memory_options = _load_options("memory")
 load_options = option_group(None, model_options, memory_options, _load_options("load"))
 prefix_cache_option = _load_options("reuse")
@@ -120,14 +89,13 @@ speculative_options = option_group(
         '"prompt_lookup_max": 4}. Of mtp also "draft_vocab_size" (default 32768; 0: all) and "draft_vocab_text", a file.',
     ),
 )
-warm_prompt_option = option_group(
-    "Memory and speed",
-    click.option(
-        "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
-        help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable). For a chat: the "
-        "beginning as the template writes it, without the special tokens that the tokenizer adds.",
-    ),
-)
+# For commands that answer requests.
+serving_options = option_group(None, load_options, prefix_cache_option, speculative_options)
+warm_prompt_option = option_in(
+    "Memory and speed", "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
+    help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable). For a chat: the "
+    "beginning as the template writes it, without the special tokens that the tokenizer adds.",
+)  # fmt: skip
 chat_options = option_group(
     "Prompts",
     click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template."),
@@ -135,14 +103,11 @@ chat_options = option_group(
         "--system", metavar="TEXT", help="With --chat: the system message; an empty one replaces the template's default."
     ),
 )
-template_option = option_group(
-    "Prompts",
-    click.option(
-        "--chat-template-kwargs", "variables", type=JsonObject(), metavar="JSON",
-        help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
-        "refused.",
-    ),
-)
+template_option = option_in(
+    "Prompts", "--chat-template-kwargs", "variables", type=JSON_OBJECT,
+    help="More variables of the chat template, such as '{\"enable_thinking\": false}'. One that the template does not use is "
+    "refused.",
+)  # fmt: skip
 # A distribution's filters, which the benchmarks also have.
 filter_options = options_of(SamplingParams, "filter", title="Sampling")
 sampling_options = option_group(
@@ -167,27 +132,27 @@ def output_format_option(*formats: str) -> Callable:
                 raise click.UsageError(f"--json is --output-format json, and excludes --output-format {output_format}")
             return command(*arguments, output_format="json" if as_json else output_format, **options)
 
-        choice = click.option(
-            "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
-            help="How to print the results.",
-        )  # fmt: skip
-        as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json.")
-        return option_group("Output", as_json, choice)(run)
+        return option_group(
+            "Output",
+            click.option("--json", "as_json", is_flag=True, help="Print JSON: the same as -o json."),
+            click.option(
+                "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
+                help="How to print the results.",
+            ),
+        )(run)
 
     return decorate
 
 
 report_format_option = output_format_option("text", "md", "csv", "json", "jsonl")
 text_format_option = output_format_option("text", "json")
-output_file_option = option_group(
-    "Output",
-    click.option(
-        "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
-        callback=lambda context, parameter, value: check_target(value, "--output-file"),
-    ),
+output_file_option = option_in(
+    "Output", "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+    help="Write the results to a file.", callback=lambda context, parameter, value: check_target(value, "--output-file"),
 )  # fmt: skip
-debug_option = option_group("General", click.option("--debug", is_flag=True, help="Show the traceback of an error."))
-quiet_option = option_group("General", click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."))
+debug_option = option_in("General", "--debug", is_flag=True, help="Show the traceback of an error.")
+quiet_option = option_in("General", "--quiet", "-q", is_flag=True, help="No progress and no summary.")
+general_options = option_group(None, quiet_option, debug_option)
 
 
 def require_chat(chat: bool, system: str | None, variables: dict[str, Any] | None) -> None:
@@ -310,25 +275,19 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
 def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """The arguments of `LoadOptions`, as `to_load_options` takes them from the parsed options. Imports no torch."""
-    quantize, head = quantization(options), options.get("quantize_head")
-    if head is not None and quantize is None:
-        raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
-    if options.get("random_weights") and options.get("check_weights"):
-        raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
-    chosen = given(LoadOptions, options) | {"quantization": quantize, "quantize_head": head}
-    chosen |= {"model": name, "impl": list(options["impl"]) or "auto", "speculative": _speculative(options)}
-    return chosen | changes
+    chosen = given(LoadOptions, options) | {"model": name, "quantization": quantization(options)}
+    return chosen | {"impl": list(options.get("impl", ())) or "auto", "speculative": _speculative(options)} | changes
 
 
 def _speculative(options: dict[str, Any]) -> "SpeculativeOptions | None":
     short, config = options.get("speculative"), options.get("speculative_config")
     if short is None and config is None:
         return None
-    if short is not None and config is not None:
+    if None not in (short, config):
         raise click.UsageError("--speculate and --speculative-config exclude each other")
     from minirt.speculative.options import SpeculativeOptions
 
-    return SpeculativeOptions.from_config(config) if config is not None else SpeculativeOptions.parse(str(short))
+    return SpeculativeOptions.parse(str(short)) if config is None else SpeculativeOptions.from_config(config)
 
 
 @contextmanager
@@ -343,9 +302,7 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
 
 
 @contextmanager
-def open_model(
-    options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False
-) -> Iterator["Generator"]:
+def open_model(options: dict[str, Any], quiet: bool, prompts: Sequence[str] = (), chat: bool = False) -> Iterator["Generator"]:
     """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files.
 
     `prompts`, `chat`: what the model is for. It is not loaded if it has no tokenizer for this.
@@ -406,10 +363,8 @@ def token_ids(model: str, text: str) -> list[int]:
     """"1 2 3" → [1, 2, 3], for a model without a tokenizer."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-        raise InputError(
-            "the model has no tokenizer, so a prompt must be token ids", where=model,
-            expected="integers, as in '1 2 3'", found=ascii(text[:80]),
-        )
+        what, expected = "the model has no tokenizer, so a prompt must be token ids", "integers, as in '1 2 3'"
+        raise InputError(what, where=model, expected=expected, found=ascii(text[:80]))
     return [int(word) for word in words]
 
 
@@ -432,16 +387,12 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     from minirt.device import interpreter_unsupported, interpreting
 
     require_triton()
-    interprets = interpreting()
-    reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:
-        if interprets:
-            raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
+        if interpreting():
+            raise ConfigError(str(interpreter_unsupported("auto", on_gpu=True)), where="TRITON_INTERPRET", hint="unset it")
         return
-    if reason is not None:
-        if dtype != "bfloat16":  # the dtype is not the reason
-            raise UnsupportedError(reason)
+    if (reason := interpreter_unsupported(dtype or "auto", on_gpu=False)) is not None:
         raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
-    if not interprets and "triton" in sys.modules:
+    if not interpreting() and "triton" in sys.modules:
         raise MinirtError("Triton is already imported without its interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"

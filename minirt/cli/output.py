@@ -109,14 +109,15 @@ def _ends_blank(completion: "Completion") -> bool:
     return may and 2 * sum(map(str.isspace, end)) > len(end)
 
 
-def completion_record(completion: "Completion", verbose: bool, drafts: bool) -> dict[str, Any]:
-    """The fields that --json prints for a completion, in addition to its request. Missing values are null.
+def record_line(request: dict[str, Any], completion: "Completion", several: bool, verbose: bool, drafts: bool) -> str:
+    """What --json prints for a completion, after the fields of its request. Missing values are null.
 
-    `verbose`: with all sampling values and their sources; otherwise only the seed of random draws. `drafts`: whether there may
-    be drafts, whose numbers are then printed, also if they are 0.
+    `several`: with the number of the sample. `verbose`: with all sampling values and their sources; otherwise only the seed of
+    random draws. `drafts`: whether there may be drafts, whose numbers are then printed, also if they are 0.
     """
-    names = ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens")
-    record = {name: getattr(completion, name) for name in names}
+    record = request | ({"sample": completion.index} if several else {})
+    for name in ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens"):
+        record[name] = getattr(completion, name)
     for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
         record[name] = getattr(completion, name) or None
     if completion.error is not None:
@@ -137,7 +138,7 @@ def completion_record(completion: "Completion", verbose: bool, drafts: bool) -> 
         if effective.structured_outputs is not None:
             record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
         record["sampling_sources"] = effective.sources
-    return record
+    return json_line(record)
 
 
 def logprobs_record(row: "TokenLogprobs") -> dict[str, Any]:
@@ -163,8 +164,7 @@ def load_summary(generator: "Generator") -> str:
     if generator.device.type == "cpu":
         import torch
 
-        threads = torch.get_num_threads()
-        text += f" · {threads} thread{'s' if threads > 1 else ''}"
+        text += f" · {counted(torch.get_num_threads(), 'thread')}"
     return text + (" · no prefix cache" if generator.memory.state and generator.prefix_cache_stats is None else "")
 
 
@@ -173,9 +173,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def sample_text(text: str, index: int) -> str:
-    """One of a prompt's `--n` texts, for stdout. On a terminal its number stands above; files and pipes get the text alone."""
-    return (click.style(f"sample {index}\n", dim=True) if sys.stdout.isatty() else "") + text + "\n"
+def text_line(completion: "Completion", has_tokenizer: bool, several: bool) -> str:
+    """A completion's text, or else its token ids, as a line for stdout. On a terminal, one of `several` samples has its number
+    above; files and pipes get the text alone."""
+    texts = has_tokenizer and completion.sampling.detokenize
+    text = completion.text if texts else " ".join(map(str, completion.token_ids))
+    return (click.style(f"sample {completion.index}\n", dim=True) if several and sys.stdout.isatty() else "") + text + "\n"
 
 
 def completion_summary(generator: "Generator", samples: Sequence["Completion"]) -> str:
@@ -214,9 +217,7 @@ def drafts_summary(generator: "Generator", completions: Sequence["Completion"]) 
     accepted = sum(completion.num_accepted_tokens for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
     why = "they were not expected to pay" if generator.draft_stats.num_proposals else "nothing was proposed"
-    text = f"drafts: none were verified, as {why}"
-    if drafted:
-        text = f"drafts: {accepted:,} of {drafted:,} accepted"
+    text = f"drafts: {accepted:,} of {drafted:,} accepted" if drafted else f"drafts: none were verified, as {why}"
     if drafted and tokens > accepted:
         text += f", {tokens / (tokens - accepted):.2f} tokens per step of a sequence"
     if any(name.startswith("fp8") for name in generator.plan.formats):

@@ -2,24 +2,24 @@
 
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli import options as shared
+from minirt.cli.gpus import gpu_option, planned_gpu, write_assumption
 from minirt.cli.help import command
 from minirt.cli.output import json_line, write
-from minirt.gpus import AbsentGPU
 from minirt.sizes import format_size
 
 if TYPE_CHECKING:
+    from minirt.device import AbsentGPU
     from minirt.loading.memory import MemoryPlan
     from minirt.modeling.model import Model
 
 
 @command(short_help="Print how each layer runs and why, and what fits.")
 @shared.model_options
-@shared.gpu_option
+@gpu_option
 @shared.memory_options
 @shared.prefix_cache_option
 @shared.speculative_options
@@ -33,24 +33,25 @@ def plan(output_format: str, **options: Any) -> None:
     the CUDA context takes is estimated. For a checkpoint with quantized weights, the format is printed, and what minirt does
     otherwise.
     """
-    gpu = shared.planned_gpu(options)
+    gpu = planned_gpu(options)
     name = shared.model_name(options)
     from minirt.loading.load import plan_load, remedy
     from minirt.loading.memory import context_is_short
+    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
 
     load = shared.to_load_options(options, name)
     model, memory = plan_load(load, gpu)
     device = gpu or model.device
     length = options["max_model_len"] or model.config.context_len
-    one = _sequence_bytes(model, memory, length)
+    one = -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)  # bytes of a sequence of this length
     kernels = _special_kernels(model)
     if output_format == "json":
-        facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
-        facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
-        sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
+        names = "device", "not_capturable", "checkpoint", "notes", "weight_bytes"
+        record = {"model": name} | {fact: getattr(model.plan, fact) for fact in names}
+        sizes = asdict(memory) | {size: getattr(memory, size) for size in ("tokens", "needed", "fits")}
         sizes |= {"sequence": one, "step_state": model.step_state_bytes}
-        record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
-        write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
+        layers = [vars(row) for row in model.plan.rows]
+        write(json_line(record | {"memory": sizes, "special_kernels": kernels, "layers": layers}))
         sys.exit(0 if memory.fits else 1)
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
@@ -58,10 +59,13 @@ def plan(output_format: str, **options: Any) -> None:
     budget = _budget(model, memory, gpu, options)
     write("".join(f"{line}\n" for line in _memory_lines(memory, length, one, model.step_state_bytes, budget)))
     if memory.fits:
-        fits = _fits(memory, length, lambda: remedy(replace(load, max_model_len=length), device))
+        fits = "Fits."
+        if memory.context != length:  # the context was not stated; `way` loses least to make all of it fit
+            way = remedy(replace(load, max_model_len=length), device).partition(", or --max-model-len")[0]
+            remark = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
+            fits = f"Fits with a context of {memory.context:,} instead of {length:,}{remark}."
         write(textwrap.fill(fits, 80, break_on_hyphens=False) + "\n")
-    if gpu is not None and gpu.assumed:
-        write(f"{gpu.assumption}\n")
+    write_assumption(gpu)
     if not memory.fits:
         least = "" if memory.pages else "at least "  # with one page
         what = f"it needs {least}{format_size(memory.needed, up=True)}"
@@ -71,14 +75,7 @@ def plan(output_format: str, **options: Any) -> None:
         sys.exit(1)
 
 
-def _sequence_bytes(model: "Model", memory: "MemoryPlan", length: int) -> int:
-    """What the KV cache keeps for one sequence of `length` tokens: its pages, and the states of recurrent layers."""
-    from minirt.step.kv_cache import PAGE_SIZE, state_bytes
-
-    return -(-length // PAGE_SIZE) * memory.page + state_bytes(model.cache_specs)
-
-
-def _budget(model: "Model", memory: "MemoryPlan", gpu: AbsentGPU | None, options: dict[str, Any]) -> str:
+def _budget(model: "Model", memory: "MemoryPlan", gpu: "AbsentGPU | None", options: dict[str, Any]) -> str:
     """What is free, how much of it minirt takes, and which option decides that."""
     free = f"Memory: {format_size(memory.free)} free" + (f" of {format_size(gpu.memory)} (estimate)" if gpu else " now")
     most = f"{free}; minirt takes at most {format_size(memory.budget)} of it"
@@ -109,15 +106,6 @@ def _memory_lines(memory: "MemoryPlan", length: int, one: int, moved: int, budge
         if not memory.snapshots:
             lines.append("No prefix cache: it needs kept states of recurrent layers (--state-cache-memory).")
     return lines
-
-
-def _fits(memory: "MemoryPlan", length: int, remedy: Callable[[], str]) -> str:
-    """Whether all positions fit that nobody asked for; if not, what loses least to make them fit."""
-    if memory.context == length:
-        return "Fits."
-    way = remedy().partition(", or --max-model-len")[0]
-    remark = "" if way.startswith("use --max-model-len") else f"; for all of it, {way}"
-    return f"Fits with a context of {memory.context:,} instead of {length:,}{remark}."
 
 
 def _special_kernels(model: "Model") -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.help import option_group
-from minirt.cli.options import debug_option, output_file_option, quiet_option, report_format_option
+from minirt.cli.options import general_options, output_file_option, report_format_option
 from minirt.cli.output import emit, note
 from minirt.cli.settings import option_of, options_of
 from minirt.loading.options import LoadOptions
@@ -24,7 +24,7 @@ class _Dtype:
 
 
 kernel_options = option_group(None, options_of(_Dtype, "", title="Model"), option_of(LoadOptions, "device", "Model"))
-report_options = option_group(None, report_format_option, output_file_option, quiet_option, debug_option)
+report_options = option_group(None, report_format_option, output_file_option, general_options)
 
 
 def print_report(report: "Report", options: dict[str, Any]) -> None:

@@ -6,13 +6,14 @@ lines are skipped. `read_prompt_lines` checks everything that can be checked wit
 """
 
 import json
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, named_by_option, prompt_limit
 from minirt.errors import InputError
-from minirt.foreign_names import json_hint, similar
+from minirt.files import unique_keys
+from minirt.foreign_names import command_line_hint, names, similar
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -89,16 +90,16 @@ def read_prompt_lines(data: bytes, name: str, params: SamplingParams) -> list[Pr
 def _request(line: bytes, number: int, place: str, params: SamplingParams) -> PromptLine:
     value = _parse(line, place)
     if isinstance(value, str):
-        return PromptLine(number, place, "prompt", value, params)
+        value = {"prompt": value}
     if not isinstance(value, dict):
         raise InputError("not a request", where=place, expected="a text or an object", found=_shown(value))
     known = (*_KINDS, *SAMPLING_KEYS, "id")
     for key in value:
         if key not in known:
             near = similar(key, known, 1)
-            hint = json_hint(key) or (f"did you mean {near[0]}?" if near else None)
-            expected = f"one of {', '.join(known)}"
-            raise InputError("unknown key", where=f"{place}, {json.dumps(key)}", expected=expected, hint=hint)
+            hint = _hint(key) or (f"did you mean {near[0]}?" if near else None)
+            place, expected = f"{place}, {json.dumps(key)}", f"one of {', '.join(known)}"
+            raise InputError("unknown key", where=place, expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:
@@ -122,9 +123,18 @@ def _request(line: bytes, number: int, place: str, params: SamplingParams) -> Pr
     return PromptLine(number, place, kinds[0], content, params, identifier, frozenset(stated))
 
 
+def _hint(name: str) -> str | None:
+    """What to write as a key, or as an option of the command, for another library's name; None: it is not known."""
+    whose, _, python = entry if isinstance(entry := names().get(name), tuple) else (None, None, None)
+    field = re.match(r"SamplingParams\((\w+)=(.*)\)(.*)$", python or "")
+    if field is None:
+        return command_line_hint(name)
+    return f'{whose}; here "{field[1]}"' + (f": {field[2]}" if field[2] != "…" else "") + field[3]
+
+
 def _parse(line: bytes, place: str) -> Any:
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        return json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line"
         raise InputError("not valid UTF-8", where=place, found=byte) from error
@@ -133,15 +143,6 @@ def _parse(line: bytes, place: str) -> Any:
         raise InputError(what, where=place, expected="one JSON string or object", hint=_CONVERT) from error
     except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
         raise InputError(f"not acceptable JSON: {error}", where=place) from error
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a repeated key. The json module would silently keep the last one."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(json.dumps(k) for k in keys if keys.count(k) > 1)} appears twice")
-    return value
 
 
 def _wrong(place: str, key: str, expected: str, value: object) -> InputError:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @shared.chat_options
 @shared.template_option
 @shared.text_format_option
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def score(
     prompt: str, completions: tuple[str, ...], chat: bool, system: str | None, variables: dict[str, Any] | None,
     output_format: str, quiet: bool, **options: Any,
@@ -30,9 +29,8 @@ def score(
 
     Nothing is generated. A PROMPT of "-" is stdin, verbatim. Prompt and completion are encoded together, and split after as many
     tokens as the prompt alone has; white space at the end of the prompt belongs to the completion. With --chat, PROMPT is a user
-    message and COMPLETION the beginning of the answer, both encoded for themselves. With --json, each completion
-    is a line with a JSON object, which also has the log-probability of each token. A model without a tokenizer takes token ids
-    ("1 2 3").
+    message and COMPLETION the beginning of the answer, encoded separately. With --json, each completion is a line with a JSON
+    object, which also has the log-probability of each token. A model without a tokenizer takes token ids ("1 2 3").
     """
     text = read_text("-") if prompt == "-" else prompt
     shared.require_chat(chat, system, variables)

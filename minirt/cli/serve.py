@@ -2,7 +2,6 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,14 +10,12 @@ from minirt.cli import options as shared
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.help import command, option_group
 from minirt.cli.settings import given, options_of
+from minirt.cli.suggestions import option_hint
 from minirt.errors import InputError, MinirtError
-from minirt.files import read_text as read_bounded_text
-from minirt.foreign_names import option_hint
 from minirt.loading.options import LoadOptions
 from minirt.server.options import ServerOptions
 
 _PACKAGES = {"uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "prometheus_client": "prometheus-client"}
-_MAX_CONFIG = 1 << 20  # bytes
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -27,11 +24,9 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
         return
     import yaml
 
+    text = read_text(value, "--config")
     try:
-        text = read_bounded_text(Path(value), limit=_MAX_CONFIG, error=InputError)
         content, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except InputError as error:  # its hint is that for a file of a model
-        raise InputError(error.what, where=value, expected=error.expected, found=error.found) from error
     except yaml.YAMLError as error:
         raise InputError(f"is not YAML: {' '.join(str(error).split())}", where=value) from error
     content = {} if content is None else content
@@ -46,32 +41,30 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
             known |= {name.lstrip("-"): (option, name in option.secondary_opts) for name in option.opts + option.secondary_opts}
     defaults: dict[str, Any] = {}
     for key, stated in content.items():
-        name = str(key).replace("_", "-")
+        name, place, shown = str(key).replace("_", "-"), f"{value}: {str(key)[:80]}", repr(stated)[:80]
         if name not in known or name in ("config", "help"):
             hint = option_hint(f"--{name}", {f"--{option}" for option in known}) or "minirt serve --help lists them"
-            raise InputError("there is no such option", where=f"{value}: {str(key)[:80]}", hint=hint)
+            raise InputError("there is no such option", where=place, hint=hint)
         option, negative = known[name]
-        if option.is_flag and not isinstance(stated, bool):
-            place, shown = f"{value}: {key}", repr(stated)[:80]
-            raise InputError("not an acceptable value", where=place, expected="true or false", found=shown)
-        if (option.name or "") in defaults:
-            raise InputError("sets an option that another name has set", where=f"{value}: {key}")
+        dest = option.name or ""
+        if dest in defaults:
+            raise InputError("sets an option that another name has set", where=place)
         if option.is_flag:
-            defaults[option.name or ""] = stated is not negative
+            if not isinstance(stated, bool):
+                raise InputError("not an acceptable value", where=place, expected="true or false", found=shown)
+            defaults[dest] = stated is not negative
             continue
         several = stated if isinstance(stated, list) and option.multiple else [stated]
         if any(text is None or isinstance(text, dict | list | bool) for text in several):
-            raise InputError("not an acceptable value", where=f"{value}: {key}", found=repr(stated)[:80])
+            raise InputError("not an acceptable value", where=place, found=shown)
         texts = [str(text) for text in several]  # so that they are read as on the command line
-        defaults[option.name or ""] = texts if option.multiple else texts[0]
+        defaults[dest] = texts if option.multiple else texts[0]
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
 @command(short_help="Serve the model over HTTP: OpenAI's, Anthropic's APIs.")
 @shared.model_argument
-@shared.load_options
-@shared.prefix_cache_option
-@shared.speculative_options
+@shared.serving_options
 @shared.warm_prompt_option
 @option_group(
     "Server",
@@ -83,8 +76,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
         help="A YAML file with values of these options. Those of the command line take precedence.",
     ),
 )
-@shared.quiet_option
-@shared.debug_option
+@shared.general_options
 def serve(quiet: bool, **options: Any) -> None:
     """Serve the model over HTTP with OpenAI's APIs, /v1/chat/completions, /v1/responses and /v1/completions, and
     Anthropic's /v1/messages.

@@ -9,77 +9,76 @@ import click
 
 from minirt.cli.help import option_group
 from minirt.errors import InputError
-from minirt.settings import Setting, settings_of
-from minirt.sizes import parse_count, parse_size
+from minirt.settings import settings_of
+from minirt.sizes import parse_size
 
 
-class TokenIds(click.ParamType):
-    """"0,17" → (0, 17)."""
+class Parsed(click.ParamType):
+    """What a function makes of a text. A value that is no text, such as a default, stays.
 
-    name = "ID,ID,…"
+    Args:
+        name: what --help calls the value.
+        parse: raises a ValueError, such as an `InputError`, that says what is wrong.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in value.split(",")]
-        if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-            self.fail(f"{value!r} is not token ids with ',' between", param, ctx)
-        return tuple(map(int, words))
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
-
-class Bias(click.ParamType):
-    """"17=-5.5" → (17, -5.5)."""
-
-    name = "ID=BIAS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"([0-9]{1,18})=([+-]?[0-9]{1,9}(?:\.[0-9]{0,18})?)", value.strip())
-        if not match:
-            self.fail(f"{value!r} is no token id and number, such as 17=-5.5", param, ctx)
-        return int(match[1]), float(match[2])
-
-
-class JsonObject(click.ParamType):
-    """'{"a": 1}' → {"a": 1}."""
-
-    name = "JSON"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            content = value if isinstance(value, dict) else json.loads(value)
-        except (ValueError, RecursionError) as error:
-            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
-        if not isinstance(content, dict):
-            self.fail(f"{value!r} is not a JSON object", param, ctx)
-        return content
-
-
-class Size(click.ParamType):
-    """"512MiB" → bytes: see `parse_size`."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_size(value, 0)
-        except InputError as error:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class TokenCount(click.ParamType):
-    """"32k" → 32000: see `parse_count`. "auto" → None: the default."""
+def integers(text: str, separator: str, pattern: str, what: str) -> tuple[int, ...]:
+    """"0,17" → (0, 17): integers that look like `pattern`."""
+    words = [word.strip() for word in text.split(separator)]
+    if not all(re.fullmatch(pattern, word) for word in words):
+        raise ValueError(f"{text!r} is not {what}")
+    return tuple(map(int, words))
 
-    name = "TOKENS"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "auto":
-            return None
-        try:
-            return value if isinstance(value, int) else parse_count(value)
-        except InputError as error:
-            self.fail(f"{error}, or auto", param, ctx)
+def _token_ids(text: str) -> tuple[int, ...]:
+    return integers(text, ",", "[0-9]{1,18}", "token ids with ',' between")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """"17=-5.5" → (17, -5.5)."""
+    match = re.fullmatch(r"([0-9]{1,18})=([+-]?[0-9]{1,9}(?:\.[0-9]{0,18})?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is no token id and number, such as 17=-5.5")
+    return int(match[1]), float(match[2])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return content
+
+
+def token_count(text: str) -> int | None:
+    """"32k", "32K", "32768" → a number of tokens: k and m are powers of 1000, K and M of 1024, as in vLLM. "auto" → None."""
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"([+-]?[0-9]{1,40}|[0-9]{1,9}(?:\.[0-9]{1,9})?(?=[kKmM]))([kKmM]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a number of tokens; examples are 32768 and 32k (32,000; 32K is 32,768), or auto")
+    factor = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[match[2]]
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+JSON_OBJECT = Parsed("JSON", _json_object)
+_KINDS = {"size": Parsed("SIZE", lambda text: parse_size(text, 0)), "tokens": Parsed("TOKENS", token_count)}
+# Type of a setting → (that of its option, whether the option is repeatable).
+_TYPES: dict[Any, tuple[Any, bool]] = {
+    Sequence[int]: (Parsed("ID,ID,…", _token_ids), False), Mapping[int, float]: (Parsed("ID=BIAS", _bias), True),
+    Sequence[str]: (str, True), int: (int, False), float: (float, False),
+}  # fmt: skip
 
 
 class Choice(click.Choice):
@@ -95,26 +94,20 @@ class Choice(click.Choice):
 
 
 COUNT = click.IntRange(1)
-_KINDS: dict[str, type[click.ParamType]] = {"size": Size, "tokens": TokenCount}
 
 
 def options_of(kind: type, *scopes: str, title: str, **changes: Mapping[str, Any]) -> Callable:
     """Decorator: the options of the settings of a class that have one of the scopes, in the order of their declaration.
 
-    Args:
-        title: the group in --help of the settings that name none.
-        changes: setting → other arguments of `click.option` than those that follow from its record.
+    `title`: the group in --help of the settings that name none. `changes`: see `option_of`, by setting.
     """
-    chosen = [record for record in settings_of(kind).values() if record.scope in scopes and record.option != ""]
-    return option_group(None, *(_option(record, title, **changes.get(record.name, {})) for record in chosen))
+    chosen = [name for name, record in settings_of(kind).items() if record.scope in scopes and record.option != ""]
+    return option_group(None, *(option_of(kind, name, title, **changes.get(name, {})) for name in chosen))
 
 
-def option_of(kind: type, name: str, title: str) -> Callable:
-    """Decorator: the option of one setting."""
-    return _option(settings_of(kind)[name], title)
-
-
-def _option(record: Setting, title: str, **changes: Any) -> Callable:
+def option_of(kind: type, name: str, title: str, **changes: Any) -> Callable:
+    """Decorator: the option of one setting. `changes`: arguments of `click.option` that do not follow from its record."""
+    record = settings_of(kind)[name]
     types = get_args(record.type) or (record.type,)
     facts: dict[str, Any] = {"metavar": record.metavar}
     help_text = re.sub("`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", record.option_help or record.help)
@@ -128,14 +121,10 @@ def _option(record: Setting, title: str, **changes: Any) -> Callable:
     elif isinstance(record.kind, tuple) or callable(record.kind):
         facts["type"] = Choice(record.kind)
     elif record.kind in _KINDS:
-        facts["type"] = _KINDS[record.kind]()
+        facts["type"] = _KINDS[record.kind]
     else:
-        texts = {str(kind) for kind in types}
-        numbers = [kind for kind in (int, float) if kind in types]
-        ids = any("Sequence[int]" in text for text in texts)
-        bias = any("Mapping[int" in text for text in texts)
-        facts["type"] = TokenIds() if ids else Bias() if bias else numbers[0] if numbers else str
-        facts["multiple"] = bias or record.kind == "several" or any("Sequence[str]" in text for text in texts)
+        parsed, several = next((_TYPES[kind] for kind in types if kind in _TYPES), (str, False))
+        facts |= {"type": parsed, "multiple": several or record.kind == "several"}
     if facts.get("multiple"):
         help_text = f"{help_text.removesuffix('.')} (repeatable)."
     elif record.default not in (None, "", ()) and not isinstance(record.default, bool):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
 from minirt.errors import InputError, UnsupportedError
-from minirt.gpus import AbsentGPU
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import query_scales, rope_table
@@ -316,7 +315,7 @@ def has_implementation(kind: str, name: str) -> bool:
 
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
-    absent = isinstance(device, AbsentGPU)  # then neither Triton nor the environment here say anything about it
+    absent = not isinstance(device, torch.device)  # then neither Triton nor the environment here say anything about it
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
     for parameter in layer.parameters():

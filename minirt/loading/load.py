@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import compute_capability, pick_device, total_memory
+from minirt.device import AbsentGPU, compute_capability, pick_device, total_memory
 from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, UnsupportedError
-from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry

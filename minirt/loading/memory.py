@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
+from minirt.device import AbsentGPU, free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.limits import MAX_NUM_BATCHED_TOKENS, EngineLimits
 from minirt.engine.logits_processors import PROCESSED_ROWS
 from minirt.errors import ConfigError, OutOfMemoryError
-from minirt.gpus import AbsentGPU
 from minirt.kernels.sampling.slots import slot_bytes
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model

@@ -62,7 +62,7 @@ class LoadOptions(Settings):
     model: str | Path = setting(
         'A folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or "embedded", the '
         "small model that is part of the package.",
-        EMBEDDED, option="--model -m", scope="model", elsewhere={"llama.cpp": "hf_repo"},
+        EMBEDDED, option="--model -m", scope="name", elsewhere={"llama.cpp": "hf_repo"},
         option_help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, a small story teller.")
     device: str = setting(
         "auto (a GPU if there is one), cpu, cuda or cuda:N.", "auto", scope="model", elsewhere={"transformers": "device_map"})
@@ -153,10 +153,10 @@ class LoadOptions(Settings):
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
-            what = "quantize_head needs a quantization"
-            raise ConfigError(what, where="quantize_head", expected='quantization="fp8" or "int4"', found=self.quantization)
+            place = "--quantize-head" if self.quantize_head else "--no-quantize-head"
+            raise ConfigError("needs --quantize fp8 or --quantize int4", where=place)
         if self.check_weights and self.random_weights:
-            raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
+            raise ConfigError("random weights have no checkpoint to check", where="--check-weights", hint="use one of the two")
         if self.layers is not None and not callable(self.layers):
             expected = "a function that takes the model's config and returns a list of layers"
             raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])

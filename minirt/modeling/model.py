@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirt.device import on_device
+from minirt.device import AbsentGPU, on_device
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.gpus import AbsentGPU
 from minirt.layers import BUILT_IN, Layer, LayerContext, Select, has_implementation, implementation
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice

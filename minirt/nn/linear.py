@@ -17,8 +17,8 @@ from minirt.nn.norm import Device, check_sizes, check_weight, parameter
 class QuantizedLinear(nn.Module):
     """A linear layer whose weight is quantized. Its kinds are `FP8Linear` and `Int4Linear`.
 
-    Its parameters are `weight`, `weight_scale` and, if there is one, `bias`, also in its state dict. It loads the state dict of
-    the layer that it replaces, too: a `weight` [N, K] of 16 or 32 bits is quantized while it is loaded.
+    Its parameters are `weight`, `weight_scale` and, if there is one, `bias`, also in its state dict. It also loads the state
+    dict of the layer that it replaces: a `weight` [N, K] of 16 or 32 bits is quantized while it is loaded.
 
     Args:
         in_features, out_features: K and N. The weight begins as that of a `torch.nn.Linear`, quantized.

@@ -55,10 +55,6 @@ def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _norm_linear(x: Tensor, norm: Norm | None, weights: Weights) -> Tensor:
-    return functional.norm_linear(x, *(norm or (None, 0.0)), *weights.tensors(x))
-
-
 def _linear(x: Tensor, weights: Weights, residual: Tensor | None) -> Tensor:
     weight, bias, scale = weights.tensors(x)
     if residual is None:
@@ -80,7 +76,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     record = current(self, hidden_states, norm is None)
     qkv, o = record.weights
-    shape, heads = hidden_states.shape[:-1], _norm_linear(hidden_states, norm, qkv)
+    shape, (norm_weight, eps) = hidden_states.shape[:-1], norm or (None, 0.0)
+    heads = functional.norm_linear(hidden_states, norm_weight, eps, *qkv.tensors(hidden_states))
     parts = heads.split([linear._parameters["weight"].shape[0] for linear in qkv.linears], -1)
     q, k, v = (part.view(*shape, -1, self.head_dim).transpose(1, 2) for part in parts)
     q, k = record.rotate(self, q, k, *position_embeddings)

@@ -130,7 +130,7 @@ class Patched:
         return self.record is not None
 
     def is_called(self) -> bool:
-        """Whether nobody has replaced the module's forward since `patch`."""
+        """Whether the module's forward is still that of `patch`."""
         forward = vars(self.module).get("forward")
         return self._rule is not None and getattr(forward, "func", None) is self._rule.forward
 
@@ -331,7 +331,7 @@ def _watched(module: nn.Module, *names: str) -> tuple[tuple[nn.Module, str], ...
 
 
 def _runs_kernels(module: nn.Module) -> bool:
-    """Whether a module is patched, and nobody has replaced its forward since."""
+    """Whether a module is patched, and its forward is still that of `patch`."""
     patched = vars(module).get("_minirt")
     return patched is not None and patched.is_called() and patched.renew() is None
 

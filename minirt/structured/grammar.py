@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
-from minirt.guarded import Guarded, Stopped
 from minirt.structured import limits, matchers
 from minirt.structured.enforceable import enforceable
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd, bits
 from minirt.structured.schema import check_schema, parse_schema, subschemas
+from minirt.text.guarded import Guarded, Stopped
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
 

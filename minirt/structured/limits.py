@@ -9,7 +9,7 @@ together nor the remainders of "multipleOf". What may need those (`is_costly`) c
 import re
 
 from minirt.errors import InputError, shortened
-from minirt.guarded import Limits
+from minirt.text.guarded import Limits
 
 MAX_TRIAL = Limits(cpu_seconds=0.3, seconds=30, memory=4 << 30)  # of that process
 COMPILE_STACK = 64 << 20  # bytes; of address space until they are used

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minirt.errors import shortened
-from minirt.guarded import Guarded, Limits, Stopped
+from minirt.text.guarded import Guarded, Limits, Stopped
 
 MAX_CPU_SECONDS = 5
 MAX_SECONDS = 60

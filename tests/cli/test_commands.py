@@ -705,8 +705,8 @@ OTHER = {"max_step_ms": 5.0, "max_waiting": 3, "threads": 2, "random_weights": T
 def test_plan_has_each_option_that_changes_it():
     """Catches an option of loading that `plan` does not have although it changes what fits or how layers run: `plan` had no
     --max-num-batched-tokens and no --no-cuda-graphs. A new option fails here until `plan` has it, or `OTHER` a value."""
+    from minirt.cli.gpus import find_gpu
     from minirt.cli.options import load_options, prefix_cache_option, speculative_options, to_load_options
-    from minirt.gpus import find_gpu
     from minirt.loading.load import plan_load
 
     defaults = cli.cli.commands["generate"].make_context("generate", ["hi"]).params
@@ -866,7 +866,8 @@ def test_fp8_reaches_the_model(run, folder):
     four = ("plan", "-m", folder, "--device", "cpu", "--json", "--quantize", "int4")
     formats = [json.loads(run(*four, *head)[1])["layers"][-1]["formats"] for head in ((), ("--quantize-head",))]
     assert formats == [[], ["int4"]]
-    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --quantize", code=2)
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "--no-quantize-head: needs --quantize", code=2)
+    refused(run("generate", "-m", folder, "--random-weights", "--check-weights", "hello"), "no checkpoint to check", code=2)
     refused(run("generate", "-m", folder, "--fp8", "--quantize", "int4", "hello"), "exclude each other", code=2)
     refused(run("generate", "-m", folder, "--quantize", "int3", "hello"), "--quantize", "int3", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8", code=2)

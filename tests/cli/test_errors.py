@@ -18,9 +18,10 @@ from support.tiny import add_tokenizer
 import minirt
 from minirt.cli import app as cli
 from minirt.cli import files
+from minirt.cli.settings import token_count
 from minirt.errors import InputError
 from minirt.generator import Generator
-from minirt.sizes import format_size, parse_count, parse_size
+from minirt.sizes import format_size, parse_size
 
 
 def test_usage(run, folder, monkeypatch):
@@ -28,7 +29,6 @@ def test_usage(run, folder, monkeypatch):
     for arguments in (
         ["generate", "-m", folder], ["generate", "-m", folder, "x", "--max-tokens", "many"], ["no-such-command"],
         ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
-        ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
     ):  # fmt: skip
         refused(run(*arguments), " --help)", code=2)
 
@@ -115,6 +115,7 @@ def test_the_table_of_other_names_is_true():
     from inspect import signature
 
     from minirt import SamplingParams, foreign_names
+    from minirt.cli import suggestions
     from minirt.loading.options import LoadOptions
 
     options = {name for command in commands() for own in command.params for name in own.opts + own.secondary_opts}
@@ -130,7 +131,7 @@ def test_the_table_of_other_names_is_true():
             assert match, name
             found = match[3] in minirt.__all__ if match[3] else match[2] in (sampling if match[1] else arguments)
             assert found, name
-    assert set(foreign_names._SHORT.values()) <= foreign_names.names().keys()
+    assert set(suggestions._SHORT.values()) <= foreign_names.names().keys()
 
 
 def commands(group=cli.cli):
@@ -159,13 +160,13 @@ def test_a_model_that_is_given_as_an_argument(run, folder, monkeypatch):
 ])  # fmt: skip
 def test_numbers_of_tokens(text, value):
     """vLLM's `--max-model-len 32k` was "not a valid integer"."""
-    assert parse_count(text) == value
+    assert token_count(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "k", "32kk", "32g", "1.5", "1e3", "-1.5k", "٣", "32 k"])
 def test_bad_numbers_of_tokens(text, run):
-    with pytest.raises(InputError, match="examples are 32768 and 32k"):
-        parse_count(text)
+    with pytest.raises(ValueError, match="examples are 32768 and 32k"):
+        token_count(text)
     refused(run("generate", "--max-model-len", text, "x"), "minirt: --max-model-len: ", "or auto", code=2)
 
 
@@ -398,6 +399,7 @@ FAILED = """
 import atexit
 from minirt.cli import app as cli
 from minirt.cli import files
+from minirt.cli.settings import token_count
 from minirt.engine import engine
 from minirt.errors import DeviceFailedError
 

@@ -152,7 +152,7 @@ BAD = {
     "not UTF-8": (b'"caf\xe9"', ["UTF-8", "0xe9 at offset 4"]),
     "deep": (DEEP, ["not acceptable JSON"]),
     "a long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ["not acceptable JSON"]),
-    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ['"id" appears twice']),
+    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ["a key is repeated", "'id'"]),
     "unknown key": ({"prompt": "x", "max_token": 5}, ['"max_token"', "unknown key", "did you mean max_tokens?"]),
     "transformers' key": ({"prompt": "x", "max_new_tokens": 5}, ['"max_new_tokens"', """here "max_tokens")"""]),
     "vLLM's key": ({"prompt": "x", "guided_regex": "a"}, ["""here "structured_outputs": {"regex": …})"""]),
@@ -268,15 +268,14 @@ def completion(tokens, reason="length"):
 def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     out = []
     monkeypatch.setattr(generate_many.output, "write", out.append)
-    requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
     printing = generate_many.Printing(as_json=False, verbose=False, quiet=True)
-    results = generate_many._Results(requests, printing, texts=False, drafts=False)
-    results.expect([completion([i], None) for i in range(4)])
+    results = generate_many._Results(printing, SimpleNamespace(tokenizer=None, speculative=None))
+    results.rows = [(SimpleNamespace(params=SamplingParams()), completion([i], None)) for i in range(4)]
     for finished, printed in ((2, ""), (0, "0"), (3, "0"), (1, "0123")):
-        results.all[finished].finish_reason = "length"
-        results.print_ready()
+        results.rows[finished][1].finish_reason = "length"
+        results.print()
         assert "".join(out).replace("\n", "") == printed
-    results.print_rest()
+    results.print(rest=True)
     assert len(out) == 4
 
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minirt import Generator, LoadOptions, SamplingParams, models
+from minirt.cli.gpus import find_gpu
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.gpus import find_gpu
 from minirt.layers import Attention, LayerContext, implementation
 from minirt.loading.load import plan_load
 from minirt.modeling.config import AttentionSettings, RopeConfig

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from support.tiny import add_tokenizer
 
-from minirt import guarded
 from minirt.errors import MinirtError, TokenizerError
-from minirt.text import rendering
+from minirt.text import guarded, rendering
 from minirt.text.chat_template import MAX_TEMPLATE, ChatTemplate
 from minirt.text.rendering import MAX_CPU_SECONDS, Renderer, RenderingError
 from minirt.text.tokenizer import Tokenizer

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from minirt.device import compute_capability, free_memory, is_nvidia
+from minirt.cli.gpus import GPU_NAMES, find_gpu
+from minirt.device import CONTEXT_BYTES, compute_capability, free_memory, is_nvidia
 from minirt.errors import DeviceError
-from minirt.gpus import CONTEXT_BYTES, GPU_NAMES, find_gpu
 from minirt.loading.load import plan_load
 from minirt.loading.options import LoadOptions
 

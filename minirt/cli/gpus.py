@@ -1,48 +1,20 @@
-"""GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan: well-known ones, or any by its memory."""
+"""`--gpu`: GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan, by name or memory."""
 
 import re
-from dataclasses import dataclass
+from contextlib import suppress
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from minirt.cli.help import option_in
+from minirt.cli.output import write
 from minirt.errors import DeviceError, InputError
 from minirt.sizes import parse_size
 
+if TYPE_CHECKING:
+    from minirt.device import AbsentGPU
 
-@dataclass(frozen=True)
-class AbsentGPU:
-    """An NVIDIA GPU that takes the place of a `torch.device` where a model is only planned.
-
-    Args:
-        name: for the user: one of the table, or the memory as it was typed.
-        memory: all of it, in bytes.
-        capability: its CUDA compute capability. `assumed`: nobody stated it.
-    """
-
-    type: ClassVar[str] = "cuda"
-    index: ClassVar[None] = None
-    name: str
-    memory: int
-    capability: tuple[int, int]
-    assumed: bool = False
-
-    def __str__(self) -> str:
-        return f"cuda ({self.name}, sm_{self.capability[0]}{self.capability[1]}{' assumed' if self.assumed else ''})"
-
-    @property
-    def free(self) -> int:
-        """An estimate of the memory that is free before a model is loaded: all but that of the CUDA context and its libraries."""
-        return max(0, self.memory - CONTEXT_BYTES)
-
-
-    @property
-    def assumption(self) -> str:
-        """What to do about a compute capability that nobody stated."""
-        low = f"{self.capability[0]}.{self.capability[1]}"
-        return f"Compute capability {low} is assumed, which has no FP8; for 8.9, write --gpu {self.name}:8.9"
-
-
-CONTEXT_BYTES = 1 << 30
 _LOWEST = (8, 0)  # the oldest compute capability that the kernels run on; assumed for a GPU of which only the memory is known
 # Name: memory in MiB as the driver reports it (`nvidia-smi`, ECC on where that is the default: less than the datasheet says), and
 # compute capability (https://developer.nvidia.com/cuda-gpus).
@@ -67,33 +39,50 @@ _KNOWN = {
 GPU_NAMES = tuple(_KNOWN)
 
 
-def find_gpu(text: str) -> AbsentGPU:
+def find_gpu(text: str) -> "AbsentGPU":
     """The GPU that `text` names: "H200", "rtx4090", or as `nvidia-smi` writes it ("NVIDIA H100 80GB HBM3"); its memory ("24GiB");
     or both its memory and its compute capability ("24GiB:8.9").
 
     Raises:
         DeviceError: an unknown name.
     """
+    from minirt.device import CONTEXT_BYTES, AbsentGPU
+
     plain, size_gb = _parts(text)
     named = [name for name, (mib, _) in _KNOWN.items() if _is_named(name, mib, plain, size_gb)]
     if len(named) == 1:
         mib, capability = _KNOWN[named[0]]
         return AbsentGPU(named[0], mib << 20, capability)
-    size, colon, number = text.partition(":")
-    try:
-        memory = parse_size(size)
-        if memory < CONTEXT_BYTES:
-            raise InputError("not the memory of a GPU")
-        if colon and re.fullmatch(r"[0-9]{1,2}\.[0-9]", number) is None:
-            raise InputError("not a compute capability")
-    except InputError:
-        sizes = "a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability"
-        expected = f"{sizes}, or one of {', '.join(_KNOWN)}"
-        near = named or _similar(plain)
-        hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text, hint=hint) from None
-    major, minor = map(int, number.split(".")) if number else _LOWEST
-    return AbsentGPU("".join(size.split()), memory, (major, minor), assumed=not number)
+    stated = re.fullmatch(r"([^:]*)(?::([0-9]{1,2})\.([0-9]))?", text)
+    with suppress(InputError):
+        if stated is not None and (memory := parse_size(stated[1])) >= CONTEXT_BYTES:
+            capability = (int(stated[2]), int(stated[3])) if stated[2] else _LOWEST
+            return AbsentGPU("".join(stated[1].split()), memory, capability, assumed=stated[2] is None)
+    sizes = "a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability"
+    near = named or _similar(plain)
+    hint = f"did you mean {' or '.join(near)}?" if near else None
+    raise DeviceError("unknown GPU", where="--gpu", expected=f"{sizes}, or one of {', '.join(_KNOWN)}", found=text, hint=hint)
+
+
+gpu_option = option_in(
+    "Model", "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
+    help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB, or 24GiB:8.9 with its compute "
+    "capability (default: 8.0, which has no FP8).",
+)  # fmt: skip
+
+
+def planned_gpu(options: dict[str, Any]) -> "AbsentGPU | None":
+    """The GPU of `--gpu`, which excludes a device of this machine other than "cuda"."""
+    if options["gpu"] is not None and options["device"] not in ("auto", "cuda"):
+        raise click.UsageError(f"--gpu is a GPU that is not here, and --device {options['device']} is a device that is")
+    return options["gpu"]
+
+
+def write_assumption(gpu: "AbsentGPU | None") -> None:
+    """Say what to do about a compute capability that was not stated."""
+    if gpu is not None and gpu.assumed:
+        capability = ".".join(map(str, gpu.capability))
+        write(f"Compute capability {capability} is assumed, which has no FP8; for 8.9, write --gpu {gpu.name}:8.9\n")
 
 
 # Words of `nvidia-smi` and of shops that do not tell one GPU of the table from another.

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from minirt.guarded import Guarded, Limits, Stopped
+from minirt.text.guarded import Guarded, Limits, Stopped
 
 
 def test_a_crash_ends_one_call():
