@@ -184,6 +184,9 @@ def space_end(text: str, start: int = 0, others: str = "") -> int:
     return end
 
 
+State = Callable[[], list[Event] | None]
+
+
 class StatefulParser:
     """A parser whose states are methods: each returns events, or None if it needs more text.
 
@@ -193,7 +196,7 @@ class StatefulParser:
     def __init__(self) -> None:
         self._text, self._at = "", 0  # the text from `_at` on is not used yet
         self._space: list[str] = []  # white space before that, which is content only if content follows
-        self._state: Callable[[], list[Event] | None]
+        self._state: State
 
     def feed(self, text: str) -> list[Event]:
         """See `Parser.feed`."""
