@@ -13,15 +13,17 @@ from typing import Any
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.processor import Call
-from minirt.server.conversation import Prepared
+from minirt.server.conversation import Prepared, ReplyReader
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
 from minirt.server.protocol import Sampling
-from minirt.text.reply import Event
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from minirt.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
+_KINDS: dict[type, str] = {ContentDelta: "text", ReasoningDelta: "reasoning"}  # other events belong to tool calls
+StreamEvent = dict[str, Any]
 
 
 class Answer:
@@ -198,29 +200,68 @@ class ChoicesAnswer(Answer):
 
 
 class ReplyAnswer(Answer):
-    """An answer that tells one reply."""
+    """An answer that tells one reply in parts: texts, reasoning and tool calls. Each begins, grows, and ends before the next one.
+
+    Attributes:
+        parts: those that have begun, as the API writes them.
+        kind: of the part that grows: "text", "reasoning" or "call"; "": it has ended.
+    """
 
     def __init__(self, prepared: Prepared, streams: bool | None) -> None:
         super().__init__(prepared.call, streams)
-        self._reader = prepared.plan.reader()
+        self._reader, self._texts = ReplyReader(prepared), list[str]()
+        self.parts: list[StreamEvent] = []
+        self.kind = ""
 
     @property
     def completion(self) -> Completion:
         return self.call.streams[0].completion
 
-    def whole_reply(self) -> list[Event]:
-        """The events of a reply that has ended."""
-        return self._reader.read(self.completion.text, ended=True)
-
     def add(self, choice: Choice) -> list[bytes]:
-        return self.tell(self._reader.read(choice.text, choice.finish_reason is not None))
+        return list(map(self.encode, self.grow(self._reader.read(choice.text, choice.finish_reason is not None))))
 
-    def tell(self, events: Sequence[Event]) -> list[bytes]:
-        """The stream's events for events of the reply. There may be none."""
+    def read_whole(self) -> None:
+        """Add the parts of a reply that has ended."""
+        self.grow(self._reader.read(self.completion.text, ended=True))
+
+    def grow(self, events: Iterable[Event]) -> list[StreamEvent]:
+        """Add events of the reply to the parts. Returns the stream's events."""
+        told: list[StreamEvent] = []
+        for event in events:
+            call = event if isinstance(event, ToolCallStart) else None
+            kind = _KINDS.get(type(event), "call")
+            if call is not None or kind != self.kind:
+                told += self.end_part()
+                self.kind, self._texts = kind, []
+                told += self.open_part(call)
+            if not isinstance(event, ToolCallStart):
+                self._texts.append(event.text)
+                told.append(self.delta(event.text))
+        return told
+
+    def end_part(self, complete: bool = True) -> list[StreamEvent]:
+        """End the part that grows, if there is one. `complete`: the reply was not cut off within it."""
+        events = self.close_part("".join(self._texts), complete) if self.kind else []
+        self.kind = ""
+        return events
+
+    def open_part(self, call: ToolCallStart | None) -> list[StreamEvent]:
+        """Add a part of this kind to `parts`. `call`: the start of a tool call. Returns the stream's events."""
         raise NotImplementedError
 
+    def delta(self, text: str) -> StreamEvent:
+        """The part grows."""
+        raise NotImplementedError
 
-def named_event(event: dict[str, Any]) -> bytes:
+    def close_part(self, text: str, complete: bool) -> list[StreamEvent]:
+        """The part ends with this whole text."""
+        raise NotImplementedError
+
+    def encode(self, event: StreamEvent) -> bytes:
+        return named_event(event)
+
+
+def named_event(event: StreamEvent) -> bytes:
     """A server-sent event with its type."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 

@@ -7,16 +7,15 @@ from typing import Any
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.server.answers import Answer, ChoicesAnswer, endpoint, finite, prompt_rows, token_text, top_of
-from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
-from minirt.server.errors import bad_field, shown
+from minirt.server.conversation import Conversation, Prepared, ReplyReader, prepare, template_variables
+from minirt.server.errors import bad_field, check_choice
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.json_size import check_text
 from minirt.server.protocol import Listed, Positive, Sampling, decode, structured_outputs
-from minirt.server.replies import ReplyReader
 from minirt.text.messages import MESSAGE_FIELDS
-from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
+from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall, collect
 from minirt.text.tools import Tool, read_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,9 +90,7 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
         raise bad_field("messages", "is empty", expected="at least one message")
     known = []
     for i, message in enumerate(messages):
-        if message.get("role") not in _ROLES:
-            expected, shown_role = ", ".join(_ROLES), shown(message.get("role"))
-            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=shown_role)
+        check_choice(f"messages[{i}].role", message.get("role"), _ROLES, "not an acceptable role")
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
         known.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         _check_arguments(message.get("tool_calls"), f"messages[{i}].tool_calls")
@@ -146,17 +143,18 @@ def _finish_reason(reason: str | None, calls: bool) -> str | None:
 
 class _ChatAnswer(ChoicesAnswer):
     def __init__(self, front: Front, exchange: Exchange, request: ChatRequest, prepared: Prepared) -> None:
-        self._count, self._plan = request.top_logprobs or 0, prepared.plan
-        self._prefix = prepared.prompt.last if request.echo else ""
+        self._count, self._prepared = request.top_logprobs or 0, prepared
+        self._prefix = prepared.last if request.echo else ""
         self._readers: dict[int, ReplyReader] = {}
         fields = {"id": f"chatcmpl-{exchange.id}", "object": "chat.completion"}
         super().__init__(
             front, prepared.call, request, fields, "chat.completion.chunk", prepared.tokenizer,
-            wants_logprobs=bool(request.logprobs), parses=prepared.plan.parser() is not None,
+            wants_logprobs=bool(request.logprobs), parses=not prepared.is_plain,
         )  # fmt: skip
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "refusal": None} | _message(self._plan.read(completion.text), self._prefix)
+        reply = collect(ReplyReader(self._prepared).read(completion.text, ended=True))
+        message = {"role": "assistant", "refusal": None} | _message(reply, self._prefix)
         choice = {
             "index": index, "message": message, "logprobs": self._logprobs(completion.logprobs),
             "finish_reason": _finish_reason(completion.finish_reason, "tool_calls" in message),
@@ -177,7 +175,7 @@ class _ChatAnswer(ChoicesAnswer):
     def deltas(self, choice: Choice) -> list[bytes]:
         reader = self._readers.get(choice.index)
         if reader is None:
-            reader = self._readers[choice.index] = self._plan.reader()
+            reader = self._readers[choice.index] = ReplyReader(self._prepared)
         return [encode_json(_delta(event)) for event in reader.read(choice.text, choice.finish_reason is not None)]
 
     def finish_reason(self, choice: Choice) -> str | None:

@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -49,6 +50,12 @@ def bad_field(param: str, what: str, *, expected: object = None, found: object =
     return HTTPError(400, what, param=param, expected=expected, found=found, hint=hint)
 
 
+def check_choice(param: str, value: object, options: Collection[str], what: str = "not an acceptable value") -> None:
+    """Raise 400 unless a value is one of these texts."""
+    if not isinstance(value, str) or value not in options:
+        raise bad_field(param, what, expected=" or ".join(options), found=shown(value))
+
+
 def shown(value: object) -> str:
     """A value of a request for an error's message. Long and nested ones are cut before they are written."""
     return _SHORT.repr(value)[:80]
@@ -57,10 +64,15 @@ def shown(value: object) -> str:
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "cancelled", 500: "server_error",
-    503: "overloaded_error", 504: "timeout_error",
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error", 499: "cancelled",
+    500: "server_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+
+
+def error_type(status: int, others: Mapping[int, str] = {}) -> str:
+    """OpenAI's type of an error. `others`: those of another API, by their statuses."""
+    types = _TYPES | others
+    return types.get(status, "invalid_request_error" if status < 500 else types[500])
 
 
 def status_of(error: MinirtError) -> int:
@@ -101,16 +113,14 @@ def retry_after(error: MinirtError) -> int | None:
 
 def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[str, Any]:
     """What an answer says about an error: message, type, param and code, as OpenAI does."""
-    status = status_of(error)
     code: str | None = None
     if isinstance(error, HTTPError):
         code = error.code
     elif isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
     return {
-        "message": str(error), "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-        "param": param_of(error, prompt_field), "code": code,
-    }  # fmt: skip
+        "message": str(error), "type": error_type(status_of(error)), "param": param_of(error, prompt_field), "code": code,
+    }
 
 
 def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:

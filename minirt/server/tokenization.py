@@ -50,7 +50,7 @@ def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = render(front, conversation_of(front, request, read_tools(request.tools or []))).tokens
+        tokens = render(front, conversation_of(front, request, read_tools(request.tools or [])))
     elif request.add_special_tokens is False:
         tokens = tokenizer.encode_plain(request.prompt, info.max_len)
     else:

@@ -185,6 +185,13 @@ def _each(values: object, place: str, read: Callable[[object, str], Any]) -> lis
     return [read(value, f"{place}[{i}]") for i, value in enumerate(values)]
 
 
+def object_at(value: object, place: str, what: str = "not an object", expected: str | None = None) -> dict[str, Any]:
+    """An object at a place in a request."""
+    if not isinstance(value, dict):
+        raise InputError(what, where=place, expected=expected, found=type(value).__name__)
+    return value
+
+
 def text_at(value: object, place: str, expected: str = "a text") -> str:
     """A text at a place in a request."""
     if not isinstance(value, str):

@@ -29,10 +29,11 @@ MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 class ChatTokens(list[int]):
     """Token ids of a conversation's prompt.
 
+    `text`: the rendered conversation.
     `history_len`: how many of them come before the generation prompt, if somebody asked for it; 0: not known.
     """
 
-    history_len = 0
+    text, history_len = "", 0
 
 
 class Tokenizer:
@@ -158,13 +159,9 @@ class Tokenizer:
 
         `with_history`: find `ChatTokens.history_len`, too, for which the template is rendered a second time.
         """
-        return self.encode_rendered(self.render_chat(messages, **options), messages, max_tokens, with_history, **options)
-
-    def encode_rendered(
-        self, text: str, messages: list[dict[str, Any]], max_tokens: int | None, with_history: bool, **options: Any
-    ) -> ChatTokens:
-        """`encode_chat`, of a conversation whose text is known."""
+        text = self.render_chat(messages, **options)
         tokens = ChatTokens(self.encode_plain(text, max_tokens))
+        tokens.text = text
         if with_history and options.get("add_generation_prompt", True):
             with suppress(TokenizerError):  # a template may render this conversation with a generation prompt only
                 without = self.render_chat(messages, **options | {"add_generation_prompt": False})

@@ -20,7 +20,18 @@ from functools import partial
 from typing import NamedTuple
 
 from minirt.text.json_checker import JsonChecker, escaped, shown
-from minirt.text.reply import Calls, Event, Parser, State, StatefulParser, content, first_marker, held_length, is_unicode, json_text
+from minirt.text.reply import (
+    Calls,
+    Event,
+    Parser,
+    State,
+    StatefulParser,
+    content,
+    first_marker,
+    held_length,
+    is_unicode,
+    json_text,
+)
 from minirt.text.tools import Tool, typed_json
 
 _READING, _DONE, _BAD = "reading", "done", "bad"
